@@ -1,0 +1,36 @@
+# train   the first run: digits, on whatever this machine has
+# test    what CI runs: checks, then tests
+# .venv   the environment only; built again whenever pyproject.toml or constraints.txt changes
+
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.built
+LOG    := .venv-setup.log
+
+.PHONY: train test check clean .venv
+.DEFAULT_GOAL := train
+
+train: $(STAMP)
+	@$(VENV)/bin/paceline train digits
+
+test: check
+	@scripts/test
+
+check: $(STAMP)
+	@scripts/check
+
+$(VENV): $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is missing or older than 3.11. Name a newer one: make PYTHON=python3.12 …" >&2; exit 1; }
+	@echo "Setting up $(VENV) (about two minutes, once) …" >&2
+	@{ $(PYTHON) -m venv $(VENV) && \
+	   $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'; } >$(LOG) 2>&1 || \
+	    { tail -n 30 $(LOG) >&2; echo "Setting up $(VENV) failed; the whole log is in $(LOG)." >&2; exit 1; }
+	@touch $@
+
+clean:
+	@rm -rf $(VENV) $(LOG) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

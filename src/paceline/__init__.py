@@ -1,0 +1,52 @@
+"""Paceline trains neural networks at the pace of the hardware, from one recipe.
+
+The public names are loaded when they are first used, so that importing the package, as the command line does,
+costs no import of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ImageClassification",
+    "PacelineError",
+    "Recipe",
+    "Task",
+    "TrainResult",
+    "__version__",
+    "load_recipe",
+    "train",
+]
+
+_HOMES = {
+    "ImageClassification": "paceline.tasks.image_classification",
+    "PacelineError": "paceline.errors",
+    "Recipe": "paceline.recipe.schema",
+    "Task": "paceline.tasks.task",
+    "TrainResult": "paceline.trainer.train",
+    "load_recipe": "paceline.recipe.load",
+    "train": "paceline.trainer.api",
+}
+
+if TYPE_CHECKING:
+    from paceline.errors import PacelineError
+    from paceline.recipe.load import load_recipe
+    from paceline.recipe.schema import Recipe
+    from paceline.tasks.image_classification import ImageClassification
+    from paceline.tasks.task import Task
+    from paceline.trainer.api import train
+    from paceline.trainer.train import TrainResult
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

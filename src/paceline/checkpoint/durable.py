@@ -1,0 +1,92 @@
+"""How does a file reach the disk so that neither a kill nor a power cut can leave half of it?
+
+Every byte of a checkpoint goes through this file: new files only, flushed to the device before anyone may
+rely on them, with their SHA-256 taken from the bytes that were meant, not from those that arrived.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import CheckpointError
+
+_ADVICE = {
+    errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
+    errno.EDQUOT: "Free some of the quota, or keep fewer checkpoints.",
+    errno.EACCES: "Give this user the right to write there, or choose another run directory.",
+    errno.EPERM: "Give this user the right to write there, or choose another run directory.",
+    errno.EROFS: "Choose a run directory on a file system that can be written.",
+}
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Size in bytes and SHA-256 (lower-case hexadecimal) of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@contextmanager
+def reporting_disk_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an :class:`OSError` into one sentence: what could not be done, where, why, and what to change.
+
+    Raises:
+        CheckpointError: With the original error as its cause.
+    """
+    try:
+        yield
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, "unknown error")
+        advice = _ADVICE.get(error.errno or 0, "Check the disk, then try again.")
+        where = f"{path} ({error.filename})" if error.filename not in (None, str(path), path) else str(path)
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"Cannot {action} {where}: {reason} ({code}). {advice}") from error
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
+    """Write a new file and wait until the device has it.
+
+    Raises:
+        OSError: If the file exists, or the disk refuses.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileFacts(size, digest.hexdigest())
+
+
+def hash_file(path: Path) -> FileFacts:
+    """Read a file in pieces and return its facts; memory use does not depend on its size."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileFacts(file.tell(), digest.hexdigest())
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents; a new one is made durable in its parent."""
+    if path.is_dir():
+        return
+    os.makedirs(path, exist_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names inside a directory (files created, renamed, removed) durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,302 @@
+"""How are checkpoints kept so that there is always a whole one?
+
+A checkpoint is written under a hidden name, flushed, and renamed into place: under its own name it is whole
+or absent. Older ones go only after the new one is durable, and leave their name before they are deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.best import Best, read_best, write_best
+from paceline.checkpoint.durable import make_directory, reporting_disk_errors, sync_directory
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
+from paceline.checkpoint.writing import Contents, write_checkpoint
+from paceline.errors import CheckpointError
+
+__all__ = [
+    "Best",
+    "CheckpointStore",
+    "DamagedCheckpoint",
+    "Manifest",
+    "SavedCheckpoint",
+    "State",
+    "read_component",
+    "read_components",
+    "read_manifest",
+    "step_of",
+    "verify",
+]
+
+State = Mapping[str, Any]
+
+_REPLACED = ".replaced"
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_LEFTOVER = re.compile(r"\.(saving|deleting)-step-\d{8,}-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is now durable, and what it cost."""
+
+    path: Path
+    step: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A directory with the name of a checkpoint that does not verify, and why."""
+
+    path: Path
+    step: int | None
+    reason: str
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in a checkpoint directory's name, or None if it is not such a name."""
+    match = _NAME.fullmatch(Path(path).name)
+    return int(match[1]) if match and _name(int(match[1])) == f"step-{match[1]}" else None
+
+
+class CheckpointStore:
+    """The checkpoints of one run, ``RUN/checkpoints``; one process writes, any may read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        path = self.directory / _name(step)
+        aside = _aside(path)
+        # Killed between the two renames of a replacement, the old checkpoint still stands under this name.
+        return aside if not path.exists() and aside.exists() else path
+
+    def save(
+        self,
+        step: int,
+        components: Mapping[str, State],
+        facts: Mapping[str, Any],
+        *,
+        replace: bool = False,
+        file_metadata: Mapping[str, str] | None = None,
+    ) -> SavedCheckpoint:
+        """Write a checkpoint; when this returns it survives a kill and a power cut.
+
+        Args:
+            step: Optimizer steps done.
+            components: State by name; ``NAME.json`` and, if it has tensors, ``NAME.safetensors``.
+            facts: JSON-able facts for the manifest; also written as strings into each safetensors header.
+            replace: Put it in the place of an existing checkpoint of this step.
+            file_metadata: Further entries of each safetensors header, so that a file alone explains itself.
+
+        Raises:
+            CheckpointError: If it could not be written; the checkpoints that were there are untouched.
+        """
+        started = time.perf_counter()
+        target = self.directory / _name(step)
+        contents = Contents.of(step, components, facts)
+        with reporting_disk_errors(f"write the checkpoint of step {step} at", target):
+            if not replace and self.path(step).exists():
+                raise CheckpointError(f"{self.path(step)} exists already; a checkpoint is replaced only on request.")
+            make_directory(self.directory)
+            self._remove_leftovers()
+            temporary = self._hidden("saving", step)
+            try:
+                size = write_checkpoint(temporary, contents, file_metadata or {})
+                self._publish(temporary, target, replace=replace)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        return SavedCheckpoint(target, step, size, time.perf_counter() - started)
+
+    def steps(self) -> list[int]:
+        """Return the steps with a checkpoint of that name, ascending; none of them is verified."""
+        with reporting_disk_errors("list the checkpoints in", self.directory):
+            found = {step_of(path) for path in self._entries() if path.is_dir()}
+        return sorted(step for step in found if step is not None)
+
+    def newest_whole(self) -> tuple[Path | None, list[DamagedCheckpoint]]:
+        """Return the newest checkpoint that verifies, and the newer ones that do not, newest first."""
+        damaged: list[DamagedCheckpoint] = []
+        for step in reversed(self.steps()):
+            path = self.directory / _name(step)
+            try:
+                with reporting_disk_errors("find the checkpoint", path):
+                    path = self.path(step)
+                self._verify_step(path, step)
+            except CheckpointError as error:
+                damaged.append(DamagedCheckpoint(path, step, str(error)))
+            else:
+                return path, damaged
+        return None, damaged
+
+    def set_aside(self, damaged: DamagedCheckpoint) -> Path:
+        """Rename a damaged checkpoint to ``step-N.damaged``: kept to look at, but no checkpoint any more.
+
+        Raises:
+            CheckpointError: If it is not in this store, or cannot be renamed.
+        """
+        if damaged.path.parent != self.directory or step_of(damaged.path) is None:
+            raise CheckpointError(f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.")
+        base = f"{damaged.path.name.removesuffix(_REPLACED)}.damaged"
+        target, count = self.directory / base, 1
+        while target.exists():
+            count += 1
+            target = self.directory / f"{base}-{count}"
+        with reporting_disk_errors("set aside the damaged checkpoint", damaged.path):
+            os.rename(damaged.path, target)
+            sync_directory(self.directory)
+        return target
+
+    def prune(self, *, keep: int, protect: Collection[int] = ()) -> list[int]:
+        """Delete all but the ``keep`` newest checkpoints and the steps in ``protect``; call it after a save.
+
+        Only checkpoints with a valid manifest and files of the right size count as kept, so a torn one never
+        pushes out a whole one.
+
+        Returns:
+            The deleted steps, ascending.
+
+        Raises:
+            CheckpointError: If ``keep`` is below 1, or the disk refuses.
+        """
+        if keep < 1:
+            raise CheckpointError(f"found keep={keep}, but at least 1 checkpoint must be kept; give 1 or more.")
+        present = self.steps()
+        kept = [step for step in present if self._looks_whole(step)][-keep:]
+        old = [step for step in present if kept and step < kept[0] and step not in protect]
+        self._delete(old)
+        return old
+
+    def discard_after(self, step: int) -> list[int]:
+        """Delete the checkpoints of later steps, for a run that goes back to ``step`` and on from there.
+
+        Otherwise they would count as the newest: they would push out the new ones, and be resumed from.
+
+        Returns:
+            The deleted steps, ascending.
+
+        Raises:
+            CheckpointError: If the disk refuses.
+        """
+        later = [present for present in self.steps() if present > step]
+        self._delete(later)
+        return later
+
+    def write_best(self, step: int, metric: str, value: float, *, weights: str = "model") -> Best:
+        """Record which step is the best so far in ``best.json``, replacing it in one move.
+
+        Args:
+            step: A step whose checkpoint is kept.
+            metric: Name of the metric that decided.
+            value: Its value.
+            weights: Which weights it was measured with, ``model`` or ``ema``.
+
+        Raises:
+            CheckpointError: If the disk refuses; the previous file is untouched.
+        """
+        best = Best(step=step, metric=metric, value=value, weights=weights)
+        with reporting_disk_errors("create", self.directory):
+            make_directory(self.directory)
+        write_best(self.directory, best)
+        return best
+
+    def read_best(self) -> Best | None:
+        """Return what ``best.json`` says, or None if there is none.
+
+        Raises:
+            CheckpointError: If the file is damaged.
+        """
+        return read_best(self.directory)
+
+    def _entries(self) -> list[Path]:
+        return list(self.directory.iterdir()) if self.directory.is_dir() else []
+
+    def _hidden(self, purpose: str, step: int) -> Path:
+        return self.directory / f".{purpose}-{_name(step)}-{secrets.token_hex(4)}"
+
+    def _verify_step(self, path: Path, step: int) -> None:
+        found = verify(path)
+        if found.step != step:
+            raise CheckpointError(
+                f"{path} is not a whole checkpoint: manifest.json: it was saved at step {found.step}."
+            )
+
+    def _looks_whole(self, step: int) -> bool:
+        try:
+            check_sizes(self.path(step))
+        except CheckpointError:
+            return False
+        return True
+
+    def _publish(self, temporary: Path, target: Path, *, replace: bool) -> None:
+        aside = _aside(target)
+        moved = replace and target.exists()
+        if moved:
+            os.rename(target, aside)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if moved:
+                with contextlib.suppress(OSError):
+                    os.rename(aside, target)
+            raise
+        sync_directory(self.directory)
+        self._forget_replaced(target)
+
+    def _forget_replaced(self, target: Path) -> None:
+        # The new checkpoint is durable by now: what fails here is only space, and the next save tries again.
+        hidden = self._hidden("deleting", step_of(target) or 0)
+        with contextlib.suppress(OSError):
+            os.rename(_aside(target), hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
+        for path in self._entries():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith(_REPLACED) and step_of(path) is not None:
+                original = path.with_suffix("")
+                if original.exists():
+                    self._forget_replaced(original)
+
+    def _delete(self, steps: list[int]) -> None:
+        if not steps:
+            return
+        hidden: list[Path] = []
+        with reporting_disk_errors("delete old checkpoints in", self.directory):
+            for step in steps:
+                for path in _both(self.directory / _name(step)):
+                    hidden.append(self._hidden("deleting", step))
+                    os.rename(path, hidden[-1])
+            # Names first, everywhere: a power cut must not bring back a name whose files are gone.
+            sync_directory(self.directory)
+            for path in hidden:
+                shutil.rmtree(path)
+
+
+def _name(step: int) -> str:
+    if step < 0:
+        raise CheckpointError(f"found step {step}, but a checkpoint's step is 0 or more.")
+    return f"step-{step:08d}"
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + _REPLACED)
+
+
+def _both(path: Path) -> Iterator[Path]:
+    yield from (each for each in (_aside(path), path) if each.exists())

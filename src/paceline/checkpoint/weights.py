@@ -1,0 +1,90 @@
+"""Which weights does a run, a checkpoint or a lone safetensors file hold, and what do they belong to?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint.best import read_best
+from paceline.checkpoint.restore import locate
+from paceline.checkpoint.store import CheckpointStore, verify
+from paceline.checkpoint.tensor_file import read_tensor_file
+from paceline.errors import CheckpointError
+
+WEIGHTS_CHOICES = ("auto", "model", "ema")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedWeights:
+    """One set of weights with what its file says about itself.
+
+    Attributes:
+        state: Tensors by state_dict key, on the CPU.
+        weights: ``model`` or ``ema``.
+        path: The file they were read from.
+        metadata: The file's own description: ``recipe`` and ``data`` as JSON, ``step``, and more.
+    """
+
+    state: dict[str, Tensor]
+    weights: str
+    path: Path
+    metadata: Mapping[str, str]
+
+    def described(self, key: str) -> dict[str, Any]:
+        """A JSON entry of the description.
+
+        Raises:
+            CheckpointError: If the file was not written by Paceline.
+        """
+        text = self.metadata.get(key)
+        if text is None:
+            raise CheckpointError(
+                f"{self.path} does not say which {key} its weights belong to; give a run directory, a checkpoint, or a "
+                "safetensors file out of a checkpoint."
+            )
+        entry: dict[str, Any] = json.loads(text)
+        return entry
+
+
+def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> SavedWeights:
+    """Read weights; ``auto`` takes the moving average where there is one.
+
+    Args:
+        target: A run directory, a checkpoint directory or a safetensors file.
+        weights: ``auto``, ``model`` or ``ema``.
+        best: In a run directory, take the best checkpoint instead of the newest whole one.
+
+    Raises:
+        CheckpointError: If the target holds no such weights, or is damaged.
+    """
+    if target.suffix == ".safetensors":
+        name = target.stem if target.stem in WEIGHTS_CHOICES else "model"
+        return _from_file(target, name)
+    if not target.exists():
+        raise CheckpointError(
+            f"'{target}' does not exist; give a run directory, a checkpoint directory or a safetensors file."
+        )
+    checkpoint = _best_of(target) if best else locate(target)
+    held = verify(checkpoint).components
+    name = ("ema" if "ema" in held else "model") if weights == "auto" else weights
+    if name not in held:
+        raise CheckpointError(f"{checkpoint} holds no '{name}' weights; it holds {', '.join(held)}.")
+    return _from_file(checkpoint / f"{name}.safetensors", name)
+
+
+def _from_file(path: Path, name: str) -> SavedWeights:
+    content = read_tensor_file(path)
+    return SavedWeights(state=content.tensors, weights=name, path=path, metadata=content.metadata)
+
+
+def _best_of(run: Path) -> Path:
+    directory = run / "checkpoints"
+    best = read_best(directory)
+    if best is None:
+        raise CheckpointError(f"{run} names no best checkpoint (checkpoints/best.json); leave out --best.")
+    return CheckpointStore(directory).path(best.step)

@@ -1,0 +1,51 @@
+"""`paceline audit`: the proof that each sample was used exactly once per epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.options import json_option
+from paceline.cli.output import print_json, print_table
+from paceline.units import format_count
+
+
+@click.command("audit", short_help="Prove from its ledger that a run used each sample exactly once per epoch.")
+@click.argument("run", type=click.Path(path_type=Path))
+@json_option
+def command(run: Path, as_json: bool) -> int:
+    """Audit the ledger in the run directory RUN: what every process really trained on.
+
+    Exit code 1 and one sentence per objection if a sample was repeated, left out, or used out of order.
+    """
+    from paceline.insight.audit import audit_run
+
+    audit = audit_run(run)
+    if as_json:
+        print_json(audit.to_json())
+        return 0 if audit.passed else 1
+    rows = [
+        (
+            one.epoch + 1,
+            format_count(one.used),
+            one.duplicates,
+            one.missing,
+            one.broken,
+            _state(one.is_over, one.is_complete),
+        )
+        for one in audit.epochs
+    ]
+    print_table(("epoch", "used", "duplicates", "missing", "broken", ""), rows, indent="")
+    for objection in audit.objections:
+        click.echo(f"objection: {objection}")
+    if audit.passed:
+        click.echo(
+            f"Passed: over {format_count(audit.steps)} steps each of {format_count(audit.samples_per_epoch)} samples "
+            "was used exactly once per epoch, in the recipe's order."
+        )
+    return 0 if audit.passed else 1
+
+
+def _state(is_over: bool, is_complete: bool) -> str:
+    return "complete" if is_complete else ("WRONG" if is_over else "under way")

@@ -1,0 +1,85 @@
+"""The command line: finds the subcommand, loads only that one, and turns errors into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from paceline import __version__
+from paceline.errors import did_you_mean
+
+# Name -> one line of help. Here, so that `paceline --help` imports no subcommand and thus no torch.
+COMMANDS = {
+    "train": "Train a recipe, or go on with a run.",
+    "evaluate": "Score the weights of a run, a checkpoint or a file.",
+    "predict": "Label images with trained weights.",
+    "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
+    "recipes": "List the shipped recipes, or show one.",
+    "models": "List the networks a recipe can name.",
+    "environment": "Show versions, devices and what is available here.",
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a subcommand's module only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"paceline.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(
+                f"there is no command '{args[0]}'.{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="paceline")
+def cli() -> None:
+    """Train neural networks at the pace of the hardware, from one recipe.
+
+    Start with `paceline train digits`; every command explains itself with --help.
+    """
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 a mistake in what was asked, 75 stopped."""
+    from paceline.distributed.local_launch import follow_launcher, report_error
+
+    follow_launcher(os.environ)
+    try:
+        code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except BrokenPipeError:
+        # The reader of standard output went away (`| head`): no more can be said, and nothing went wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
+        return report_error(error, os.environ)
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,47 @@
+"""`paceline recipes`: what comes with Paceline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.options import json_option
+from paceline.cli.output import print_json, print_table
+from paceline.recipe.load import load_recipe, shipped_recipes, to_tree
+
+
+@click.command("recipes", short_help="List the shipped recipes, or show one.")
+@click.argument("action", required=False, type=click.Choice(["show"]))
+@click.argument("name", required=False)
+@json_option
+def command(action: str | None, name: str | None, as_json: bool) -> None:
+    """List the shipped recipes, or with `show NAME` print one as it stands.
+
+    Copy what it prints to a file of your own, change it, and train the file.
+    """
+    if action is not None:
+        if name is None:
+            raise click.UsageError(f"'recipes show' needs a name: {', '.join(shipped_recipes())}.")
+        _show(name, as_json=as_json)
+        return
+    rows = [(each, path.parent.name, headline(path)) for each, path in shipped_recipes().items()]
+    if as_json:
+        print_json([{"name": each, "task": task, "description": text} for each, task, text in rows])
+    else:
+        print_table(("name", "task", "description"), rows, indent="")
+
+
+def _show(name: str, *, as_json: bool) -> None:
+    loaded = load_recipe(name)
+    if as_json:
+        print_json(to_tree(loaded.recipe))
+    else:
+        path = shipped_recipes().get(name, Path(name))
+        click.echo(path.read_text(encoding="utf-8"), nl=False)
+
+
+def headline(path: Path) -> str:
+    """The first comment line of a recipe file."""
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("#").strip()

@@ -1,0 +1,172 @@
+"""`paceline train`: one run, begun or continued."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.cli.options import (
+    is_first_process,
+    json_option,
+    launch_if_asked,
+    overrides_argument,
+    processes_option,
+)
+from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
+from paceline.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from paceline.recipe.plan import Plan
+    from paceline.trainer.train import TrainResult
+
+_STOPPED = 75
+
+
+@click.command("train", short_help="Train a recipe, or go on with a run.")
+@click.argument("recipe")
+@overrides_argument
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory (default: a new one under runs/).")
+@processes_option
+@click.option(
+    "--resume",
+    default="auto",
+    show_default=True,
+    metavar="auto|never|CHECKPOINT",
+    help="Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
+)
+@click.option("--plan-only", is_flag=True, help="Print every derived number and train nothing.")
+@json_option
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    processes: int | None,
+    resume: str,
+    plan_only: bool,
+    as_json: bool,
+) -> int:
+    """Train RECIPE: a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
+
+    Overrides are dotted: optimizer.lr=0.1 data.workers=4 train.duration="3 epochs". The same command in the same
+    --run-dir goes on where the run stopped; exit code 75 means it was stopped on request and can go on.
+
+    \b
+    Examples:
+      paceline train digits
+      paceline train cifar10 data.path=~/cifar10 --run-dir runs/cifar
+      paceline train image_folder data.path=photos train.duration="30 epochs" --processes 2
+    """
+    loaded = load_recipe(recipe, overrides)
+    if plan_only:
+        _show_plan(loaded, processes, as_json=as_json)
+        return 0
+    arguments = _arguments(recipe, overrides, run_dir, resume, as_json)
+    launched = launch_if_asked(processes, arguments, device=loaded.recipe.parallel.device)
+    if launched is not None:
+        return launched
+    return _train_here(loaded, run_dir, resume, as_json)
+
+
+def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, resume: str, as_json: bool) -> list[str]:
+    arguments = ["train", recipe, *overrides, "--resume", resume]
+    if run_dir is not None:
+        arguments += ["--run-dir", str(run_dir)]
+    return [*arguments, "--json"] if as_json else arguments
+
+
+def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
+    from paceline.telemetry.display import choose_display
+    from paceline.trainer.train import Options, train_recipe
+
+    display = choose_display(sys.stderr if as_json else sys.stdout)
+    result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display))
+    if is_first_process():
+        if as_json:
+            print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
+        else:
+            _show_result(result)
+    return _STOPPED if result.status == "stopped" else 0
+
+
+def _show_result(result: TrainResult) -> None:
+    summary, run_dir = result.summary, result.run_dir
+    if result.was_complete:
+        click.echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
+        click.echo('To train it longer, give a longer train.duration, for example train.duration="20 epochs".')
+    click.echo()
+    click.echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
+    print_pairs(_figures(result))
+    click.echo()
+    if summary.status == "stopped":
+        click.echo(f"Run the same command with --run-dir {run_dir} to go on.")
+        return
+    click.echo("Next:")
+    click.echo(f"  paceline evaluate {run_dir}")
+    click.echo(f"  paceline audit {run_dir}")
+
+
+def _figures(result: TrainResult) -> dict[str, Any]:
+    summary = result.summary
+    figures: dict[str, Any] = {}
+    metrics = summary.metrics
+    if "top1_accuracy" in metrics:
+        figures["top-1 accuracy"] = f"{metrics['top1_accuracy']:.2f} % ({metrics['weights']} weights, held-out samples)"
+    if "loss" in metrics:
+        figures["validation loss"] = f"{metrics['loss']:.4f}"
+    if summary.throughput_samples_per_second:
+        figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} images/s"
+    if summary.data_wait_fraction is not None:
+        figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
+    figures["time"] = (
+        f"{format_seconds(summary.train_seconds)} of training, {format_seconds(summary.total_seconds)} in all"
+    )
+    figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
+    figures["run directory"] = result.run_dir
+    return figures
+
+
+def _show_plan(loaded: LoadedRecipe, processes: int | None, *, as_json: bool) -> None:
+    from paceline.trainer.train import plan_only
+
+    plan = plan_only(loaded, world_size=processes)
+    if as_json:
+        print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe)})
+        return
+    click.echo(f"Plan of {loaded.name}")
+    print_pairs(_plan_lines(plan))
+    click.echo("\nLearning rate")
+    rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
+    print_table(("step", "rate", "phase"), rows)
+    if plan.reasons:
+        click.echo("\nWhy")
+        print_pairs(plan.reasons)
+    for notice in loaded.notices:
+        click.echo(f"note: {notice}")
+
+
+def _plan_lines(plan: Plan) -> dict[str, str]:
+    def every(steps: int | None) -> str:
+        return "off" if steps is None else f"every {format_count(steps)} steps"
+
+    return {
+        "processes": f"{plan.world_size} ({plan.strategy}), {plan.threads_per_process} threads each",
+        "device": f"{plan.device} ({plan.device_name})",
+        "precision": f"{plan.precision}{', channels last' if plan.channels_last else ''}",
+        "training samples": format_count(plan.train_samples),
+        "evaluation samples": format_count(plan.evaluation_samples),
+        **{f"data {key}": str(value) for key, value in plan.data.items()},
+        "global batch": f"{format_count(plan.global_batch_size)} = {plan.world_size} processes x "
+        f"{plan.accumulation_steps} micro-batches x {plan.micro_batch_size}",
+        "logical ranks": format_count(plan.logical_ranks),
+        "steps per epoch": format_count(plan.steps_per_epoch),
+        "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:g} epochs",
+        "last step of an epoch": f"{format_count(plan.last_step_samples)} samples",
+        "warm-up": f"{format_count(plan.warmup_steps)} steps",
+        "evaluation": f"{every(plan.evaluate_every_steps)}, in batches of {plan.evaluation_batch_size}",
+        "checkpoint": every(plan.checkpoint_every_steps),
+        "step record": every(plan.log_every_steps),
+    }

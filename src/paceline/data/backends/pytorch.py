@@ -1,0 +1,238 @@
+"""The back-end for image files: torch's DataLoader, whose workers decode a whole micro-batch at a time.
+
+A worker is sent the slice itself, so that ids, epoch and thereby every random draw arrive with the order: no
+state lives in workers, and their number changes nothing. Workers ignore the signals that ask a run to stop,
+which reach its whole process group; they leave when the run closes them, or when its process is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.batch import Batch
+from paceline.data.image.reading import ReadFailure, SliceReader
+from paceline.data.image.source import SampleSource
+from paceline.data.image.transforms import View
+from paceline.data.slices import SampleSlice
+from paceline.errors import TrainingError
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_CHECK_SECONDS = 0.5
+_CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
+
+
+class PytorchBackend:
+    """Serves one split from files; satisfies :class:`paceline.data.batch.Backend`.
+
+    Workers start with the first batch asked for and stay for later calls of :meth:`batches`; one call's
+    batches are served at a time.
+    """
+
+    def __init__(
+        self, source: SampleSource, view: View, *, workers: int, prefetch: int = 2, pin_memory: bool = False
+    ) -> None:
+        """Read ``source`` in ``workers`` processes, or in this one if 0.
+
+        Args:
+            source: The split's images.
+            view: What the model sees of them.
+            workers: Loader processes.
+            prefetch: Batches each worker keeps ready.
+            pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
+        """
+        self._pin_memory = pin_memory
+        self._order = _Order()
+        self._board = _Board(workers, source)
+        self._reader = SliceReader(source, view, self._board.note if workers else None)
+        self._loader = self._make_loader(workers, prefetch) if workers else None
+        self._stream: Generator[Batch, None, None] | None = None
+        _OPEN.add(self)
+
+    def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
+        """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
+
+        Raises:
+            TrainingError: If a worker dies, or fails for another reason than a broken file; the message names
+                the sample.
+        """
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self._in_process(slices) if self._loader is None else self._from_workers(slices)
+        return self._stream
+
+    def close(self) -> None:
+        """Stop the workers; one that hangs is given two seconds."""
+        _OPEN.discard(self)
+        self._board.close()
+        if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
+            self._stream.close()
+        self._stream = None
+        self._loader = None  # the last reference: torch asks the workers to leave and waits
+        self._board.kill_survivors()
+
+    def _make_loader(self, workers: int, prefetch: int) -> DataLoader[Batch | ReadFailure]:
+        return DataLoader(
+            _Samples(self._reader),
+            batch_size=None,
+            sampler=self._order,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin_memory,
+            worker_init_fn=self._board.enter,
+            # Spawned workers would import torch again: seconds, and hundreds of MiB each.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            # Its own generator, because making an iterator would else advance torch's global one.
+            generator=torch.Generator(),
+            prefetch_factor=prefetch,
+            persistent_workers=True,
+        )
+
+    def _in_process(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
+        for piece in slices:
+            batch = _batch_of(self._reader[piece])
+            yield batch.pin_memory() if self._pin_memory else batch
+
+    def _from_workers(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
+        assert self._loader is not None
+        self._order.slices = slices
+        with _forking():
+            results = iter(self._loader)
+        while True:
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                raise TrainingError(self._board.explain(str(error))) from error
+            yield _batch_of(result)
+
+
+class _Order:
+    """The sampler of the loader: whatever slices are to be read now."""
+
+    slices: Iterable[SampleSlice] = ()
+
+    def __iter__(self) -> Iterator[SampleSlice]:
+        return iter(self.slices)
+
+
+class _Samples(Dataset["Batch | ReadFailure"]):
+    """The data set of the loader, indexed by slices."""
+
+    def __init__(self, reader: SliceReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
+        return self._reader[piece]
+
+
+class _Board:
+    """Memory shared with the workers: is the back-end closing, and which sample is each worker reading?"""
+
+    def __init__(self, workers: int, source: SampleSource) -> None:
+        self._source = source
+        self._run_process = os.getpid()
+        self._closing = RawArray("q", 1)
+        self._pids = RawArray("q", max(workers, 1))
+        self._reading = RawArray("q", max(workers, 1))
+        self._worker = 0
+        if workers:
+            # Made here, it is shared: whoever of run and workers is left removes it.
+            multiprocessing.util.get_temp_dir()
+
+    def enter(self, worker: int) -> None:
+        """Settle in as worker number ``worker``; runs in its process."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        self._worker = worker
+        self._pids[worker] = os.getpid()
+        threading.Thread(target=self._leave_in_time, daemon=True).start()
+
+    def note(self, sample: int) -> None:
+        """Say which sample this worker reads next."""
+        self._reading[self._worker] = sample
+
+    def close(self) -> None:
+        """Tell the workers that nobody waits for their batches."""
+        self._closing[0] = 1
+
+    def explain(self, reason: str) -> str:
+        """Turn torch's sentence on a dead worker into one that names the sample it was reading."""
+        alive = {child.pid for child in multiprocessing.active_children()}
+        samples = [self._reading[k] for k, pid in enumerate(self._pids) if pid and pid not in alive]
+        names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
+        where = f", while it read sample {names}" if names else ""
+        return f"{reason.strip().rstrip('.')}{where}."
+
+    def kill_survivors(self) -> None:
+        """End workers that torch could not: they ignore its SIGTERM, and delay the interpreter's end."""
+        for child in multiprocessing.active_children():
+            if child.pid in list(self._pids):
+                child.kill()
+                child.join()
+
+    def _leave_in_time(self) -> None:
+        """Leave when the run's process is gone, or when the worker hangs although the back-end closes."""
+        closing = 0
+        while os.getppid() == self._run_process and closing < _CLOSING_CHECKS:
+            time.sleep(_CHECK_SECONDS)
+            closing += self._closing[0]
+        if os.getppid() != self._run_process:
+            shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+        os._exit(0)
+
+
+_OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # Registered after multiprocessing's own hook, so run before it: that one waits for hung workers for ever.
+    for backend in list(_OPEN):
+        backend.close()
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Start workers so that no signal can hit them before they ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        with warnings.catch_warnings():
+            # Python warns of forking beside other threads; a worker takes none of the locks they may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def _batch_of(result: Batch | ReadFailure) -> Batch:
+    if isinstance(result, Batch):
+        return result
+    error = TrainingError(result.message)
+    error.add_note(result.trace)
+    raise error

@@ -1,0 +1,126 @@
+"""How is each training image varied? Draws keyed by (seed, epoch, sample), and the geometry they stand for.
+
+Every back-end takes its draws from here, so that the same sample is varied alike whoever reads it, in
+whatever batch, worker or rank. The columns of a sample's row of uniform numbers are fixed:
+
+    0        flip
+    1, 2     vertical and horizontal shift
+    3        unused
+    4 … 43   ten attempts at a random resized crop: area, aspect ratio, top, left
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.random_draws import uniforms
+from paceline.recipe.data import Augment
+
+Ids = NDArray[np.int64]
+
+ATTEMPTS = 10
+_FLIP = 0
+_SHIFTS = slice(1, 3)
+_FIRST_ATTEMPT = 4
+_PER_ATTEMPT = 4
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn for some samples; rows follow the ids asked for.
+
+    Attributes:
+        flip: Whether to mirror left and right, bool [N].
+        offsets: Top and left corner of the crop within the padded image, in [0, 2·padding], int64 [N, 2];
+            None unless the crop is ``pad``.
+        attempts: Uniform numbers of the random resized crop, float64 [N, 10, 4]; None unless that is it.
+    """
+
+    flip: NDArray[np.bool_]
+    offsets: Ids | None
+    attempts: NDArray[np.float64] | None
+
+    def part(self, start: int, stop: int) -> Draws:
+        """Return the draws of rows ``start`` to ``stop``, as views."""
+        return Draws(
+            self.flip[start:stop],
+            None if self.offsets is None else self.offsets[start:stop],
+            None if self.attempts is None else self.attempts[start:stop],
+        )
+
+    def where(self, chosen: NDArray[np.bool_]) -> Draws:
+        """Return the draws of the rows marked in ``chosen``."""
+        return Draws(
+            self.flip[chosen],
+            None if self.offsets is None else self.offsets[chosen],
+            None if self.attempts is None else self.attempts[chosen],
+        )
+
+
+def draw(augment: Augment, seed: int, epoch: int, ids: Ids) -> Draws:
+    """Draw each sample's variation: a pure function of (seed, epoch, id), whatever else is in ``ids``."""
+    resized = augment.crop == "random_resized"
+    columns = _FIRST_ATTEMPT + (ATTEMPTS * _PER_ATTEMPT if resized else 0)
+    numbers = uniforms(seed, epoch, ids, columns)
+    attempts = numbers[:, _FIRST_ATTEMPT:].reshape(len(ids), ATTEMPTS, _PER_ATTEMPT) if resized else None
+    offsets = pad_offsets(numbers[:, _SHIFTS], augment.padding) if augment.crop == "pad" else None
+    return Draws(numbers[:, _FLIP] < augment.flip, offsets, attempts)
+
+
+def pad_offsets(numbers: NDArray[np.float64], padding: int) -> Ids:
+    """Turn uniform numbers into equally likely corners 0 … 2·padding of a crop of the padded image."""
+    return (numbers * (2 * padding + 1)).astype(np.int64)
+
+
+def random_resized_box(
+    numbers: NDArray[np.float64],
+    size: tuple[int, int],
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Box:
+    """Choose a random part of an image (Szegedy et al., "Going deeper with convolutions", 2014).
+
+    The law is torchvision's RandomResizedCrop: area uniform within ``scale``, aspect ratio log-uniform within
+    ``ratio``, up to ten attempts until one fits, then the largest central part whose ratio is allowed.
+
+    Args:
+        numbers: The sample's attempts, uniform in [0, 1), float64 [10, 4].
+        size: Height and width of the image.
+        scale: Smallest and largest area, as a share of the image's.
+        ratio: Smallest and largest width over height.
+    """
+    height, width = size
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for area_draw, ratio_draw, top_draw, left_draw in numbers.tolist():
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
+        aspect = math.exp(low + (high - low) * ratio_draw)
+        part_width = round(math.sqrt(area * aspect))
+        part_height = round(math.sqrt(area / aspect))
+        if 0 < part_width <= width and 0 < part_height <= height:
+            top = int(top_draw * (height - part_height + 1))
+            left = int(left_draw * (width - part_width + 1))
+            return Box(top, left, part_height, part_width)
+    return _central_box(height, width, ratio)
+
+
+def _central_box(height: int, width: int, ratio: tuple[float, float]) -> Box:
+    part_height, part_width = height, width
+    if width / height < ratio[0]:
+        part_height = max(1, min(height, round(width / ratio[0])))
+    elif width / height > ratio[1]:
+        part_width = max(1, min(width, round(height * ratio[1])))
+    return Box((height - part_height) // 2, (width - part_width) // 2, part_height, part_width)

@@ -1,0 +1,130 @@
+"""Which back-end reads these images, with how many workers, and what can it not do?"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from paceline.data.backends.memory import MemoryBackend, Progress
+from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.backends.synthetic import SyntheticBackend
+from paceline.data.batch import Backend
+from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
+from paceline.data.image.transforms import View
+from paceline.errors import RecipeError
+from paceline.recipe.data import Data
+from paceline.units import format_bytes, format_count
+from paceline.world import World
+
+Split = Literal["train", "validation"]
+
+LARGEST_IN_MEMORY = 2**30
+_MOST_WORKERS = 16
+
+
+def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
+    """Return the back-end's name and why it is the one.
+
+    Raises:
+        RecipeError: If the recipe names a back-end that cannot do what it asks for.
+    """
+    if data.backend != "auto":
+        _refuse(data, dataset)
+        return data.backend, "as the recipe says"
+    if data.dataset == "synthetic":
+        return "synthetic", "noise is read from nowhere"
+    if data.augment.crop == "random_resized":
+        return "pytorch", "crop=random_resized needs each image at its full size"
+    total, text = _decoded(dataset)
+    if dataset.native_size is None or max(dataset.native_size) > LARGEST_SMALL_IMAGE:
+        return "pytorch", f"images are not all of one size up to {LARGEST_SMALL_IMAGE} pixels"
+    if total > LARGEST_IN_MEMORY:
+        return "pytorch", f"{text}, more than {format_bytes(LARGEST_IN_MEMORY)}"
+    return "memory", text
+
+
+def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
+    """Return the loader processes per rank and why so many; one core of each rank's share is for training."""
+    if backend != "pytorch":
+        return 0, f"the {backend} back-end has none"
+    if data.workers != "auto":
+        return data.workers, "as the recipe says"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
+    return (
+        workers,
+        f"{cores} cores for {world.local_world_size} processes, one of each share left to training",
+    )
+
+
+def open_backend(
+    name: str,
+    data: Data,
+    dataset: ImageDataset,
+    split: Split,
+    *,
+    seed: int,
+    workers: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Backend:
+    """Open one split with its transform: training images are augmented, held-out ones are not.
+
+    Args:
+        name: What :func:`choose_backend` returned.
+        data: The recipe's section.
+        dataset: What it names.
+        split: Which images.
+        seed: The run's seed.
+        workers: What :func:`choose_workers` returned.
+        device: Where the model is; the memory back-end keeps its images there.
+        progress: Told how many images are in memory, by the memory back-end.
+    """
+    train = split == "train"
+    source = dataset.train if train else dataset.validation
+    view = View(
+        image_size=dataset.image_size,
+        channels=dataset.channels,
+        evaluation_crop=data.evaluation_crop,
+        augment=data.augment if train else None,
+        seed=seed,
+    )
+    if name == "memory":
+        return MemoryBackend(source, view, device=device, progress=progress)
+    if name == "synthetic":
+        return SyntheticBackend(source, view)
+    on_gpu = torch.device(device).type == "cuda"
+    return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
+
+
+def _refuse(data: Data, dataset: ImageDataset) -> None:
+    if data.dataset == "synthetic" and data.backend != "synthetic":
+        raise RecipeError(
+            f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
+            "data.backend=synthetic, or another data.dataset."
+        )
+    if data.backend != "memory":
+        return
+    if data.augment.crop == "random_resized":
+        raise RecipeError(
+            "data.backend is memory, which keeps images at the size the model sees and cannot crop "
+            "random_resized from the original: use data.backend=pytorch, or data.augment.crop=pad."
+        )
+    total, text = _decoded(dataset)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if total > installed:
+        raise RecipeError(
+            f"data.backend is memory, but {text} and this machine has {format_bytes(installed)}: use "
+            "data.backend=pytorch."
+        )
+
+
+def _decoded(dataset: ImageDataset) -> tuple[int, str]:
+    count, size = len(dataset.train) + len(dataset.validation), dataset.image_size
+    total = count * size * size * dataset.channels
+    return (
+        total,
+        f"{format_count(count)} images of {size}x{size}x{dataset.channels} take {format_bytes(total)}",
+    )

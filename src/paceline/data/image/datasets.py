@@ -1,0 +1,267 @@
+"""Which data set does the recipe name, and what is in it? Every `auto` is resolved here, with its reason."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.image import cifar, digits
+from paceline.data.image.folder import ImageFolder, open_image_folder
+from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
+from paceline.data.image.splits import stratified_split
+from paceline.data.image.synthetic import SyntheticSource
+from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.recipe.data import Data
+
+LARGEST_SMALL_IMAGE = 64
+_FOLDER_SIZE = 224
+# Of ImageNet's training images, which pretrained models expect; the mean over channels for one channel.
+_IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
+_IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataset:
+    """Labelled images in two splits, and how they are to be shown.
+
+    Attributes:
+        name: What the recipe calls it.
+        train: Training images.
+        validation: Held-out images.
+        classes: Class names; a label is an index into them.
+        channels: 1 or 3, of every image the sources give.
+        image_size: Height and width the model sees, in pixels.
+        native_size: Height and width of the stored images if all share them, else None.
+        digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
+        mean: Per-channel mean subtracted from pixels in [0, 1].
+        std: Per-channel standard deviation they are divided by.
+        reasons: Why a value that the recipe left open is what it is, by its name in the recipe; and under
+            ``validation`` where the held-out images come from.
+    """
+
+    name: str
+    train: SampleSource
+    validation: SampleSource
+    classes: tuple[str, ...]
+    channels: int
+    image_size: int
+    native_size: tuple[int, int] | None = None
+    digest: str = ""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_dataset(data: Data) -> ImageDataset:
+    """Open the data set that the recipe's `data` section names.
+
+    Raises:
+        DataError: If there is no such data set, or it cannot be read.
+        RecipeError: If the section does not fit the data set.
+    """
+    opener = _OPENERS.get(data.dataset)
+    if opener is not None:
+        dataset = opener(data)
+    elif ":" in data.dataset:
+        dataset = _from_factory(data)
+    else:
+        raise DataError(
+            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(_OPENERS))} and "
+            f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
+        )
+    return _normalised(data, dataset)
+
+
+def _open_digits(data: Data) -> ImageDataset:
+    source = digits.read_digits()
+    train_ids, held_out_ids = stratified_split(source.labels, data.validation_fraction)
+    images, channels = _with_channels(source.images, data.channels)
+    whole = ArraySource(images, source.labels, source.name)
+    return ImageDataset(
+        name="digits",
+        train=SubsetSource(whole, train_ids),
+        validation=SubsetSource(whole, held_out_ids),
+        classes=digits.CLASSES,
+        channels=channels,
+        image_size=_size(data, digits.SIZE),
+        native_size=(digits.SIZE, digits.SIZE),
+        digest=_array_digest(source),
+        mean=digits.MEAN * channels,
+        std=digits.STD * channels,
+        reasons=_array_reasons("the digits", digits.SIZE, 1),
+    )
+
+
+def _open_cifar10(data: Data) -> ImageDataset:
+    path = _required_path(data)
+    archive = cifar.find_cifar_archive(path)
+    if archive is None:
+        dataset = _open_folder(data)
+        mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
+        return replace(dataset, name="cifar10", mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
+    train, validation = cifar.read_cifar10(archive)
+    digest = _array_digest(train, validation)
+    train_images, channels = _with_channels(train.images, data.channels)
+    validation_images, _ = _with_channels(validation.images, data.channels)
+    return ImageDataset(
+        name="cifar10",
+        train=ArraySource(train_images, train.labels, train.name),
+        validation=ArraySource(validation_images, validation.labels, validation.name),
+        classes=cifar.CLASSES,
+        channels=channels,
+        image_size=_size(data, cifar.SIZE),
+        native_size=(cifar.SIZE, cifar.SIZE),
+        digest=digest,
+        mean=cifar.MEAN[channels],
+        std=cifar.STD[channels],
+        reasons={**_array_reasons("CIFAR-10", cifar.SIZE, 3), **_CIFAR_MEAN},
+    )
+
+
+def _open_folder(data: Data) -> ImageDataset:
+    path = _required_path(data)
+    channels = None if data.channels == "auto" else data.channels
+    folder = open_image_folder(path, channels=channels, validation_fraction=data.validation_fraction)
+    image_size, size_reason = _folder_size(data, folder)
+    probe = folder.probe
+    return ImageDataset(
+        name="image_folder",
+        train=folder.train,
+        validation=folder.validation,
+        classes=folder.classes,
+        channels=folder.channels,
+        image_size=image_size,
+        native_size=probe.size,
+        digest=folder.digest,
+        mean=_IMAGENET_MEAN[folder.channels],
+        std=_IMAGENET_STD[folder.channels],
+        reasons={
+            "image_size": size_reason,
+            "channels": f"of {probe.count} images tried, {'all' if probe.greyscale else 'not all'} are grey",
+            "mean": "ImageNet's, which pretrained models expect",
+            "validation": folder.split,
+        },
+    )
+
+
+def _folder_size(data: Data, folder: ImageFolder) -> tuple[int, str]:
+    probe = folder.probe
+    if data.image_size != "auto":
+        return data.image_size, "as the recipe says"
+    if probe.size is not None and probe.size[0] == probe.size[1] <= LARGEST_SMALL_IMAGE:
+        return probe.size[0], f"all of {probe.count} images tried are {probe.size[0]}x{probe.size[0]}"
+    return _FOLDER_SIZE, "the usual size for photographs; not all images are small squares of one size"
+
+
+def _open_synthetic(data: Data) -> ImageDataset:
+    channels = 3 if data.channels == "auto" else data.channels
+    image_size = _FOLDER_SIZE if data.image_size == "auto" else data.image_size
+    shape = (image_size, image_size, channels)
+    held_out = max(1, data.samples // 10)
+    return ImageDataset(
+        name="synthetic",
+        train=SyntheticSource(data.samples, data.classes, shape),
+        validation=SyntheticSource(held_out, data.classes, shape, first=data.samples),
+        classes=tuple(str(index) for index in range(data.classes)),
+        channels=channels,
+        image_size=image_size,
+        native_size=(image_size, image_size),
+        digest=f"noise {data.samples} {data.classes} {shape}",
+        mean=(0.5,) * channels,
+        std=(0.2887,) * channels,
+        reasons={
+            "image_size": "the usual size for photographs",
+            "channels": "colour unless the recipe says otherwise",
+            "mean": "of uniform noise",
+        },
+    )
+
+
+def _from_factory(data: Data) -> ImageDataset:
+    module_name, _, factory_name = data.dataset.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"data.dataset is {data.dataset!r}, but no module {error.name!r} can be imported: install it, or "
+            "put its folder on PYTHONPATH."
+        ) from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise DataError(
+            f"data.dataset is {data.dataset!r}, but {module_name!r} has no function {factory_name!r}."
+            f"{did_you_mean(factory_name, vars(module))}"
+        )
+    dataset = factory(data)
+    if not isinstance(dataset, ImageDataset):
+        raise DataError(
+            f"{data.dataset!r} returned {type(dataset).__name__}; it must return a "
+            "paceline.data.image.datasets.ImageDataset."
+        )
+    return dataset
+
+
+def _required_path(data: Data) -> Path:
+    if data.path is None:
+        raise DataError(f"data.dataset={data.dataset} needs to know where the data lies: set data.path.")
+    return Path(data.path).expanduser()
+
+
+def _with_channels(images: Image, wanted: int | str) -> tuple[Image, int]:
+    """Return the images uint8 [N, H, W, wanted] and their channels; ``auto`` leaves them as they are."""
+    have = images.shape[-1]
+    if wanted in ("auto", have):
+        return images, have
+    if wanted == 3:
+        return np.repeat(images, 3, axis=3), 3
+    luma = images @ np.array([19595, 38470, 7471], dtype=np.uint32)  # ITU-R 601 in 16 bits, as Pillow does it
+    return ((luma + 0x8000) >> 16).astype(np.uint8)[..., None], 1
+
+
+def _size(data: Data, native: int) -> int:
+    return native if data.image_size == "auto" else data.image_size
+
+
+def _array_reasons(name: str, size: int, channels: int) -> dict[str, str]:
+    return {
+        "image_size": f"{name} are {size}x{size}",
+        "channels": f"{name} are {'greyscale' if channels == 1 else 'colour'}",
+        "mean": f"of {name}",
+    }
+
+
+_CIFAR_MEAN = {"mean": "of CIFAR-10's training images"}
+
+
+def _array_digest(*sources: ArraySource) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(np.ascontiguousarray(source.images).data)
+        digest.update(np.ascontiguousarray(source.labels).data)
+    return digest.hexdigest()
+
+
+def _normalised(data: Data, dataset: ImageDataset) -> ImageDataset:
+    """Put the recipe's own mean and standard deviation in place of the data set's."""
+    mean = dataset.mean if data.mean == "auto" else data.mean
+    std = dataset.std if data.std == "auto" else data.std
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != dataset.channels:
+            raise RecipeError(
+                f"data.{name} has {len(values)} values, but the images have {dataset.channels} channels: "
+                "give one value per channel, or 'auto'."
+            )
+    return replace(dataset, mean=mean, std=std)
+
+
+_OPENERS = {
+    "digits": _open_digits,
+    "image_folder": _open_folder,
+    "cifar10": _open_cifar10,
+    "synthetic": _open_synthetic,
+}

@@ -1,0 +1,57 @@
+"""How do an image dataset, a back-end and the device become the stream of batches that a run trains on?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from paceline.data.batch import Backend, Batch
+from paceline.data.image.source import SampleSource
+from paceline.data.order import StepGeometry, evaluation_slices
+from paceline.data.pipeline import Placement
+from paceline.data.prefetch import Normalize, to_device
+from paceline.world import World
+
+
+class ImagePipeline:
+    """Training and evaluation batches of an image dataset; back-ends open when they are first needed."""
+
+    def __init__(
+        self,
+        *,
+        train: SampleSource,
+        evaluation: SampleSource,
+        open_train: Callable[[], Backend],
+        open_evaluation: Callable[[], Backend],
+        normalize: Normalize,
+        placement: Placement,
+    ) -> None:
+        self._sources = {True: train, False: evaluation}
+        self._open = {True: open_train, False: open_evaluation}
+        self._opened: dict[bool, Backend] = {}
+        self._normalize = normalize
+        self._placement = placement
+
+    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
+        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
+        raw = self._backend(training=True).batches(geometry.stream(first, last, world))
+        return to_device(raw, self._normalize, self._placement)
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        """This process's part of the evaluation samples."""
+        slices = evaluation_slices(len(self._sources[False]), batch_size, world)
+        return to_device(self._backend(training=False).batches(slices), self._normalize, self._placement)
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        """The sample's file, or its set and number."""
+        return self._sources[training].path(sample_id)
+
+    def close(self) -> None:
+        """Stop workers."""
+        for backend in self._opened.values():
+            backend.close()
+        self._opened = {}
+
+    def _backend(self, *, training: bool) -> Backend:
+        if training not in self._opened:
+            self._opened[training] = self._open[training]()
+        return self._opened[training]

@@ -1,0 +1,133 @@
+"""Where does one sample come from? The small interface every set of images offers to the back-ends.
+
+A source is shared with forked loader processes. It therefore keeps its million paths and labels in a few
+numpy arrays: a list of a million strings would be copied page by page into every worker, because reading a
+Python object writes its reference count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.image.decode import BrokenImageError, decode
+
+Image = NDArray[np.uint8]
+Ids = NDArray[np.int64]
+
+
+class SampleSource(Protocol):
+    """The labelled images of one split; ids are 0 … len - 1."""
+
+    @property
+    def labels(self) -> Ids:
+        """Class index of every sample, int64 [len]."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, sample: int) -> Image:
+        """Return the image as uint8 [H, W, C]; it may be read-only.
+
+        Raises:
+            BrokenImageError: If the image cannot be read.
+        """
+        ...
+
+    def path(self, sample: int) -> str:
+        """Return the name under which the sample is reported to the user."""
+        ...
+
+
+class ArraySource:
+    """Images that are in memory already."""
+
+    def __init__(self, images: Image, labels: Ids, name: str) -> None:
+        """Take ``images`` uint8 [N, H, W, C] and ``labels`` int64 [N]; ``name`` leads every sample's path."""
+        if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
+            raise ValueError(f"{name}: found images {images.dtype} {images.shape} and {len(labels)} labels")
+        self.images = images
+        self.labels = labels.astype(np.int64, copy=False)
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Return image ``sample``, uint8 [H, W, C]."""
+        image: Image = self.images[sample]
+        return image
+
+    def path(self, sample: int) -> str:
+        """Return ``name[sample]``."""
+        return f"{self.name}[{sample}]"
+
+
+class FileSource:
+    """Image files, decoded when they are read."""
+
+    def __init__(self, root: Path, names: Iterable[bytes], labels: Ids, channels: int) -> None:
+        """Take file names relative to ``root``, as the operating system's bytes, one per label."""
+        blob = bytearray()
+        ends = [0]
+        for name in names:
+            blob += name
+            ends.append(len(blob))
+        if len(ends) != len(labels) + 1:
+            raise ValueError(f"found {len(ends) - 1} names for {len(labels)} labels")
+        self.labels = labels
+        self.channels = channels
+        self._root = os.fspath(root)
+        self._blob = np.frombuffer(bytes(blob), dtype=np.uint8)
+        self._ends = np.array(ends, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Decode file ``sample``; raises BrokenImageError."""
+        return decode(self.path(sample), self.channels)
+
+    def path(self, sample: int) -> str:
+        """Return the file's path."""
+        name = self._blob[self._ends[sample] : self._ends[sample + 1]].tobytes()
+        return os.path.join(self._root, os.fsdecode(name))
+
+
+class SubsetSource:
+    """Some samples of another source, numbered anew in the order given."""
+
+    def __init__(self, base: SampleSource, ids: Ids) -> None:
+        """Take sample ``ids[i]`` of ``base`` as sample ``i``."""
+        self.base = base
+        self.ids = ids
+        self.labels: Ids = base.labels[ids]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, sample: int) -> Image:
+        """Read the base's sample; raises BrokenImageError."""
+        return self.base.read(int(self.ids[sample]))
+
+    def path(self, sample: int) -> str:
+        """Return the base's name of the sample."""
+        return self.base.path(int(self.ids[sample]))
+
+
+def as_array(source: SampleSource) -> Image | None:
+    """Return all images of a source that holds them in memory, uint8 [N, H, W, C], else None."""
+    if isinstance(source, ArraySource):
+        return source.images
+    if isinstance(source, SubsetSource):
+        images = as_array(source.base)
+        return None if images is None else images[source.ids]
+    return None
+
+
+__all__ = ["ArraySource", "BrokenImageError", "FileSource", "SampleSource", "SubsetSource", "as_array"]

@@ -1,0 +1,34 @@
+"""Images of noise, for measuring without data: image i is the same in every run and process."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KEY = 0x6E6F6973
+
+
+class SyntheticSource:
+    """Uniform noise with labels that go round all classes."""
+
+    def __init__(self, count: int, classes: int, shape: tuple[int, int, int], *, first: int = 0) -> None:
+        """Take ``count`` images of ``shape`` (height, width, channels); ``first`` tells two splits apart."""
+        self.labels: NDArray[np.int64] = np.arange(count, dtype=np.int64) % classes
+        self._shape = shape
+        self._first = first
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> NDArray[np.uint8]:
+        """Return image ``sample``, uint8 [H, W, C]."""
+        length = int(np.prod(self._shape))
+        words = np.random.Philox(key=np.array([_KEY, self._first + sample], dtype=np.uint64)).random_raw(
+            -(-length // 8)
+        )
+        image: NDArray[np.uint8] = words.view(np.uint8)[:length].reshape(self._shape)
+        return image
+
+    def path(self, sample: int) -> str:
+        """Return ``synthetic[sample]``."""
+        return f"synthetic[{self._first + sample}]"

@@ -1,0 +1,90 @@
+"""How does one image of any size become the square the model sees?
+
+Resizing is bilinear with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
+its time. Training and evaluation differ only in the part of the image they keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import interpolate
+
+from paceline.data.image.augmentation import Box
+from paceline.errors import RecipeError
+from paceline.recipe.data import Augment
+
+Image = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How a back-end shows the images of one split.
+
+    Attributes:
+        image_size: Height and width of what the model sees, in pixels.
+        channels: 1 or 3.
+        evaluation_crop: Share of the resized image's side that the centre crop keeps, in (0, 1].
+        augment: How training images are varied; None for evaluation.
+        seed: The run's seed, which keys the variation.
+    """
+
+    image_size: int
+    channels: int
+    evaluation_crop: float = 0.875
+    augment: Augment | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        augment = self.augment
+        if augment is None or augment.crop != "pad" or augment.padding_mode != "reflect":
+            return
+        if augment.padding >= self.image_size:
+            raise RecipeError(
+                f"data.augment.padding is {augment.padding}, but an image of {self.image_size} pixels can be "
+                f"mirrored at its edge by at most {self.image_size - 1}: lower the padding, or use "
+                "data.augment.padding_mode=zero."
+            )
+
+
+def evaluation_image(image: Image, image_size: int, evaluation_crop: float) -> torch.Tensor:
+    """Resize the shorter side to ``image_size / evaluation_crop`` and keep the centre; uint8 [C, S, S].
+
+    An image that is ``image_size`` x ``image_size`` already is not touched. Training without a random resized
+    crop starts from the same picture.
+
+    Args:
+        image: uint8 [H, W, C].
+        image_size: Side of the result in pixels.
+        evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
+    """
+    height, width = image.shape[:2]
+    if (height, width) == (image_size, image_size):
+        return _channels_first(image)
+    short = round(image_size / evaluation_crop)
+    scaled = (max(short, short * height // width), max(short, short * width // height))
+    resized = _resize(image, *scaled)
+    top = round((scaled[0] - image_size) / 2)
+    left = round((scaled[1] - image_size) / 2)
+    return resized[:, top : top + image_size, left : left + image_size]
+
+
+def training_image(image: Image, box: Box, image_size: int) -> torch.Tensor:
+    """Keep one part of the image, resized to the square the model sees; uint8 [C, S, S]."""
+    part = image[box.top : box.top + box.height, box.left : box.left + box.width]
+    return _resize(part, image_size, image_size)
+
+
+def _channels_first(image: Image) -> torch.Tensor:
+    # A copy of the part in use: decoded images are read-only, and torch takes only writable memory.
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _resize(image: Image, height: int, width: int) -> torch.Tensor:
+    pixels = _channels_first(image)
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    return interpolate(pixels[None], size=(height, width), mode="bilinear", antialias=True)[0]

@@ -1,0 +1,110 @@
+"""In which order are samples used, and by whom? Pure functions of (seed, epoch, step) and the world.
+
+An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
+(micro-batch slots); a process takes its logical ranks' parts. So neither the number of processes nor a resume
+changes which samples a step sees, and a position in the data is one integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from paceline.data.slices import SampleIds, SampleSlice
+from paceline.world import World
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, samples: int) -> SampleIds:
+    """Permutation of ``range(samples)`` for an epoch, int64 [samples], read-only.
+
+    Sorts the raw words of NumPy's counter-based Philox: the raw stream is guaranteed not to change between
+    NumPy versions, unlike ``Generator.permutation``.
+    """
+    words = np.random.Philox(key=[seed, epoch]).random_raw(samples)
+    order = np.argsort(words, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGeometry:
+    """How steps are cut from epochs.
+
+    Attributes:
+        seed: The run's seed.
+        samples: Samples per epoch.
+        global_batch_size: Samples per step; an epoch's last step takes what is left.
+        logical_ranks: Micro-batch slots per step, over all processes.
+    """
+
+    seed: int
+    samples: int
+    global_batch_size: int
+    logical_ranks: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in an epoch, the smaller last one included."""
+        return -(-self.samples // self.global_batch_size)
+
+    def slices(self, step: int, world: World) -> list[SampleSlice]:
+        """The micro-batches of one step on one process, in logical order; never empty."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = epoch_order(self.seed, epoch, self.samples)
+        ids = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
+        bounds = self._bounds(len(ids))
+        per_process = self.logical_ranks // world.world_size
+        owned = range(world.rank * per_process, (world.rank + 1) * per_process)
+        filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
+        if not filled:
+            return [
+                SampleSlice(
+                    step=step,
+                    epoch=epoch,
+                    logical_rank=owned[0],
+                    ids=ids[:1],
+                    step_weight=len(ids),
+                    phantom=True,
+                )
+            ]
+        return [
+            SampleSlice(
+                step=step,
+                epoch=epoch,
+                logical_rank=rank,
+                ids=ids[bounds[rank] : bounds[rank + 1]],
+                is_last=rank == filled[-1],
+                step_weight=len(ids),
+            )
+            for rank in filled
+        ]
+
+    def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
+        """All micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
+        for step in range(first_step, last_step):
+            yield from self.slices(step, world)
+
+    def smallest_part(self) -> int:
+        """Samples in the smallest non-empty micro-batch of an epoch's last step."""
+        left = self.samples - (self.steps_per_epoch - 1) * self.global_batch_size
+        return max(1, left // self.logical_ranks)
+
+    def _bounds(self, size: int) -> list[int]:
+        # As equal as possible, larger parts first; the same for every world size.
+        part, larger = divmod(size, self.logical_ranks)
+        return [rank * part + min(rank, larger) for rank in range(self.logical_ranks + 1)]
+
+
+def evaluation_slices(samples: int, batch_size: int, world: World) -> Iterator[SampleSlice]:
+    """Evaluation batches of one process: each sample once, in batches that no world size changes.
+
+    Batch *j* holds samples ``[j * batch_size, (j + 1) * batch_size)`` and goes whole to process
+    ``j mod world_size``, so that a sample is always scored in the same company.
+    """
+    for index in range(world.rank, -(-samples // batch_size), world.world_size):
+        ids = np.arange(index * batch_size, min((index + 1) * batch_size, samples))
+        yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids))

@@ -1,0 +1,46 @@
+"""What stream of batches does the trainer see, whatever the data is made of?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.data.batch import Batch
+from paceline.data.order import StepGeometry
+from paceline.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where and how batches end up.
+
+    Attributes:
+        device: Where the model lives.
+        channels_last: Whether images come with the channel as the fastest axis.
+    """
+
+    device: torch.device
+    channels_last: bool = False
+
+
+class Pipeline(Protocol):
+    """Batches on the device, ready for the model, in the order of the plan."""
+
+    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
+        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
+        ...
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        """This process's part of the evaluation samples; over all processes, each sample once."""
+        ...
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        """A name for people: the file, or the set and the id."""
+        ...
+
+    def close(self) -> None:
+        """Stop workers and release memory."""
+        ...

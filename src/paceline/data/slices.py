@@ -1,0 +1,34 @@
+"""Which samples does one micro-batch ask for?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SampleIds = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSlice:
+    """The samples of one micro-batch on one rank; a pure function of (seed, step) and the world.
+
+    Attributes:
+        step: Optimizer step this micro-batch belongs to, counted from 0.
+        epoch: Epoch the samples are drawn in; keys their augmentation.
+        logical_rank: Position of the micro-batch within the global batch; keys dropout.
+        ids: Sample ids, int64 [N].
+        is_last: True on the rank's last micro-batch of the step: gradients are reduced after it.
+        step_weight: Samples in the whole global step, over all ranks and micro-batches.
+        phantom: True where a rank has no samples in an epoch's last step and forwards one with weight
+            zero, only so that its collectives match the other ranks'.
+    """
+
+    step: int
+    epoch: int
+    logical_rank: int
+    ids: SampleIds
+    is_last: bool = True
+    step_weight: int
+    phantom: bool = False

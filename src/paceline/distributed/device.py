@@ -1,0 +1,119 @@
+"""Which device does this process use, and what can it do?"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from paceline.errors import RecipeError
+from paceline.recipe.plan import MachineFacts
+from paceline.world import World
+
+
+def available_devices() -> dict[str, str]:
+    """Device types with the reason why each can or cannot be used."""
+    cuda = (
+        f"{torch.cuda.device_count()} device(s)" if torch.cuda.is_available() else "no CUDA or ROCm device is visible"
+    )
+    xpu = "available" if torch.xpu.is_available() else "no Intel GPU is visible"
+    mps = "available" if torch.backends.mps.is_available() else "this is no Mac with Metal"
+    return {"cpu": "available", "cuda": cuda, "mps": mps, "xpu": xpu}
+
+
+def is_available(device_type: str) -> bool:
+    """Whether torch can use this type of device now."""
+    match device_type:
+        case "cuda":
+            return torch.cuda.is_available()
+        case "mps":
+            return torch.backends.mps.is_available()
+        case "xpu":
+            return torch.xpu.is_available()
+    return device_type == "cpu"
+
+
+def choose_device(asked: str, world: World) -> torch.device:
+    """Resolve ``parallel.device`` for this process; GPUs are taken by local rank.
+
+    Raises:
+        RecipeError: If the device asked for is not there.
+    """
+    kind = asked if asked != "auto" else next(k for k in ("cuda", "xpu", "mps", "cpu") if is_available(k))
+    if not is_available(kind):
+        raise RecipeError(
+            f"parallel.device={kind}: {available_devices()[kind]}; use parallel.device=auto or one of: "
+            f"{', '.join(k for k in ('cpu', 'cuda', 'mps', 'xpu') if is_available(k))}."
+        )
+    if kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        if world.local_rank >= module.device_count():
+            raise RecipeError(
+                f"process {world.local_rank} on this machine has no {kind} device: there are {module.device_count()}; "
+                f"start at most that many processes, or use parallel.device=cpu."
+            )
+        module.set_device(world.local_rank)
+        return torch.device(kind, world.local_rank)
+    return torch.device(kind)
+
+
+def describe_machine(device: torch.device) -> MachineFacts:
+    """Facts the plan needs; the same on every rank of a uniform cluster."""
+    fast_bf16, why = _fast_bf16(device)
+    return MachineFacts(
+        device=device.type,
+        device_name=_device_name(device),
+        fast_bf16=fast_bf16,
+        cores=available_cores(),
+        reasons={"fast_bf16": why},
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may run on (respects affinity and, on Linux, cpusets)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "xpu":
+        return str(torch.xpu.get_device_name(device))
+    return cpu_name()
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return set()
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    return set(next(lines, "").split())
+
+
+def _fast_bf16(device: torch.device) -> tuple[bool, str]:
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return fast, f"{torch.cuda.get_device_name(device)} {'has' if fast else 'has no'} bf16 matrix units"
+    if device.type == "xpu":
+        return True, "Intel GPUs have bf16 matrix units"
+    if device.type == "cpu":
+        amx = "amx_bf16" in _cpu_flags()
+        return (
+            amx,
+            "the processor has AMX bf16 tiles"
+            if amx
+            else "the processor has no AMX tiles, without which bf16 gains little",
+        )
+    return False, f"bf16 on {device.type} has not been measured"

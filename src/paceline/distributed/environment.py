@@ -1,0 +1,103 @@
+"""Which world did this process wake up in: torchrun's, Slurm's, our own launcher's, or alone?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import LaunchError
+from paceline.world import World
+
+RENDEZVOUS_VARIABLE = "PACELINE_RENDEZVOUS"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A world and where its processes meet.
+
+    Attributes:
+        world: This process's place.
+        rendezvous: URL for torch.distributed's ``init_method``.
+        source: Who started the processes: ``alone``, ``torchrun``, ``slurm`` or ``paceline``.
+    """
+
+    world: World
+    rendezvous: str
+    source: str
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """Find the world from environment variables.
+
+    Raises:
+        LaunchError: If the variables contradict one another or are incomplete.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        rendezvous = environ.get(RENDEZVOUS_VARIABLE)
+        return Launch(_torchrun_world(environ), rendezvous or "env://", "paceline" if rendezvous else "torchrun")
+    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return Launch(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{_slurm_port(environ)}", "slurm")
+    return Launch(World(), "", "alone")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, None if default is None else str(default))
+    if text is None or not text.strip().isdigit():
+        raise LaunchError(
+            f"environment variable {name} is {text!r}, but it must be a whole number; start with torchrun."
+        )
+    return int(text)
+
+
+def _world(rank: int, local_rank: int, world_size: int, local_world_size: int) -> World:
+    try:
+        return World(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
+    except ValueError as error:
+        raise LaunchError(f"the environment describes no possible world: {error}.") from None
+
+
+def _torchrun_world(environ: Mapping[str, str]) -> World:
+    world_size = _number(environ, "WORLD_SIZE")
+    return _world(
+        _number(environ, "RANK"),
+        _number(environ, "LOCAL_RANK", 0),
+        world_size,
+        _number(environ, "LOCAL_WORLD_SIZE", world_size),
+    )
+
+
+def _slurm_world(environ: Mapping[str, str]) -> World:
+    # SLURM_STEP_TASKS_PER_NODE reads like "4(x2),3": tasks on each node, this node's by its index.
+    layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+    per_node: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
+        per_node += [int(count)] * int(times or 1)
+    node = _number(environ, "SLURM_NODEID", 0)
+    return _world(
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_LOCALID", 0),
+        _number(environ, "SLURM_NTASKS"),
+        per_node[node] if node < len(per_node) else 1,
+    )
+
+
+def _slurm_host(environ: Mapping[str, str]) -> str:
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    if "SLURM_SRUN_COMM_HOST" in environ and int(environ.get("SLURM_NNODES", "1")) == 1:
+        return "127.0.0.1"
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
+    # "node[003-005,9],other" -> "node003": the first name of Slurm's compressed host list.
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    if first is None:
+        raise LaunchError(
+            "Slurm names no nodes (SLURM_STEP_NODELIST is empty); set MASTER_ADDR to the first node's name."
+        )
+    return first[1] + (first[2] or "")
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    if "MASTER_PORT" in environ:
+        return _number(environ, "MASTER_PORT")
+    return 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000

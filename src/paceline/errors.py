@@ -1,0 +1,55 @@
+"""What can go wrong, and what the user is told.
+
+Every error a user can cause is a :class:`PacelineError`: its message names the value found, the rule it
+breaks and the change to make. The command line prints the message alone, without a traceback, and exits
+with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """Base of all errors with a message written for the user."""
+
+    exit_code = 2
+
+
+class RecipeError(PacelineError):
+    """The recipe, or an override, asks for something that does not exist or has no effect."""
+
+
+class DataError(PacelineError):
+    """The data is missing, empty, unreadable or not what the recipe says it is."""
+
+
+class ModelError(PacelineError):
+    """The model is unknown, or does not fit the data or the weights given."""
+
+
+class LaunchError(PacelineError):
+    """The processes of a run cannot be started or cannot find one another."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is missing, damaged, or does not belong to this run."""
+
+
+class RunDirectoryError(PacelineError):
+    """The run directory cannot be used for this run."""
+
+
+class TrainingError(PacelineError):
+    """The run itself failed after it had started."""
+
+    exit_code = 1
+
+
+def did_you_mean(value: str, options: Iterable[str], *, count: int = 3) -> str:
+    """Return a sentence with the nearest option names, led by a space, or an empty string."""
+    close = difflib.get_close_matches(value, list(options), n=count, cutoff=0.6)
+    if not close:
+        return ""
+    return f" Did you mean {' or '.join(repr(name) for name in close)}?"

@@ -1,0 +1,158 @@
+"""Was each training sample used exactly once per epoch, and in the order the recipe determines?
+
+Two independent proofs from the run directory alone. *Counting*: over all ranks' ledgers, every sample of a
+finished epoch was used once (or was found broken once). *Order*: the samples of every step are those that the
+pure function of (seed, epoch, step) gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.order import StepGeometry
+from paceline.errors import RunDirectoryError
+from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
+from paceline.records.ledger_count import EpochCount, count_epochs
+from paceline.records.reader import read_plan, read_recipe, read_summary
+from paceline.records.run_directory import RunDirectory
+from paceline.world import World
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What the ledger proves.
+
+    Attributes:
+        run_dir: The audited run.
+        steps: Global batches the run says it has used up.
+        samples_per_epoch: Training samples.
+        epochs: The count of each epoch.
+        objections: What is wrong, one sentence each; empty if every promise was kept.
+    """
+
+    run_dir: Path
+    steps: int
+    samples_per_epoch: int
+    epochs: tuple[EpochCount, ...]
+    objections: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether each sample was used exactly once per epoch, in order."""
+        return not self.objections
+
+    def to_json(self) -> dict[str, Any]:
+        """The audit as one JSON object."""
+        epochs = [{**asdict(one), "is_complete": one.is_complete} for one in self.epochs]
+        return {
+            "run_dir": str(self.run_dir),
+            "passed": self.passed,
+            "steps": self.steps,
+            "samples_per_epoch": self.samples_per_epoch,
+            "epochs_complete": sum(one.is_complete for one in self.epochs),
+            "duplicates": sum(one.duplicates for one in self.epochs),
+            "missing": sum(one.missing for one in self.epochs if one.is_over),
+            "broken": sum(one.broken for one in self.epochs),
+            "objections": list(self.objections),
+            "epochs": epochs,
+        }
+
+
+def audit_run(run_dir: Path) -> Audit:
+    """Audit the ledger of a stopped or completed run.
+
+    Raises:
+        RunDirectoryError: If the directory holds no run that has stopped.
+    """
+    directory = RunDirectory(run_dir)
+    if not directory.exists():
+        raise RunDirectoryError(f"'{run_dir}' holds no run (no recipe.yaml); give a run directory.")
+    plan, recipe = read_plan(directory), read_recipe(directory)
+    geometry = StepGeometry(
+        seed=int(recipe["seed"]),
+        samples=int(plan["train_samples"]),
+        global_batch_size=int(plan["global_batch_size"]),
+        logical_ranks=1,
+    )
+    steps = _steps_done(read_summary(directory).samples, geometry)
+    try:
+        counted = count_epochs(directory.ledger, geometry.samples, epochs_over=steps // geometry.steps_per_epoch)
+        epochs = counted.epochs
+        objections = [*_wrong_counts(epochs), *_wrong_order(directory.ledger, geometry, steps)]
+    except RunDirectoryError as error:
+        epochs, objections = (), [str(error)]
+    return Audit(
+        run_dir=run_dir,
+        steps=steps,
+        samples_per_epoch=geometry.samples,
+        epochs=epochs,
+        objections=tuple(objections),
+    )
+
+
+def _steps_done(samples: int, geometry: StepGeometry) -> int:
+    epochs, within = divmod(samples, geometry.samples)
+    return epochs * geometry.steps_per_epoch + -(-within // geometry.global_batch_size)
+
+
+def _wrong_counts(epochs: tuple[EpochCount, ...]) -> Iterator[str]:
+    for one in epochs:
+        if one.duplicates:
+            yield f"epoch {one.epoch + 1}: {one.duplicates} use(s) of a sample beyond its first."
+        if one.missing and one.is_over:
+            yield f"epoch {one.epoch + 1}: {one.missing} sample(s) were never used."
+
+
+def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[str]:
+    found = 0
+    readers = [_StepReader(path) for path in ledger_files(ledger)]
+    for step in range(1, steps + 1):
+        (expected,) = geometry.slices(step - 1, World())
+        parts = [part for reader in readers for part in reader.take(step)]
+        used = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+        if not np.array_equal(used, np.sort(expected.ids)):
+            found += 1
+            if found <= _NAMED:
+                yield _difference(step, used, expected.ids)
+    late = sum(reader.head is not None for reader in readers)
+    if late:
+        yield f"{late} ledger file(s) go on after step {steps}, where the run says it stands."
+    if found > _NAMED:
+        yield f"{found - _NAMED} more step(s) used other samples than the recipe's order gives."
+
+
+def _difference(step: int, used: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
+    missing, extra = np.setdiff1d(expected, used), np.setdiff1d(used, expected)
+    parts = []
+    if missing.size:
+        parts.append(f"lacks sample {int(missing[0])}" + (f" and {missing.size - 1} more" if missing.size > 1 else ""))
+    if extra.size:
+        parts.append(
+            f"used sample {int(extra[0])} out of order" + (f" and {extra.size - 1} more" if extra.size > 1 else "")
+        )
+    if not parts:
+        parts.append("used a sample twice")
+    return f"step {step} {' and '.join(parts)}."
+
+
+class _StepReader:
+    """One rank's ledger, read a step at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = read_ledger(path)
+        self.head: LedgerEntry | None = next(self._entries, None)
+
+    def take(self, step: int) -> Iterator[NDArray[np.int64]]:
+        """The samples of the records up to a step, broken ones included."""
+        while self.head is not None and self.head.step <= step:
+            yield self.head.ids
+            yield self.head.broken
+            self.head = next(self._entries, None)

@@ -1,0 +1,165 @@
+"""Which network does a name stand for, and does it fit the data?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import ModelError, did_you_mean
+from paceline.models.small_resnet import small_resnet
+from paceline.recipe.model import Model
+from paceline.references import is_reference, load_reference
+
+OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_resnet": small_resnet}
+_TORCHVISION = "torchvision:"
+
+
+def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
+    """Build the network of a recipe for the given data.
+
+    Args:
+        model: The recipe's `model` section.
+        num_classes: Width of the output.
+        in_channels: Channels of the input images.
+
+    Raises:
+        ModelError: If the name is unknown (the nearest ones are named), the options are not the factory's, or
+            published weights are asked for and cannot be had.
+    """
+    try:
+        network = _factory(model)(num_classes=num_classes, in_channels=in_channels)
+    except TypeError as error:
+        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
+    if not isinstance(network, nn.Module):
+        raise ModelError(
+            f"model.name={model.name}: the factory returned a {type(network).__name__}, not a torch.nn.Module."
+        )
+    return network
+
+
+def model_names(pattern: str = "*") -> list[str]:
+    """All known names that match a shell pattern; imports timm and torchvision."""
+    import fnmatch
+
+    import timm
+    import torchvision.models
+
+    names = [
+        *OWN_MODELS,
+        *timm.list_models(),
+        *(f"{_TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
+    ]
+    wanted = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
+    return [name for name in names if fnmatch.fnmatch(name, wanted)]
+
+
+def parameter_count(network: nn.Module) -> int:
+    """Trainable parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+
+
+def _factory(model: Model) -> Callable[..., nn.Module]:
+    if model.name in OWN_MODELS:
+        _refuse_pretrained(model, "it has no published weights")
+        return lambda **sizes: OWN_MODELS[model.name](**sizes, **model.options)
+    if model.name.startswith(_TORCHVISION):
+        return lambda **sizes: _torchvision(model, **sizes)
+    if is_reference(model.name):
+        _refuse_pretrained(model, "a model of one's own loads its weights itself, or through model.initialize_from")
+        return lambda **sizes: _own(model, **sizes)
+    return lambda **sizes: _timm(model, **sizes)
+
+
+def _refuse_pretrained(model: Model, reason: str) -> None:
+    if model.pretrained:
+        raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {reason}.")
+
+
+def _own(model: Model, **sizes: int) -> nn.Module:
+    factory = load_reference(model.name, ModelError)
+    parameters = inspect.signature(factory).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    network: nn.Module = factory(**{k: v for k, v in sizes.items() if takes_all or k in parameters}, **model.options)
+    return network
+
+
+def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
+    import timm
+
+    if not timm.is_model(model.name):
+        known = [*OWN_MODELS, *timm.list_models()]
+        raise ModelError(
+            f"unknown model '{model.name}'.{did_you_mean(model.name, known)} It is small_resnet, a timm name, "
+            f"torchvision:NAME or package.module:factory; `paceline models PATTERN` lists them."
+        )
+    try:
+        network: nn.Module = timm.create_model(
+            model.name,
+            pretrained=model.pretrained,
+            num_classes=num_classes,
+            in_chans=in_channels,
+            **model.options,
+        )
+    except (OSError, RuntimeError) as error:
+        if not model.pretrained:
+            raise
+        raise _no_weights(model, error) from error
+    return network
+
+
+def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
+    import torchvision.models
+
+    name = model.name.removeprefix(_TORCHVISION)
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        raise ModelError(f"unknown torchvision model '{name}'.{did_you_mean(name, known)}")
+    if not model.pretrained:
+        network: nn.Module = torchvision.models.get_model(name, num_classes=num_classes, **model.options)
+    else:
+        try:
+            network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
+        except (OSError, RuntimeError) as error:
+            raise _no_weights(model, error) from error
+        _replace_head(network, num_classes, model.name)
+    if in_channels != 3:
+        _replace_stem(network, in_channels, model.name)
+    return network
+
+
+def _no_weights(model: Model, error: Exception) -> ModelError:
+    return ModelError(
+        f"model.pretrained=true: the published weights of {model.name} could not be had "
+        f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."
+    )
+
+
+def _replace(network: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(network.get_submodule(parent), name, new)
+
+
+def _replace_head(network: nn.Module, num_classes: int, name: str) -> None:
+    heads = [(path, m) for path, m in network.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1000]
+    if not heads:
+        raise ModelError(f"model.name={name} has no linear classifier to replace; use the timm version of it.")
+    path, head = heads[-1]
+    if head.out_features != num_classes:
+        _replace(network, path, nn.Linear(head.in_features, num_classes, bias=head.bias is not None))
+
+
+def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
+    stems = [(path, m) for path, m in network.named_modules() if isinstance(m, nn.Conv2d)]
+    if not stems or stems[0][1].in_channels != 3:
+        raise ModelError(f"model.name={name} cannot take {in_channels} channels; set data.channels=3.")
+    path, stem = stems[0]
+    options: dict[str, Any] = {
+        "kernel_size": stem.kernel_size,
+        "stride": stem.stride,
+        "padding": stem.padding,
+        "bias": stem.bias is not None,
+    }
+    _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options))

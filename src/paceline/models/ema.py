@@ -1,0 +1,43 @@
+"""The moving average of the weights: a second, named set of weights beside the trained ones."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+
+class ExponentialMovingAverage:
+    """Average of a model's parameters and floating buffers, one update per optimizer step.
+
+    The decay at update *t* (from 0) is ``min(decay, (1 + t) / (10 + t))``, TensorFlow's ``num_updates`` rule, so
+    that short runs are not ruled by the initial weights. BatchNorm statistics are averaged like weights;
+    integer buffers are copied.
+
+    Attributes:
+        module: A copy of the model that holds the averaged weights, in evaluation mode, without gradients.
+        decay: The decay in the long run, in [0, 1).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.module = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self.decay = decay
+        self._source = model
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the average towards the model's weights after the optimizer step numbered ``step`` (from 0)."""
+        weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
+        averaged, current = _floating(self.module), _floating(self._source)
+        torch._foreach_lerp_(averaged, current, weight)
+        for mine, theirs in zip(_integral(self.module), _integral(self._source), strict=True):
+            mine.copy_(theirs)
+
+
+def _floating(module: nn.Module) -> list[torch.Tensor]:
+    return [t.detach() for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+
+
+def _integral(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in module.buffers() if not t.is_floating_point()]

@@ -1,0 +1,76 @@
+"""The recipe's `data` section: which samples, how they are read, and how they are augmented."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import (
+    STRICT,
+    Applies,
+    Auto,
+    Fraction,
+    NonNegativeInt,
+    Off,
+    OpenFraction,
+    PositiveFloat,
+    PositiveInt,
+)
+
+Range = Annotated[tuple[PositiveFloat, PositiveFloat], Field()]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Augment:
+    """How a training image is varied. Every draw is keyed by (seed, epoch, sample), never by worker or rank."""
+
+    crop: Literal["none", "pad", "random_resized"] = "none"
+    """`pad`: shift by up to `padding` pixels; `random_resized`: a random part, resized (Szegedy et al. 2014)."""
+    padding: Annotated[PositiveInt, Applies("crop", ("pad",))] = 4
+    """Largest shift in pixels along each axis."""
+    padding_mode: Annotated[Literal["zero", "reflect"], Applies("crop", ("pad",))] = "zero"
+    """What the shift uncovers: black, or the image mirrored at its edge."""
+    scale: Annotated[Range, Applies("crop", ("random_resized",))] = (0.08, 1.0)
+    """Range of the cropped part's area, as a share of the image."""
+    ratio: Annotated[Range, Applies("crop", ("random_resized",))] = (3 / 4, 4 / 3)
+    """Range of the cropped part's aspect ratio, width over height."""
+    flip: Fraction = 0.0
+    """Probability of a horizontal flip."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Data:
+    """Which samples a run sees."""
+
+    dataset: str = "image_folder"
+    """`digits`, `image_folder`, `cifar10`, `synthetic`, or `package.module:factory`."""
+    path: Annotated[str | None, Off, Applies("dataset", ("image_folder", "cifar10"))] = None
+    """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*."""
+    backend: Literal["auto", "memory", "pytorch", "synthetic"] = "auto"
+    """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers."""
+    workers: Auto | NonNegativeInt = "auto"
+    """Loader processes per rank for the `pytorch` back-end; 0 reads in the training process."""
+    prefetch: PositiveInt = 2
+    """Batches each worker keeps ready."""
+    image_size: Auto | PositiveInt = "auto"
+    """Height and width in pixels that the model sees."""
+    channels: Auto | Literal[1, 3] = "auto"
+    """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
+    validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits"))] = 0.2
+    """Share of each class held out for evaluation, where the data has no split of its own."""
+    evaluation_crop: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """Share of the resized image's side that the evaluation's centre crop keeps."""
+    max_broken: NonNegativeInt = 0
+    """Unreadable samples to leave out, each with an incident in the log, before the run stops."""
+    mean: Auto | tuple[float, ...] = "auto"
+    """Per-channel mean subtracted from pixels in [0, 1]."""
+    std: Auto | tuple[PositiveFloat, ...] = "auto"
+    """Per-channel standard deviation pixels are divided by."""
+    samples: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 4096
+    """Training samples of the `synthetic` dataset."""
+    classes: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 1000
+    """Classes of the `synthetic` dataset."""
+    augment: Augment = Augment()
+    """How training images are varied."""

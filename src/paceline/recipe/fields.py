@@ -1,0 +1,64 @@
+"""The types recipe fields are made of: durations, `auto`, `off`, and options only some choices give effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from paceline.units import Duration
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+OpenFraction = Annotated[float, Field(ge=0, lt=1)]
+Switch = Annotated[bool, Field(strict=True)]
+
+
+def _to_duration(value: object) -> Duration:
+    return value if isinstance(value, Duration) else Duration.parse(value)
+
+
+def _off_to_none(value: object) -> object:
+    # YAML 1.1 reads a bare `off` as False.
+    return None if value is False or value == "off" else value
+
+
+Length = Annotated[Duration, BeforeValidator(_to_duration), PlainSerializer(str)]
+Off = BeforeValidator(_off_to_none)
+"""Annotates an optional field whose None is written ``off`` in a recipe."""
+
+
+@dataclass(frozen=True)
+class Applies:
+    """Marks a field that has an effect only under some values of another field of its section.
+
+    Attributes:
+        to: Name of the deciding field.
+        values: Its values under which the marked field has an effect.
+    """
+
+    to: str
+    values: tuple[object, ...]
+
+
+# What every section is validated under: unknown keys are refused, and field docs stand below the fields.
+STRICT: ConfigDict = ConfigDict(extra="forbid")
+
+
+def plain(value: Any) -> Any:
+    """Turn a validated value into what YAML and JSON can hold; None (an option that is off) becomes ``off``."""
+    match value:
+        case None:
+            return "off"
+        case Duration():
+            return str(value)
+        case tuple() | list():
+            return [plain(item) for item in value]
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,126 @@
+"""How do base, recipe file and overrides become one mapping, with nothing silently ignored?
+
+Later layers win key by key. Two rules keep the result honest: a key that the schema does not know is refused,
+and so is a key that has no effect under the choices made (``optimizer.betas`` with ``sgd``). A layer that makes
+another choice (``optimizer.name=adamw``) takes away what earlier layers set for the old one, and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, get_type_hints
+
+from paceline.errors import RecipeError, did_you_mean
+from paceline.recipe.fields import Applies
+from paceline.recipe.schema import Recipe
+from paceline.units import Duration
+
+Tree = dict[str, Any]
+
+# Resolving a class's annotations is slow, and they are asked for key by key.
+_FIELD_TYPES: dict[type[Any], dict[str, Any]] = {}
+
+
+def field_types(section: type[Any]) -> dict[str, Any]:
+    """Annotated types of a section's fields, by name."""
+    if section not in _FIELD_TYPES:
+        _FIELD_TYPES[section] = get_type_hints(section, include_extras=True)
+    return _FIELD_TYPES[section]
+
+
+def applies_of(section: type[Any], name: str) -> Applies | None:
+    """The condition under which a field has an effect, or None if it always has."""
+    metadata = getattr(field_types(section)[name], "__metadata__", ())
+    return next((item for item in metadata if isinstance(item, Applies)), None)
+
+
+def subsection(section: type[Any], name: str) -> type[Any] | None:
+    """The section a field holds, or None if it holds a value."""
+    kind = field_types(section)[name]
+    kind = getattr(kind, "__origin__", kind)
+    is_section = isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Duration
+    return kind if is_section else None
+
+
+def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe, path: str = "") -> None:
+    """Refuse keys that the schema does not have, and values where a section is expected."""
+    known = field_types(section)
+    for key, value in tree.items():
+        dotted = f"{path}{key}"
+        if key not in known:
+            place = f"'{path.rstrip('.')}'" if path else "a recipe"
+            raise RecipeError(
+                f"{where}: unknown key '{dotted}'.{did_you_mean(str(key), known)} Keys of {place}: {', '.join(known)}."
+            )
+        inner = subsection(section, key)
+        if inner is not None:
+            if not isinstance(value, Mapping):
+                keys = ", ".join(field_types(inner))
+                raise RecipeError(f"{where}: '{dotted}' is a section, found {value!r}; set one of its keys: {keys}.")
+            check_known(value, where, inner, f"{dotted}.")
+
+
+def update(tree: Tree, more: Mapping[str, Any]) -> None:
+    """Write one nested mapping into another of the same layer, in place."""
+    for key, value in more.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            update(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def merge(
+    below: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any] = Recipe, path: str = ""
+) -> Tree:
+    """Lay one layer over another; None in the upper layer takes a key away."""
+    merged = dict(below)
+    _drop_old_choices(merged, above, notices, section, path)
+    for key, value in above.items():
+        inner = subsection(section, key)
+        if value is None:
+            merged.pop(key, None)
+        elif inner is not None:
+            merged[key] = merge(dict(merged.get(key, {})), value, notices, inner, f"{path}{key}.")
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = {**merged[key], **value}
+        else:
+            merged[key] = value
+    return merged
+
+
+def _drop_old_choices(
+    merged: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any], path: str
+) -> None:
+    for key in list(merged):
+        applies = applies_of(section, key)
+        if applies is None or applies.to not in above or key in above:
+            continue
+        choice = above[applies.to]
+        if choice is not None and choice not in applies.values:
+            notices.append(f"{path}{key}={merged.pop(key)} dropped: it has no effect with {path}{applies.to}={choice}")
+
+
+def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str = "") -> None:
+    """Refuse keys that were set but have no effect under the recipe's choices."""
+    section = type(recipe)
+    for key, value in tree.items():
+        applies = applies_of(section, key)
+        if applies is not None:
+            choice = getattr(recipe, applies.to)
+            if choice not in applies.values:
+                raise RecipeError(
+                    f"{where}: '{path}{key}' has no effect with {path}{applies.to}={choice}; it needs "
+                    f"{path}{applies.to}={' or '.join(str(option) for option in applies.values)}. "
+                    f"Remove it (on the command line: {path}{key}=null)."
+                )
+        if subsection(section, key) is not None:
+            check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
+
+
+def effective_items(section_value: Any) -> Iterator[tuple[str, Any]]:
+    """Fields of a section that have an effect, with their values."""
+    for field in dataclasses.fields(section_value):
+        applies = applies_of(type(section_value), field.name)
+        if applies is None or getattr(section_value, applies.to) in applies.values:
+            yield field.name, getattr(section_value, field.name)

@@ -1,0 +1,251 @@
+"""How is a recipe read? By shipped name or path, with one level of `base` and dotted overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from paceline.errors import RecipeError, did_you_mean
+from paceline.recipe import layers
+from paceline.recipe.fields import plain
+from paceline.recipe.schema import Recipe
+
+SHIPPED = Path(__file__).parent.parent / "recipes"
+Overrides = Mapping[str, Any] | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe, where it came from, and what was taken away on the way.
+
+    Attributes:
+        recipe: The recipe.
+        name: Short name for run directories: the file's stem, or the shipped name.
+        notices: One sentence for each inherited key that an override made meaningless.
+    """
+
+    recipe: Recipe
+    name: str
+    notices: tuple[str, ...] = ()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without silently repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: key '{key}' stands twice; keep one.")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names and files of the recipes that come with Paceline, sorted by name."""
+    return {path.stem: path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
+    """Read a shipped recipe by name, or a recipe file by path, and apply overrides.
+
+    Args:
+        source: A name from :func:`shipped_recipes` or the path of a YAML file.
+        overrides: ``["optimizer.lr=0.1", ...]`` or ``{"optimizer.lr": 0.1, ...}``; None (``null``) takes a key away.
+
+    Raises:
+        RecipeError: If anything in it is unknown, ill-typed, or without effect.
+    """
+    path = _locate(source)
+    notices: list[str] = []
+    tree = _with_base(path, notices)
+    tree = _with_overrides(tree, overrides, notices)
+    name = path.parent.name if path.name == "recipe.yaml" else path.stem
+    return LoadedRecipe(_validate(tree, str(source)), name, tuple(notices))
+
+
+def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()) -> Recipe:
+    """A resolved recipe that was stored with weights, with overrides on top."""
+    notices: list[str] = []
+    layers.check_known(tree, where)
+    return _validate(_with_overrides(dict(tree), overrides, notices), where)
+
+
+def to_tree(recipe: Any) -> dict[str, Any]:
+    """The resolved recipe as plain YAML/JSON values: every key that has an effect, defaults included."""
+    return {
+        key: to_tree(value)
+        if dataclasses.is_dataclass(value) and layers.subsection(type(recipe), key)
+        else plain(value)
+        for key, value in layers.effective_items(recipe)
+    }
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that :func:`load_recipe` reads back to an equal recipe."""
+    text: str = yaml.safe_dump(to_tree(recipe), sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """SHA-256 of the resolved recipe."""
+    return hashlib.sha256(json.dumps(to_tree(recipe), sort_keys=True).encode()).hexdigest()
+
+
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with (old, new); a key absent on one side shows as None."""
+    before, after = _flatten(to_tree(old)), _flatten(to_tree(new))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    }
+
+
+def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{path}{key}.")
+        else:
+            flat[f"{path}{key}"] = value
+    return flat
+
+
+def _locate(source: str | Path) -> Path:
+    shipped = shipped_recipes()
+    if str(source) in shipped:
+        return shipped[str(source)]
+    path = Path(source)
+    if path.is_dir() and (path / "recipe.yaml").is_file():
+        return path / "recipe.yaml"
+    if path.is_file():
+        return path
+    raise RecipeError(
+        f"no recipe '{source}': it is neither a file nor a shipped recipe.{did_you_mean(str(source), shipped)} "
+        f"Shipped recipes: {', '.join(shipped)}."
+    )
+
+
+def _with_base(path: Path, notices: list[str]) -> layers.Tree:
+    tree = _read(path)
+    base = tree.pop("base", None)
+    layers.check_known(tree, str(path))
+    if base is None:
+        return layers.merge({}, tree, notices)
+    beside = path.parent / str(base)
+    base_path = beside if beside.is_file() else _locate(str(base))
+    below = _read(base_path)
+    if "base" in below:
+        raise RecipeError(
+            f"{path}: its base '{base}' has a base of its own; one level is the limit, so copy what is needed."
+        )
+    layers.check_known(below, str(base_path))
+    return layers.merge(below, tree, notices)
+
+
+def _read(path: Path) -> layers.Tree:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # a SafeLoader
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise RecipeError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}.")
+    return tree
+
+
+def _with_overrides(tree: layers.Tree, overrides: Overrides, notices: list[str]) -> layers.Tree:
+    asked: layers.Tree = {}
+    for dotted, value in _pairs(overrides):
+        layer = _nest(dotted, value)
+        layers.check_known(layer, f"override '{dotted}'")
+        layers.update(asked, layer)
+    return layers.merge(tree, asked, notices)
+
+
+def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        yield from overrides.items()
+        return
+    for text in overrides:
+        dotted, equals, value = text.partition("=")
+        if not equals or not dotted:
+            raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example optimizer.lr=0.1.")
+        try:
+            yield dotted.strip(), yaml.load(value, Loader=_StrictLoader) if value.strip() else ""
+        except (yaml.YAMLError, RecipeError) as error:
+            raise RecipeError(f"override '{text}': the value is not readable: {' '.join(str(error).split())}") from None
+
+
+def _nest(dotted: str, value: Any) -> layers.Tree:
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    tree: layers.Tree = value
+    return tree
+
+
+@cache
+def _adapter() -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)
+
+
+def _validate(tree: layers.Tree, where: str) -> Recipe:
+    try:
+        recipe = _adapter().validate_python(tree)
+    except ValidationError as error:
+        raise RecipeError(_sentences(error, where)) from None
+    layers.check_effective(tree, recipe, where)
+    return recipe
+
+
+def _sentences(error: ValidationError, where: str) -> str:
+    """One sentence per wrong key; a union's several complaints are joined by 'or'."""
+    rules: dict[str, tuple[Any, list[str]]] = {}
+    for item in error.errors():
+        known = [
+            str(part)
+            for part in item["loc"]
+            if isinstance(part, str) and part.isidentifier() and not part.startswith("constrained")
+        ]
+        key = _field_path(known)
+        rule = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        rule = (
+            rule.split(", but ", 1)[1] if item["type"] == "value_error" and ", but " in rule else f"it must be {rule}"
+        )
+        rules.setdefault(key, (item["input"], []))[1].append(rule)
+    return "\n".join(
+        f"{where}: {key}: found {_show(found)}, but {_either(texts)}." for key, (found, texts) in rules.items()
+    )
+
+
+def _either(texts: Sequence[str]) -> str:
+    return " or ".join(dict.fromkeys(texts)).replace(" or it must be ", " or ")
+
+
+def _show(found: Any) -> str:
+    return repr(str(found)) if dataclasses.is_dataclass(found) else repr(found)
+
+
+def _field_path(parts: Sequence[str]) -> str:
+    """Keep the leading parts that are keys of the schema; what pydantic appends names union branches."""
+    section: type[Any] | None = Recipe
+    path: list[str] = []
+    for part in parts:
+        if section is None or part not in layers.field_types(section):
+            break
+        path.append(part)
+        section = layers.subsection(section, part)
+    return ".".join(path) or "recipe"

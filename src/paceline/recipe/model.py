@@ -1,0 +1,28 @@
+"""The recipe's `model` section: which network, from which weights, laid out how in memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import STRICT, Auto, Off, Switch
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Model:
+    """Which network is trained."""
+
+    name: str = "small_resnet"
+    """`small_resnet`, a timm name, `torchvision:NAME`, or `package.module:factory`."""
+    pretrained: Switch = False
+    """Start from the library's published weights."""
+    initialize_from: Annotated[str | None, Off] = None
+    """Start a new run from these weights: a safetensors file, a checkpoint or a run directory."""
+    channels_last: Auto | Switch = "auto"
+    """Keep images and filters with the channel as the fastest axis."""
+    compile: Switch = False
+    """Compile the network with torch.compile before it is wrapped."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the network's factory, e.g. `drop_rate`."""

@@ -1,0 +1,276 @@
+"""What does a recipe come to on this data, this machine and this many processes?
+
+Every derived number is computed here, once, with integer checks, so that a plan for 64 ranks needs no 64
+processes. The trainer follows the plan and computes nothing of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import RecipeError
+from paceline.recipe.schema import Recipe
+from paceline.units import Duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What the plan must know of the data.
+
+    Attributes:
+        train_samples: Samples in one training epoch.
+        evaluation_samples: Samples held out for evaluation; 0 if there are none.
+        description: Further facts for the reader, by name (classes, image size, back-end, ...).
+        reasons: Why an `auto` became what it is, by dotted key.
+    """
+
+    train_samples: int
+    evaluation_samples: int
+    description: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What the plan must know of the machine, the same on every rank.
+
+    Attributes:
+        device: Device type the model lives on: cpu, cuda, mps or xpu.
+        device_name: What the device calls itself.
+        fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
+        cores: CPU cores this machine lends to the run.
+        reasons: Why, by dotted key or by ``fast_bf16``.
+    """
+
+    device: str
+    device_name: str
+    fast_bf16: bool
+    cores: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LearningRatePoint:
+    """Learning rate at the boundary of a phase of the schedule."""
+
+    step: int
+    learning_rate: float
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off."""
+
+    world_size: int
+    local_world_size: int
+    device: str
+    device_name: str
+    precision: str
+    channels_last: bool
+    strategy: str
+    threads_per_process: int
+    train_samples: int
+    evaluation_samples: int
+    data: dict[str, Any]
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    logical_ranks: int
+    steps_per_epoch: int
+    last_step_samples: int
+    total_steps: int
+    total_epochs: float
+    warmup_steps: int
+    milestone_steps: tuple[int, ...]
+    evaluate_every_steps: int | None
+    evaluation_batch_size: int
+    checkpoint_every_steps: int | None
+    log_every_steps: int
+    learning_rates: tuple[LearningRatePoint, ...] = ()
+    parameters: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def to_tree(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return dataclasses.asdict(self)
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch that the step numbered ``step`` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def step_samples(self, position: int) -> int:
+        """Samples in the global batch numbered ``position`` (from 0)."""
+        is_tail = (position + 1) % self.steps_per_epoch == 0
+        return self.last_step_samples if is_tail else self.global_batch_size
+
+    def samples_before(self, step: int) -> int:
+        """Training samples used by the first ``step`` steps."""
+        epochs, within = divmod(step, self.steps_per_epoch)
+        return epochs * self.train_samples + within * self.global_batch_size
+
+
+def make_plan(
+    recipe: Recipe, data: DataFacts, machine: MachineFacts, *, world_size: int, local_world_size: int
+) -> Plan:
+    """Work out a run's numbers.
+
+    Raises:
+        RecipeError: If batch and world do not fit together, or a length comes to nothing.
+    """
+    reasons = {**machine.reasons, **data.reasons}
+    micro = micro_batch_size(recipe, world_size, reasons)
+    batch = recipe.batch.global_size
+    if data.train_samples < 1:
+        raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+    steps_per_epoch = math.ceil(data.train_samples / batch)
+    lengths = _Lengths(steps_per_epoch, data.train_samples)
+    total = lengths.total(recipe.train.duration)
+    return Plan(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=machine.device,
+        device_name=machine.device_name,
+        precision=resolve_precision(recipe, machine, reasons),
+        channels_last=resolve_channels_last(recipe, machine, reasons),
+        strategy=_strategy(recipe, world_size, reasons),
+        threads_per_process=resolve_threads(recipe, machine, local_world_size, reasons),
+        train_samples=data.train_samples,
+        evaluation_samples=data.evaluation_samples,
+        data=data.description,
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        accumulation_steps=batch // (micro * world_size),
+        logical_ranks=batch // micro,
+        steps_per_epoch=steps_per_epoch,
+        last_step_samples=data.train_samples - (steps_per_epoch - 1) * batch,
+        total_steps=total,
+        total_epochs=total / steps_per_epoch,
+        warmup_steps=lengths.within("schedule.warmup", recipe.schedule.warmup, total),
+        milestone_steps=tuple(lengths.within("schedule.milestones", m, total) for m in recipe.schedule.milestones),
+        evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
+        evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
+        checkpoint_every_steps=lengths.interval("checkpoint.every", recipe.checkpoint.every, total),
+        log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
+        reasons=reasons,
+    )
+
+
+def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> int:
+    """Samples per forward pass, or a RecipeError that names the world sizes that fit."""
+    batch, asked = recipe.batch.global_size, recipe.batch.micro_size
+    unit = 1 if asked == "auto" else asked
+    if batch % (unit * world_size):
+        fitting = [str(size) for size in range(1, min(batch // unit, 1024) + 1) if batch % (unit * size) == 0]
+        per_rank = f"{batch / world_size:g} samples each"
+        if asked != "auto" and batch % asked:
+            raise RecipeError(
+                f"batch.global_size={batch} is not a multiple of batch.micro_size={asked}; "
+                f"choose a micro_size that divides it, for example {_nearest_divisor(batch, asked)}."
+            )
+        raise RecipeError(
+            f"batch.global_size={batch} over {world_size} processes gives {per_rank}, which "
+            f"{'is not whole' if asked == 'auto' else f'batch.micro_size={asked} does not divide'}; the global batch "
+            f"is never changed silently, so run it on {', '.join(fitting)} processes or change batch.global_size."
+        )
+    if asked == "auto":
+        reasons["batch.micro_size"] = f"a process's whole share of {batch} samples over {world_size}"
+        return batch // world_size
+    return asked
+
+
+def _nearest_divisor(batch: int, wanted: int) -> int:
+    return min((d for d in range(1, batch + 1) if batch % d == 0), key=lambda d: abs(d - wanted))
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    steps_per_epoch: int
+    samples_per_epoch: int
+
+    def steps(self, length: Duration, total: int | None) -> int:
+        return length.to_steps(
+            steps_per_epoch=self.steps_per_epoch, samples_per_epoch=self.samples_per_epoch, total_steps=total
+        )
+
+    def total(self, duration: Duration) -> int:
+        try:
+            total = self.steps(duration, None)
+        except ValueError as error:
+            raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
+        if total < 1:
+            raise RecipeError(f"train.duration='{duration}' comes to no step at all; give at least '1 steps'.")
+        return total
+
+    def within(self, key: str, length: Duration, total: int) -> int:
+        steps = self.steps(length, total)
+        if steps > total:
+            raise RecipeError(
+                f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
+                "shorten it, or lengthen train.duration."
+            )
+        return steps
+
+    def interval(self, key: str, length: Duration | None, total: int) -> int | None:
+        if length is None:
+            return None
+        steps = self.steps(length, total)
+        if steps < 1:
+            raise RecipeError(f"{key}='{length}' comes to less than one step; give at least '1 steps'.")
+        return steps
+
+
+def resolve_precision(recipe: Recipe, machine: MachineFacts, reasons: dict[str, str]) -> str:
+    """The arithmetic of ``train.precision``."""
+    asked = recipe.train.precision
+    if asked != "auto":
+        return asked
+    reasons["train.precision"] = machine.reasons.get("fast_bf16", "")
+    reasons.pop("fast_bf16", None)
+    return "bf16" if machine.fast_bf16 else "fp32"
+
+
+def resolve_channels_last(recipe: Recipe, machine: MachineFacts, reasons: dict[str, str]) -> bool:
+    """The memory format of ``model.channels_last``."""
+    asked = recipe.model.channels_last
+    if asked != "auto":
+        return asked
+    chosen = machine.device in ("cpu", "cuda", "xpu")
+    reasons["model.channels_last"] = (
+        f"convolutions on {machine.device} have kernels for it" if chosen else f"{machine.device} gains nothing by it"
+    )
+    return chosen
+
+
+def _strategy(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> str:
+    asked = recipe.parallel.strategy
+    if asked == "auto":
+        reasons["parallel.strategy"] = f"{world_size} process{'es' if world_size > 1 else ''}"
+        return "ddp" if world_size > 1 else "single"
+    if asked == "single" and world_size > 1:
+        raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, auto, or one process.")
+    if asked == "ddp" and world_size == 1:
+        raise RecipeError("parallel.strategy=ddp has no effect with one process; use auto, or --processes 2 or more.")
+    return asked
+
+
+def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int, reasons: dict[str, str]) -> int:
+    """CPU threads per process, ``parallel.threads``."""
+    asked = recipe.parallel.threads
+    if asked != "auto":
+        return asked
+    reasons["parallel.threads"] = f"{machine.cores} cores over {local_world_size} process(es) on this machine"
+    return max(1, machine.cores // local_world_size)
+
+
+def resolve_evaluation_batch(recipe: Recipe, reasons: dict[str, str]) -> int:
+    """Samples per evaluation batch; never a function of the number of processes."""
+    asked = recipe.evaluate.batch_size
+    if asked != "auto":
+        return asked
+    size = min(256, recipe.batch.global_size)
+    reasons["evaluate.batch_size"] = "independent of the number of processes, so that every sample is scored alike"
+    return size

@@ -1,0 +1,63 @@
+"""The recipe's `evaluate`, `checkpoint`, `parallel` and `telemetry` sections: what happens around the steps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import STRICT, Auto, Length, Off, PositiveInt, Switch
+from paceline.units import Duration
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Evaluate:
+    """When and how the validation samples are scored."""
+
+    every: Annotated[Length | None, Off] = Duration(1, "epochs")
+    """Time between evaluations, or `off`; the last step is always evaluated unless this is `off`."""
+    batch_size: Auto | PositiveInt = "auto"
+    """Samples per forward pass."""
+    top_k: Annotated[int, Field(gt=1, strict=True)] = 5
+    """The k of the top-k accuracy reported beside top-1."""
+    metric: Literal["top1_accuracy", "loss"] = "top1_accuracy"
+    """What `best` means."""
+    patience: Annotated[PositiveInt | None, Off] = None
+    """Stop after this many evaluations without a better metric, or `off`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Checkpoint:
+    """When the run's state is saved, and how much of the past is kept."""
+
+    every: Annotated[Length | None, Off] = Duration(1, "epochs")
+    """Time between checkpoints, or `off`; the end of the run and a requested stop are always saved."""
+    keep: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_best: Switch = True
+    """Keep the checkpoint of the best evaluation too."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Parallel:
+    """Which device, and how several processes work together."""
+
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
+    """Where the model lives; `cuda` includes ROCm."""
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    """`ddp`: one replica per process, gradients averaged."""
+    bucket_cap_mb: PositiveInt = 25
+    """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
+    threads: Auto | PositiveInt = "auto"
+    """CPU threads per process; `auto` shares the machine's cores among its processes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Telemetry:
+    """What is recorded of the run."""
+
+    log_every: Length = Duration(10, "steps")
+    """Time between step records; the only moments the host waits for the device."""
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Where records go beside events.jsonl."""

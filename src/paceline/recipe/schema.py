@@ -1,0 +1,34 @@
+"""What can a recipe say? The whole schema, section by section."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.data import Data
+from paceline.recipe.fields import STRICT
+from paceline.recipe.model import Model
+from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
+from paceline.recipe.training import Batch, Optimizer, Schedule, Train
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Recipe:
+    """Everything asked of a run. Sections have the names of the rooms that act on them."""
+
+    task: str = "image_classification"
+    """`image_classification`, or `package.module:factory` of a task of one's own."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    """Keys the initial weights, the order of samples, augmentation and dropout."""
+    model: Model = Model()
+    data: Data = Data()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    parallel: Parallel = Parallel()
+    telemetry: Telemetry = Telemetry()

@@ -1,0 +1,203 @@
+"""What can happen in a run, and under which keys is it written to ``events.jsonl``?
+
+One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers
+and to the display: ``event`` (the kind), ``step``, ``time`` (Unix seconds), then the fields under their own
+names. The entries of the mappings ``metrics``, ``timings`` and ``details`` stand beside the other keys, so
+that a task may bring numbers of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+Numbers = Mapping[str, float | None]
+Status = Literal["completed", "stopped", "failed"]
+Weights = Literal["model", "ema"]
+
+_FLATTENED = frozenset({"metrics", "timings", "details"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What every event has.
+
+    Attributes:
+        step: Optimizer steps done when it happened; 0 before the first.
+        time: Unix time in seconds.
+    """
+
+    kind: ClassVar[str]
+
+    step: int
+    time: float = field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the event as written to ``events.jsonl``.
+
+        Raises:
+            ValueError: If a metric, timing or detail has the name of another key.
+        """
+        document: dict[str, Any] = {"event": self.kind, "step": self.step, "time": self.time}
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if name not in _FLATTENED:
+                document[name] = value
+                continue
+            clash = sorted(document.keys() & value.keys())
+            if clash:
+                raise ValueError(f"{self.kind} events have keys {clash} already: rename these {name}")
+            document.update(value)
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartEvent(Event):
+    """The processes of a run began to train: once per launch, at step 0 or the step restored."""
+
+    kind: ClassVar[str] = "start"
+
+    recipe: str
+    world_size: int
+    total_steps: int
+    version: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeEvent(Event):
+    """Training goes on from a checkpoint.
+
+    Attributes:
+        checkpoint: Name of the checkpoint's folder.
+        resumes: How often the run has been resumed by now, this time included.
+        world_size: Number of processes from here on.
+    """
+
+    kind: ClassVar[str] = "resume"
+
+    checkpoint: str
+    resumes: int
+    world_size: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    """A log record; loss and timings are over the steps since the record before.
+
+    Attributes:
+        epoch: Epoch the step belongs to, counted from 1.
+        samples: Samples seen since the start of the run.
+        loss: Mean training loss per sample, in nats.
+        lr: Learning rate of this step.
+        grad_norm: L2 norm of this step's gradient before clipping; None if it was not computed.
+        grad_scale: Loss scale of fp16 training; None without one.
+        timings: What the step clock gives: ``step_seconds``, ``data_wait_seconds``, ``forward_seconds``,
+            ``backward_seconds``, ``optimizer_seconds`` per step, ``data_wait_fraction`` and
+            ``throughput_samples_per_second``.
+        metrics: The task's own numbers, by name.
+    """
+
+    kind: ClassVar[str] = "step"
+
+    epoch: int
+    samples: int
+    loss: float
+    lr: float
+    grad_norm: float | None = None
+    grad_scale: float | None = None
+    timings: Numbers = field(default_factory=dict)
+    metrics: Numbers = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEvent(Event):
+    """One pass over a held-out split.
+
+    Attributes:
+        epoch: Epoch the last step belongs to, counted from 1.
+        split: Name of the split.
+        weights: Which of the two sets of weights was evaluated.
+        samples: Samples scored, each once.
+        seconds: Time the pass took.
+        metrics: ``loss``, ``top1_accuracy``, ``top5_accuracy``, ... by name; accuracies in percent.
+    """
+
+    kind: ClassVar[str] = "evaluation"
+
+    epoch: int
+    split: str
+    weights: Weights
+    samples: int
+    seconds: float
+    metrics: Numbers = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent(Event):
+    """A checkpoint is being saved. Written before it is committed, so that a whole one always has its event.
+
+    Attributes:
+        checkpoint: Name of the checkpoint's folder.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+
+    checkpoint: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncidentEvent(Event):
+    """Something went wrong that the run survives, or did not.
+
+    Attributes:
+        incident: What kind, as an identifier: ``broken_sample``, ``skipped_step``, ``damaged_checkpoint``.
+        message: One sentence for a person.
+    """
+
+    kind: ClassVar[str] = "incident"
+
+    incident: str
+    message: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopEvent(Event):
+    """The loop ended before the last step: a signal, early stopping, an error."""
+
+    kind: ClassVar[str] = "stop"
+
+    reason: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishEvent(Event):
+    """The processes of a run ended in order; the same facts at length are in ``summary.json``."""
+
+    kind: ClassVar[str] = "finish"
+
+    status: Status
+    train_seconds: float
+    total_seconds: float
+    metrics: Numbers = field(default_factory=dict)
+
+
+EVENT_KINDS: tuple[str, ...] = tuple(
+    one.kind
+    for one in (
+        StartEvent,
+        ResumeEvent,
+        StepEvent,
+        EvaluationEvent,
+        CheckpointEvent,
+        IncidentEvent,
+        StopEvent,
+        FinishEvent,
+    )
+)

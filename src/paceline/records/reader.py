@@ -1,0 +1,97 @@
+"""What do the files of a run directory say? For reports, audits and people's scripts; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.errors import RunDirectoryError
+from paceline.records.run_directory import RunDirectory, cannot
+from paceline.records.summary import Summary
+from paceline.records.writer import parse_line
+
+
+def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file in order, those of some kinds only if asked; a torn last line is left out.
+
+    Raises:
+        RunDirectoryError: If the file cannot be read or a line is no event.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                # Only the last line of a file can lack its end.
+                event = parse_line(line, path, number, is_last=not line.endswith(b"\n"))
+                if event is not None and (kinds is None or event["event"] in kinds):
+                    yield event
+    except OSError as error:
+        raise cannot("read", path, error) from error
+
+
+def read_summary(run: RunDirectory) -> Summary:
+    """Read ``summary.json``.
+
+    Raises:
+        RunDirectoryError: If it is missing or damaged.
+    """
+    return Summary.from_json(read_json(run.summary))
+
+
+def read_plan(run: RunDirectory) -> dict[str, Any]:
+    """Read ``plan.json``.
+
+    Raises:
+        RunDirectoryError: If it is missing or damaged.
+    """
+    return read_json(run.plan)
+
+
+def read_recipe(run: RunDirectory) -> dict[str, Any]:
+    """Read ``recipe.yaml`` as plain values; ``paceline.recipe`` turns them into a recipe.
+
+    Raises:
+        RunDirectoryError: If it is missing or damaged.
+    """
+    try:
+        document = yaml.safe_load(_read_text(run.recipe))
+    except yaml.YAMLError as error:
+        raise RunDirectoryError(f"'{run.recipe}' is damaged: {error}") from error
+    return _mapping(document, run.recipe)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of the run directory's JSON files.
+
+    Raises:
+        RunDirectoryError: If it is missing, damaged, or holds no object.
+    """
+    try:
+        document = json.loads(_read_text(path))
+    except ValueError as error:
+        raise RunDirectoryError(f"'{path}' is damaged: {error}.") from error
+    return _mapping(document, path)
+
+
+def _read_text(path: Path) -> str:
+    """Read a file, wording its absence for the user."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RunDirectoryError(
+            f"'{path.parent}' holds no {path.name}: name the directory of a run that was started."
+        ) from error
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(f"'{path}' is damaged: {error}.") from error
+
+
+def _mapping(document: Any, path: Path) -> dict[str, Any]:
+    """Return the document if it is an object."""
+    if not isinstance(document, dict):
+        raise RunDirectoryError(f"'{path}' is damaged: it should hold an object, found {type(document).__name__}.")
+    return document

@@ -1,0 +1,208 @@
+"""Where in a run directory does each thing lie, and how is a file put there so that it is whole or absent?
+
+JSON in a run directory is strict: a number that is not finite is written as ``null``, because JSON has no
+word for it. Where it matters that a loss was infinite or not a number, an incident event says so in words.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import RunDirectoryError
+
+_ADVICE = {
+    errno.EACCES: "Choose a directory you may write to.",
+    errno.EPERM: "Choose a directory you may write to.",
+    errno.EROFS: "The file system is read-only: choose another directory.",
+    errno.ENOTDIR: "A part of the path is a file: choose another directory.",
+    errno.EEXIST: "A part of the path is a file: choose another directory.",
+    errno.ENOSPC: "The disk is full: free some space or choose another directory.",
+    errno.EDQUOT: "The disk quota is used up: free some space or choose another directory.",
+}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The layout of one run's files under ``root``."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe: what was asked."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """Every derived number."""
+        return self.root / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, hardware, revision and command line."""
+        return self.root / "environment.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened, one JSON object per line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The outcome, written at every stop."""
+        return self.root / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def ledger(self) -> Path:
+        """The folder of ledger files, one per rank."""
+        return self.root / "ledger"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard files."""
+        return self.root / "tensorboard"
+
+    def create(self) -> None:
+        """Make the directory if need be and prove that files can be written in it.
+
+        Raises:
+            RunDirectoryError: If it cannot be made, or nothing can be written in it.
+        """
+        probe = self.root / f".writable-{os.getpid()}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise cannot("use", self.root, error, what="run directory") from error
+
+    def exists(self) -> bool:
+        """True if a run has been started here."""
+        return self.recipe.is_file()
+
+
+def default_run_directory(recipe_name: str, *, parent: Path = Path("runs")) -> Path:
+    """Make and return a new directory ``runs/<recipe>-<date>-<time>``.
+
+    The directory is made here because only making it proves that no other run, started in the same second by
+    the same job array, has taken the same name.
+
+    Args:
+        recipe_name: A shipped recipe's name or a path, of which the file's name is used.
+        parent: Where runs are kept.
+
+    Raises:
+        RunDirectoryError: If the directory cannot be made.
+    """
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_name).stem).strip("-.") or "run"
+    base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    count = 1
+    while True:
+        path = parent / (base if count == 1 else f"{base}-{count}")
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except FileExistsError as error:
+            if not parent.is_dir():
+                raise cannot("create", path, error, what="run directory") from error
+            count += 1
+        except OSError as error:
+            raise cannot("create", path, error, what="run directory") from error
+        else:
+            return path
+
+
+def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunDirectoryError:
+    """Word a failed file operation for the user: what was tried, why it failed, what to change."""
+    reason = error.strerror or str(error)
+    advice = _ADVICE.get(error.errno or 0, "Check the path and the disk.")
+    return RunDirectoryError(f"Cannot {verb} the {what} '{path}': {reason}. {advice}")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file so that a reader, or the next process, finds the old text or the new, never a part.
+
+    Raises:
+        RunDirectoryError: If the disk refuses; the old file is then still there.
+    """
+    write_text(path, encode_json(document, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file as :func:`write_json` does: temporary file, fsync, rename, fsync of the directory."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("wb") as file:
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise cannot("write", path, error) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make new, renamed and removed names in a directory survive a power cut."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def encode_json(document: Any, *, indent: int | None = None) -> str:
+    """Encode as strict JSON: numbers that are not finite become ``null``, paths become strings."""
+    try:
+        return json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_plain)
+    except ValueError:
+        # Only a document with a number that is not finite comes here; walking every document would cost more.
+        return json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return the JSON counterpart of a value ``json`` does not know."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no place in a JSON file: {value!r}")
+
+
+def _finite(value: Any) -> Any:
+    """Copy a document with None for every number that is not finite."""
+    match value:
+        case None | bool() | str() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return _finite(_plain(value))

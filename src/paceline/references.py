@@ -1,0 +1,41 @@
+"""What object does `package.module:name` stand for?"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, did_you_mean
+
+
+def is_reference(name: str) -> bool:
+    """True for ``package.module:attribute``, false for a registered name such as ``torchvision:resnet18``."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def load_reference(reference: str, error: type[PacelineError]) -> Any:
+    """Import and return the object; modules of the current directory are found too.
+
+    Raises:
+        PacelineError: As ``error``, if the module or the attribute does not exist.
+    """
+    module_name, _, attribute = reference.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
+            raise
+        raise error(
+            f"'{reference}': there is no module '{missing.name}'; it must be importable or lie in {here}."
+        ) from None
+    if not hasattr(module, attribute):
+        raise error(
+            f"'{reference}': module '{module_name}' has no '{attribute}'.{did_you_mean(attribute, dir(module))}"
+        )
+    return getattr(module, attribute)

@@ -1,0 +1,140 @@
+"""Image classification: one label per image, cross-entropy, top-1 and top-k accuracy."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.data.batch import Backend, Batch
+from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, open_backend
+from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.pipeline import ImagePipeline
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.prefetch import Normalize
+from paceline.metrics.accumulator import Metric
+from paceline.models.build import build_model
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+
+class ImageClassification(Task):
+    """Assigns one of several classes to an image.
+
+    Subclass it to change a part: :meth:`build_model` for a network of one's own, :meth:`loss` for another loss.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
+        self._backend = ""
+        self._workers = 0
+
+    @cached_property
+    def dataset(self) -> ImageDataset:
+        """The images and their classes, opened when first asked for."""
+        return open_dataset(self.recipe.data)
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the dataset and resolve what is `auto` about it."""
+        data, found = self.recipe.data, self.dataset
+        self._backend, backend_reason = choose_backend(data, found)
+        self._workers, workers_reason = choose_workers(data, self._backend, world)
+        reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
+        reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
+        self._choose_metrics(reasons)
+        return DataFacts(
+            train_samples=len(found.train),
+            evaluation_samples=len(found.validation),
+            description={
+                "dataset": found.name,
+                "digest": found.digest,
+                "classes": len(found.classes),
+                "image_size": found.image_size,
+                "channels": found.channels,
+                "backend": self._backend,
+                "workers": self._workers,
+                "mean": list(found.mean),
+                "std": list(found.std),
+            },
+            reasons=reasons,
+        )
+
+    def description(self) -> dict[str, Any]:
+        """Class names and what else prediction needs."""
+        return {
+            "class_names": list(self.dataset.classes),
+            "evaluation_crop": self.recipe.data.evaluation_crop,
+        }
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Batches of the dataset through the chosen back-end."""
+        found = self.dataset
+        return ImagePipeline(
+            train=found.train,
+            evaluation=found.validation,
+            open_train=lambda: self._open("train", placement),
+            open_evaluation=lambda: self._open("validation", placement),
+            normalize=Normalize(found.mean, found.std, placement),
+            placement=placement,
+        )
+
+    def build_model(self) -> nn.Module:
+        """The recipe's network, as wide as the classes and as deep as the images' channels."""
+        return build_model(self.recipe.model, num_classes=len(self.dataset.classes), in_channels=self.dataset.channels)
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Cross-entropy, in nats, with the recipe's label smoothing."""
+        smoothing = self.recipe.train.label_smoothing
+        return F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=smoothing)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """Loss without smoothing, and whether the label is the first, or among the first k, answers."""
+        logits = model(batch.inputs).float()
+        rank = _rank_of_target(logits, batch.targets)
+        values = {
+            "loss": F.cross_entropy(logits, batch.targets, reduction="none"),
+            "top1_accuracy": rank < 1,
+        }
+        if len(self.metrics) > 2:
+            values[self.metrics[2].name] = rank < self.recipe.evaluate.top_k
+        return values
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """The most probable class and its probability."""
+        probability, label = model(batch.inputs).float().softmax(dim=1).max(dim=1)
+        return {"prediction": label, "probability": probability, "target": batch.targets}
+
+    def _choose_metrics(self, reasons: dict[str, str]) -> None:
+        top_k, classes = self.recipe.evaluate.top_k, len(self.dataset.classes)
+        if top_k < classes:
+            top = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
+            self.metrics = (*self.metrics[:2], top)
+        else:
+            reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {classes} classes"
+
+    def _open(self, split: Split, placement: Placement) -> Backend:
+        return open_backend(
+            self._backend,
+            self.recipe.data,
+            self.dataset,
+            split,
+            seed=self.recipe.seed,
+            workers=self._workers,
+            device=placement.device,
+        )
+
+
+def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How many classes come before the target, [N]: those that score higher, and equal ones of a lower index.
+
+    So equal scores are no answer in everyone's favour, and scores that are not numbers count against the target.
+    """
+    own = logits.gather(1, targets[:, None])
+    earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
+    return (~(logits <= own) | ((logits == own) & earlier)).sum(dim=1)

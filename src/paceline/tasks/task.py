@@ -1,0 +1,77 @@
+"""What must a task say, for the one loop to train it?
+
+The trainer varies by task object, never by another loop, a flag in it, or a hook. A task of one's own
+subclasses :class:`Task`, or :class:`~paceline.tasks.image_classification.ImageClassification` to change a part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.metrics.accumulator import Metric
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.world import World
+
+Model = Callable[..., Any]
+
+
+class Task(ABC):
+    """What is learned: the samples, the network, the loss and the metrics.
+
+    Attributes:
+        recipe: What was asked; each section is there to be used.
+        metrics: What :meth:`score` reports, the loss first.
+    """
+
+    metrics: tuple[Metric, ...] = (Metric(name="loss"),)
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the data and say what the plan must know; no process group exists yet.
+
+        Args:
+            world: The processes planned for; only shares of the machine may depend on it, never samples.
+        """
+
+    def description(self) -> dict[str, Any]:
+        """Further facts, beside the plan's, that a weights file should carry to be of use (class names, say)."""
+        return {}
+
+    @abstractmethod
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Make the stream of batches for this process."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
+
+    @abstractmethod
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Mean training loss over the batch's samples, a scalar; called under autocast."""
+
+    @abstractmethod
+    def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """One value per sample, [N], for each metric; called in evaluation mode, without gradients."""
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """One entry per sample, [N, ...], for a predictions file; by default nothing."""
+        return {}
+
+
+class TaskFactory(Protocol):
+    """What ``task: package.module:factory`` names: usually the task's class."""
+
+    def __call__(self, recipe: Recipe) -> Task:
+        """Make the task of a recipe."""
+        ...

@@ -1,0 +1,265 @@
+"""What does a person see while a run goes on? Live bars on a terminal, plain lines in a file, or nothing.
+
+``advance`` is called at every step and costs well under a microsecond where nothing is due to be drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from paceline.telemetry.progress import RunProgress, describe
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import Progress
+
+PLAIN_INTERVAL_SECONDS = 10.0
+_REFRESH_SECONDS = 0.25
+
+
+class Display(Protocol):
+    """What the trainer tells the person watching."""
+
+    def start(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        steps_per_epoch: int,
+        title: str,
+        lines: Sequence[str] = (),
+    ) -> None:
+        """Begin: show the title and the lines (the plan, in words), then progress from ``start_step`` on."""
+        ...
+
+    def advance(self, step: int) -> None:
+        """Note that ``step`` steps are done; called at every step."""
+        ...
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Take an event, as the dictionary written to ``events.jsonl``."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Show a line."""
+        ...
+
+    def close(self) -> None:
+        """End the display; closing twice, or without a start, is harmless."""
+        ...
+
+
+def choose_display(stream: TextIO, *, unit: str = "samples") -> Display:
+    """Return live bars if the stream is a terminal that can draw them, else plain lines."""
+    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        return LiveDisplay(stream, unit=unit)
+    return PlainDisplay(stream, unit=unit)
+
+
+class SilentDisplay:
+    """Shows nothing: for every rank but the first, and for studies that draw their own."""
+
+    def start(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        steps_per_epoch: int,
+        title: str,
+        lines: Sequence[str] = (),
+    ) -> None:
+        """Show nothing."""
+
+    def advance(self, step: int) -> None:
+        """Show nothing."""
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Show nothing."""
+
+    def message(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Show nothing."""
+
+
+class PlainDisplay:
+    """One line per interval and per evaluation, for log files and pipes.
+
+    Args:
+        stream: Where the lines go.
+        interval_seconds: Least time between two progress lines.
+        unit: What a sample is called.
+    """
+
+    def __init__(
+        self, stream: TextIO, *, interval_seconds: float = PLAIN_INTERVAL_SECONDS, unit: str = "samples"
+    ) -> None:
+        self._stream = stream
+        self._interval = interval_seconds
+        self._unit = unit
+        self._progress: RunProgress | None = None
+        self._due = float("inf")
+
+    def start(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        steps_per_epoch: int,
+        title: str,
+        lines: Sequence[str] = (),
+    ) -> None:
+        """Show title and lines."""
+        self._progress = RunProgress(total_steps, start_step, steps_per_epoch, self._unit)
+        for text in (title, *lines):
+            self.message(text)
+        self._due = time.perf_counter() + self._interval
+
+    def advance(self, step: int) -> None:
+        """Show a line if one is due."""
+        if self._progress is None:
+            return
+        self._progress.advance(step)
+        if time.perf_counter() >= self._due:
+            self.message(self._progress.line)
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Remember a step's figures; show what else there is to tell."""
+        if event["event"] == "step" and self._progress is not None:
+            self._progress.record = event
+            return
+        text = describe(event)
+        if text is not None:
+            if event["event"] == "evaluation" and self._progress is not None:
+                text = "  ".join(part for part in (text, self._progress.figures, self._progress.time_left) if part)
+            self.message(text)
+
+    def message(self, text: str) -> None:
+        """Show a line; the next progress line is due an interval later."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+        self._due = time.perf_counter() + self._interval
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class LiveDisplay:
+    """Bars for epoch and run with the latest figures, redrawn in place; events become lines above them.
+
+    Drawn from the calls the trainer makes anyway, at most four times a second, never from a thread.
+
+    Args:
+        stream: A terminal.
+        unit: What a sample is called.
+    """
+
+    def __init__(self, stream: TextIO, *, unit: str = "samples") -> None:
+        self._stream = stream
+        self._unit = unit
+        self._progress: RunProgress | None = None
+        self._console: Console | None = None
+        self._bars: Progress | None = None
+        self._live: Live | None = None
+        self._due = 0.0
+
+    def start(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        steps_per_epoch: int,
+        title: str,
+        lines: Sequence[str] = (),
+    ) -> None:
+        """Show title and lines, and draw the bars below them."""
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.text import Text
+
+        self._progress = RunProgress(total_steps, start_step, steps_per_epoch, self._unit)
+        console = self._open_console()
+        console.print(Text(title, style="bold"))
+        for text in lines:
+            self.message(text)
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[left]}", markup=False),
+            auto_refresh=False,
+            console=console,
+        )
+        for name in ("epoch", "step"):
+            self._bars.add_task(name, total=None, left="")
+        self._live = Live(self._render(), console=console, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def advance(self, step: int) -> None:
+        """Redraw if it is time to."""
+        if self._progress is None:
+            return
+        self._progress.advance(step)
+        if time.perf_counter() >= self._due:
+            self._draw()
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Take a step's figures into the bars; put what else there is to tell above them."""
+        if event["event"] == "step" and self._progress is not None:
+            self._progress.record = event
+            return
+        text = describe(event)
+        if text is not None:
+            self.message(text)
+
+    def message(self, text: str) -> None:
+        """Put a line above the bars, where it stays."""
+        from rich.text import Text
+
+        if self._live is not None:
+            self._live.update(self._render())  # printing redraws the bars: let them be up to date
+        self._open_console().print(Text(text))
+
+    def close(self) -> None:
+        """Draw the last state and leave it standing."""
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+            self._live = None
+
+    def _open_console(self) -> Console:
+        """Return the console, made at its first use: rich takes a while to load."""
+        from rich.console import Console
+
+        if self._console is None:
+            self._console = Console(file=self._stream, highlight=False)
+        return self._console
+
+    def _draw(self) -> None:
+        """Redraw now."""
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+        self._due = time.perf_counter() + _REFRESH_SECONDS
+
+    def _render(self) -> Group:
+        """Bring the bars up to date and put the figures below them."""
+        from rich.console import Group
+        from rich.text import Text
+
+        progress, bars = self._progress, self._bars
+        assert progress is not None
+        assert bars is not None
+        epoch, run = bars.task_ids
+        bars.update(
+            epoch,
+            description=f"epoch {progress.epoch}/{progress.epochs}",
+            completed=progress.step_in_epoch,
+            total=progress.steps_in_epoch,
+        )
+        bars.update(run, completed=progress.step, total=progress.total_steps, left=progress.time_left)
+        return Group(bars.get_renderable(), Text(progress.figures))

@@ -1,0 +1,134 @@
+"""What do measured steps come to? Sums and counts per step, divided once, with warm-up kept apart.
+
+Three clocks: *training* (time in steps), *pause* (evaluation, saving; never in here) and the *program* (the
+whole process; the trainer's own). The first steps of every process are slow for reasons that do not return:
+compilation, memory pools, cold workers. They count as training time, but in no rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("data_wait", "forward", "backward", "optimizer")
+_DATA_WAIT = PHASES.index("data_wait")
+
+
+@dataclass
+class StepSums:
+    """Sums over some steps; ``phase_seconds`` in the order of ``PHASES``."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    phase_seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+
+    def add(self, samples: int, seconds: float, phase_seconds: Sequence[float]) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.samples += samples
+        self.seconds += seconds
+        for index, value in enumerate(phase_seconds):
+            self.phase_seconds[index] += value
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second; None without steps."""
+        return self.samples / self.seconds if self.seconds > 0 else None
+
+    @property
+    def data_wait_fraction(self) -> float | None:
+        """Share of the time in which the step waited for data, in [0, 1]; None without steps."""
+        return self.phase_seconds[_DATA_WAIT] / self.seconds if self.seconds > 0 else None
+
+    def means(self) -> dict[str, float | None]:
+        """Return mean seconds per step, of the whole step and of each phase; None without steps."""
+        names = ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))
+        sums = (self.seconds, *self.phase_seconds)
+        return {name: value / self.steps if self.steps else None for name, value in zip(names, sums, strict=True)}
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A run up to now, over all its launches.
+
+    Attributes:
+        train_seconds: Time in steps, warm-up included.
+        steps: Steps measured, warm-up included.
+        throughput_samples_per_second: Without warm-up steps; None if there were no others.
+        data_wait_fraction: Likewise.
+    """
+
+    train_seconds: float
+    steps: int
+    throughput_samples_per_second: float | None
+    data_wait_fraction: float | None
+
+
+class Meter:
+    """Adds up steps for the next log record and for the whole run.
+
+    Args:
+        warmup_steps: Steps of this process left out of every rate.
+    """
+
+    def __init__(self, *, warmup_steps: int) -> None:
+        self._warmup_left = warmup_steps
+        self._warmup = StepSums()  # since the last log record, as is _window
+        self._window = StepSums()
+        self._rated = StepSums()
+        self._train_seconds = 0.0
+        self._steps = 0
+
+    def add_step(self, samples: int, seconds: float, phase_seconds: Sequence[float]) -> None:
+        """Add one step; ``phase_seconds`` in the order of ``PHASES``."""
+        self._train_seconds += seconds
+        self._steps += 1
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            self._warmup.add(samples, seconds, phase_seconds)
+        else:
+            self._window.add(samples, seconds, phase_seconds)
+            self._rated.add(samples, seconds, phase_seconds)
+
+    def drain(self) -> dict[str, float | None]:
+        """Return the means since the last call, and begin anew.
+
+        Warm-up steps are left out, unless there were no others: then times per step are theirs, and the rates
+        are None. Without any step all values are None.
+        """
+        window = self._window
+        timings = (window if window.steps else self._warmup).means()
+        timings["data_wait_fraction"] = window.data_wait_fraction
+        timings["throughput_samples_per_second"] = window.throughput
+        self._window, self._warmup = StepSums(), StepSums()
+        return timings
+
+    @property
+    def totals(self) -> Totals:
+        """What the whole run comes to."""
+        return Totals(self._train_seconds, self._steps, self._rated.throughput, self._rated.data_wait_fraction)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a restart: the run's sums, not the log record under way."""
+        return {
+            "train_seconds": self._train_seconds,
+            "steps": self._steps,
+            "rated_steps": self._rated.steps,
+            "rated_samples": self._rated.samples,
+            "rated_seconds": self._rated.seconds,
+            "rated_phase_seconds": dict(zip(PHASES, self._rated.phase_seconds, strict=True)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums; this process has a warm-up of its own."""
+        phases = state["rated_phase_seconds"]
+        self._train_seconds = state["train_seconds"]
+        self._steps = state["steps"]
+        self._rated = StepSums(
+            state["rated_steps"],
+            state["rated_samples"],
+            state["rated_seconds"],
+            [phases[name] for name in PHASES],
+        )

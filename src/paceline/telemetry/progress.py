@@ -1,0 +1,130 @@
+"""What is there to say about a run under way, and in which words? Shared by all displays."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.units import format_count, format_seconds
+
+_ACCURACY = re.compile(r"^top(\d+)_accuracy$")
+_NOT_METRICS = frozenset({"event", "step", "time", "epoch", "samples", "split", "weights", "seconds"})
+
+
+@dataclass
+class RunProgress:
+    """Where the run is, what its last log record said, and how long it will take.
+
+    Attributes:
+        total_steps: Steps of the whole run.
+        step: Steps done.
+        steps_per_epoch: Steps of one epoch.
+        unit: What a sample is called: ``images``.
+        record: The last step event.
+    """
+
+    total_steps: int
+    step: int
+    steps_per_epoch: int
+    unit: str
+    record: Mapping[str, Any] = field(default_factory=dict)
+    _pace_from: tuple[int, float] | None = None
+
+    def advance(self, step: int) -> None:
+        """Note that a step is done. The first one sets the pace's beginning: it is slower than all others."""
+        self.step = step
+        if self._pace_from is None:
+            self._pace_from = (step, time.perf_counter())
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the whole run, a last partial one included."""
+        return max(1, math.ceil(self.total_steps / self.steps_per_epoch))
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last step, counted from 1."""
+        return max(1, math.ceil(self.step / self.steps_per_epoch))
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Steps done in that epoch."""
+        return self.step - (self.epoch - 1) * self.steps_per_epoch
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps of that epoch: the run's last one may be cut short."""
+        return min(self.steps_per_epoch, self.total_steps - (self.epoch - 1) * self.steps_per_epoch)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the end at the pace so far, evaluations and saves included; None if there is no telling."""
+        if self._pace_from is None or not self._pace_from[0] < self.step < self.total_steps:
+            return None
+        first_step, since = self._pace_from
+        seconds_per_step = (time.perf_counter() - since) / (self.step - first_step)
+        return seconds_per_step * (self.total_steps - self.step)
+
+    @property
+    def time_left(self) -> str:
+        """The time left in words, or an empty string where it is not known."""
+        seconds = self.seconds_left
+        return "" if seconds is None else f"{format_seconds(seconds)} left"
+
+    @property
+    def figures(self) -> str:
+        """The last log record in words; what it does not know is left out."""
+        record = self.record
+        parts = []
+        if record.get("loss") is not None:
+            parts.append(f"loss {record['loss']:.4g}")
+        elif "loss" in record:
+            parts.append("loss not finite")
+        if record.get("lr") is not None:
+            parts.append(f"lr {record['lr']:.3g}")
+        if record.get("throughput_samples_per_second") is not None:
+            parts.append(f"{format_count(record['throughput_samples_per_second'])} {self.unit}/s")
+        if record.get("data_wait_fraction") is not None:
+            parts.append(f"data wait {record['data_wait_fraction']:.0%}")
+        return "  ".join(parts)
+
+    @property
+    def place(self) -> str:
+        """Epoch and step in words."""
+        return f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.total_steps}"
+
+    @property
+    def line(self) -> str:
+        """Everything in one line."""
+        return "  ".join(part for part in (self.place, self.figures, self.time_left) if part)
+
+
+def describe(event: Mapping[str, Any]) -> str | None:
+    """Return the line a person should see for an event, or None where there is nothing to tell."""
+    match event["event"]:
+        case "evaluation":
+            return _evaluation(event)
+        case "incident":
+            return f"step {event['step']}  {event['incident'].replace('_', ' ')}: {event['message']}"
+        case "resume":
+            return f"resumed from {event['checkpoint']}"
+        case "stop":
+            return f"step {event['step']}  stopped: {event['reason']}"
+        case _:
+            return None  # steps are shown as progress; saving, starting and finishing go without saying
+
+
+def _evaluation(event: Mapping[str, Any]) -> str:
+    """Word an evaluation: ``epoch 2  step 90  validation (ema): loss 0.31  top-1 91.23 %``."""
+    shown = []
+    for name, value in event.items():
+        if name in _NOT_METRICS or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        accuracy = _ACCURACY.match(name)
+        shown.append(f"top-{accuracy[1]} {value:.2f} %" if accuracy else f"{name.replace('_', ' ')} {value:.4g}")
+    place = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
+    return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown)}"

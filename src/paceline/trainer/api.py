@@ -1,0 +1,40 @@
+"""Training from Python: :func:`paceline.train`, the same path as the command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from paceline.recipe.load import Overrides, load_recipe
+from paceline.telemetry.display import choose_display
+from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
+
+
+def train(
+    recipe: str | Path,
+    *,
+    overrides: Overrides = (),
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    task: TaskMaker | None = None,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train a recipe, or go on with the run in ``run_dir``.
+
+    Joins the world it finds (torchrun, Slurm), else trains in this process.
+
+    Args:
+        recipe: A shipped recipe's name or the path of a YAML file.
+        overrides: ``{"train.duration": "3 epochs"}`` or ``["train.duration=3 epochs"]``.
+        run_dir: The run directory; by default a new one under ``runs/``.
+        resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
+        task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one
+            the recipe names.
+        quiet: Show no progress.
+
+    Raises:
+        PacelineError: For every mistake in the recipe, the data or the directory.
+    """
+    display = None if quiet else choose_display(sys.stdout)
+    options = Options(run_dir=None if run_dir is None else Path(run_dir), resume=resume, display=display, task=task)
+    return train_recipe(load_recipe(recipe, overrides), options)

@@ -1,0 +1,106 @@
+"""How good are the weights? Exact over any number of processes: each sample once, sums and counts, one reduction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.data.batch import Batch, BrokenSample
+from paceline.data.pipeline import Pipeline
+from paceline.distributed.collectives import Collectives
+from paceline.metrics.accumulator import Accumulator
+from paceline.tasks.task import Task
+from paceline.trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What was measured.
+
+    Attributes:
+        samples: Samples scored.
+        results: Metric values by set of weights.
+        broken: Samples that could not be read, over all processes.
+    """
+
+    samples: int
+    results: dict[str, dict[str, float]]
+    broken: tuple[BrokenSample, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Scores sets of weights on the evaluation samples; leaves no trace in the models."""
+
+    task: Task
+    pipeline: Pipeline
+    precision: Precision
+    collectives: Collectives
+    device: torch.device
+    batch_size: int
+
+    def __call__(
+        self,
+        models: Mapping[str, nn.Module],
+        observe: Callable[[str, Batch, dict[str, torch.Tensor]], None] | None = None,
+    ) -> Evaluation:
+        """Score every set of weights in one pass over the data.
+
+        Args:
+            models: Networks by the name of their weights.
+            observe: Called with (weights, batch, predictions) for each batch, e.g. to write predictions.
+        """
+        sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
+        broken: list[BrokenSample] = []
+        with _evaluation_mode(models.values()), torch.no_grad():
+            for batch in self.pipeline.evaluation_batches(self.batch_size, self.collectives.world):
+                broken += batch.broken
+                if len(batch.ids) == 0:
+                    continue
+                for name, model in models.items():
+                    with self.precision.autocast():
+                        sums[name].add(self.task.score(model, batch))
+                        if observe is not None:
+                            observe(name, batch, self.task.predict(model, batch))
+        # One reduction for all sets of weights; the first moment the host waits for the device.
+        totals = self.collectives.reduce_sum(torch.stack([each.totals() for each in sums.values()]))
+        counted = {name: sums[name].results(row) for name, row in zip(sums, totals, strict=True)}
+        return Evaluation(
+            samples=next(count for count, _ in counted.values()),
+            results={name: values for name, (_, values) in counted.items()},
+            broken=tuple(each for part in self.collectives.gather(broken) for each in part),
+        )
+
+
+def evaluate_run(run: Run) -> None:
+    """Evaluate a run's weights where it stands, and record the result."""
+    if run.plan.evaluation_samples == 0:
+        return
+    with run.clock.paused():
+        started = time.perf_counter()
+        run.strategy.sync_buffers(list(run.models().values()))
+        evaluation = run.evaluator(run.scored)
+        run.progress.take_results(evaluation.results, run.best_metric())
+        run.recorder.write_evaluation(run, evaluation, seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def _evaluation_mode(models: Any) -> Iterator[None]:
+    """Switch every module to evaluation, and each back to the mode it had, also after an error."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

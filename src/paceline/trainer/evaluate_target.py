@@ -1,0 +1,194 @@
+"""Score saved weights on held-out samples: the function behind ``paceline evaluate``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.distributed.collectives import Collectives, join, leave
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.distributed.environment import read_launch
+from paceline.errors import DataError, PacelineError
+from paceline.recipe.load import Overrides, stored_recipe, to_tree
+from paceline.recipe.plan import (
+    resolve_channels_last,
+    resolve_evaluation_batch,
+    resolve_precision,
+    resolve_threads,
+)
+from paceline.recipe.schema import Recipe
+from paceline.tasks.task import Task
+from paceline.trainer.build import build_task, place
+from paceline.trainer.evaluate import Evaluation, Evaluator
+from paceline.trainer.precision import Precision
+
+PREDICTION_FORMATS = (".jsonl", ".csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """What to score.
+
+    Attributes:
+        target: Run directory, checkpoint or safetensors file.
+        overrides: Changes to the recipe the weights were trained with, e.g. ``data.path``.
+        weights: ``auto``, ``model`` or ``ema``.
+        best: Take a run's best checkpoint instead of its newest.
+        predictions: File for one line per sample, ``.jsonl`` or ``.csv``.
+    """
+
+    target: Path
+    overrides: Overrides = ()
+    weights: str = "auto"
+    best: bool = False
+    predictions: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport:
+    """What came out.
+
+    Attributes:
+        path: The weights file.
+        weights: ``model`` or ``ema``.
+        samples: Samples scored, each once.
+        metrics: Values by name; accuracies in percent.
+        counts: For each accuracy, the number of samples that counted.
+        broken: Files that could not be read.
+    """
+
+    path: Path
+    weights: str
+    samples: int
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int]
+    broken: tuple[str, ...]
+
+
+def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
+    """Score saved weights; a collective of all processes of the world this one finds itself in.
+
+    Raises:
+        PacelineError: If the target, the overrides or the data are not usable.
+    """
+    _check_predictions_path(request.predictions)
+    saved = read_weights(request.target, request.weights, best=request.best)
+    recipe = _recipe(saved, request.overrides)
+    launch = read_launch(os.environ)
+    device = choose_device(recipe.parallel.device, launch.world)
+    task = build_task(recipe)
+    machine, reasons = describe_machine(device), dict[str, str]()
+    if task.data_facts(launch.world).evaluation_samples == 0:
+        raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
+    torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
+    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
+    network = _network(task, saved, placement)
+    pipeline = task.open_pipeline(placement)
+    collectives = join(launch, device)
+    try:
+        evaluator = Evaluator(
+            task=task,
+            pipeline=pipeline,
+            precision=Precision(resolve_precision(recipe, machine, reasons), device, recipe.train.grad_scaler),
+            collectives=collectives,
+            device=device,
+            batch_size=resolve_evaluation_batch(recipe, reasons),
+        )
+        lines = _Predictions(pipeline)
+        evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
+        if request.predictions is not None:
+            _write_predictions(request.predictions, lines, collectives)
+    finally:
+        pipeline.close()
+        leave()
+    return _report(saved, task, evaluation)
+
+
+def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
+    recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
+    # The weights come from the file: nothing is downloaded or initialised from elsewhere. The arithmetic is the
+    # run's, unless an override says otherwise.
+    model = replace(recipe.model, pretrained=False, initialize_from=None)
+    if recipe.train.precision == "auto" and "precision" in saved.metadata:
+        recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
+    return replace(recipe, model=model)
+
+
+def _network(task: Task, saved: SavedWeights, placement: Placement) -> nn.Module:
+    network = task.build_model()
+    check_inventory(network.state_dict(), saved.state, where=str(saved.path))
+    network.load_state_dict(saved.state)
+    return place(network, placement)
+
+
+def _report(saved: SavedWeights, task: Task, evaluation: Evaluation) -> EvaluationReport:
+    metrics = evaluation.results[saved.weights]
+    counts = {
+        metric.name.replace("accuracy", "correct"): round(metrics[metric.name] * evaluation.samples / metric.scale)
+        for metric in task.metrics
+        if metric.name.endswith("accuracy")
+    }
+    return EvaluationReport(
+        path=saved.path,
+        weights=saved.weights,
+        samples=evaluation.samples,
+        metrics=metrics,
+        counts=counts,
+        broken=tuple(each.path for each in evaluation.broken),
+    )
+
+
+class _Predictions:
+    """Collects one line per sample on this process."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.lines: list[dict[str, Any]] = []
+
+    def add(self, _: str, batch: Batch, values: dict[str, torch.Tensor]) -> None:
+        columns = {name: tensor.tolist() for name, tensor in values.items()}
+        for row, sample in enumerate(batch.ids.tolist()):
+            name = self._pipeline.sample_name(sample, training=False)
+            line = {"id": sample, "sample": name, **{key: column[row] for key, column in columns.items()}}
+            self.lines.append(line)
+
+
+def _check_predictions_path(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in PREDICTION_FORMATS:
+        raise PacelineError(f"--predictions={path}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
+    if not path.parent.is_dir():
+        raise PacelineError(f"--predictions={path}: there is no directory '{path.parent}'; create it first.")
+
+
+def _write_predictions(path: Path, mine: _Predictions, collectives: Collectives) -> None:
+    parts = collectives.gather(mine.lines)
+    lines = sorted((line for part in parts for line in part), key=lambda line: line["id"])
+    collectives.on_first(lambda: _write_lines(path, lines))
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    rows = list(lines)
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".jsonl":
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            elif rows:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+    except OSError as error:
+        raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None

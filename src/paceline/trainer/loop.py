@@ -1,0 +1,33 @@
+"""How does a run go? Read it from top to bottom; nothing happens elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.trainer.evaluate import evaluate_run
+from paceline.trainer.saving import save_checkpoint
+from paceline.trainer.step import train_step
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+def fit(run: Run) -> str:
+    """Train from where the run stands to its end, or to an agreed stop; returns why it ended."""
+    plan, progress = run.plan, run.progress
+    batches = run.train_batches()
+    ending = run.ending()
+    while not ending:
+        stepped = train_step(run, batches)
+        progress.advance(stepped=stepped)
+        run.clock.end_step(plan.step_samples(progress.position - 1))
+        run.display.advance(progress.step)
+
+        if run.due(plan.log_every_steps):
+            run.recorder.write_step(run)
+        if run.due(plan.evaluate_every_steps):
+            evaluate_run(run)
+        ending = run.ending()
+        if run.due(plan.checkpoint_every_steps) or run.found_best() or ending:
+            save_checkpoint(run)
+    return ending

@@ -1,0 +1,188 @@
+"""May this run use this directory, and does it begin, go on, or rest there?"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.restore import Choice
+from paceline.checkpoint.store import CheckpointStore, step_of
+from paceline.errors import RunDirectoryError
+from paceline.recipe.load import differences, stored_recipe, to_yaml
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.records.environment import capture_environment
+from paceline.records.reader import read_plan, read_recipe, read_summary
+from paceline.records.run_directory import RunDirectory, write_json, write_text
+from paceline.trainer.saving import prepare_resume
+
+# What may differ between a run and its continuation: none of it changes which samples a step sees.
+_FREE = ("train.duration", "evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size")
+_FREE_DATA = (
+    "data.path",
+    "data.workers",
+    "data.prefetch",
+    "data.max_broken",
+    "train.precision",
+    "model.channels_last",
+)
+# Numbers of the plan that must be the same for the run to go on with the same arithmetic and samples.
+_FIXED_NUMBERS = {
+    "precision": "train.precision",
+    "channels_last": "model.channels_last",
+    "train_samples": "data.path",
+    "steps_per_epoch": "batch.global_size",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user wants done with the directory.
+
+    Attributes:
+        recipe: The resolved recipe.
+        plan: Its plan in this world.
+        resume: ``auto``, ``never``, or the path of a checkpoint of this run.
+        device_facts: What the trainer knows of the device, for environment.json.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    resume: str
+    device_facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How the run begins.
+
+    Attributes:
+        choice: The checkpoint to go on from, if any.
+        completed: True if there is nothing left to do.
+        notices: What the user should know.
+    """
+
+    choice: Choice
+    completed: bool = False
+    notices: tuple[str, ...] = ()
+
+
+class RunLock:
+    """Keeps two launches from writing one run directory; released by the system even after SIGKILL."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._descriptor = os.open(directory.root / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise RunDirectoryError(
+                f"another process is training in '{directory.root}'; wait for it, stop it, or choose another --run-dir."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: the check is a courtesy
+
+    def release(self) -> None:
+        """Let others in."""
+        os.close(self._descriptor)
+
+
+def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
+    """On the first rank: check the directory, write what was asked, and choose where to begin.
+
+    Raises:
+        RunDirectoryError: If the directory holds something else, or a run that this recipe does not continue.
+        CheckpointError: If there are checkpoints but none is whole.
+    """
+    if not directory.exists():
+        return _begin(directory, asked)
+    notices = _check_same_run(directory, asked)
+    wanted = _wanted(directory, asked.resume)
+    if asked.resume == "never" and CheckpointStore(directory.checkpoints).steps():
+        raise RunDirectoryError(
+            f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
+            "or leave --resume out to go on with it."
+        )
+    if wanted is None and _is_complete(directory, asked.plan):
+        return Opening(choice=Choice(None, 0), completed=True)
+    choice = prepare_resume(directory, wanted)
+    _write_what_was_asked(directory, asked)
+    return Opening(choice=choice, notices=notices)
+
+
+def _begin(directory: RunDirectory, asked: Asked) -> Opening:
+    root = directory.root
+    if root.is_dir() and any(entry.name != ".lock" for entry in root.iterdir()):
+        raise RunDirectoryError(
+            f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
+        )
+    if asked.resume not in ("auto", "never"):
+        raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.")
+    _write_what_was_asked(directory, asked)
+    directory.checkpoints.mkdir(exist_ok=True)
+    directory.ledger.mkdir(exist_ok=True)
+    return Opening(choice=Choice(None, 0))
+
+
+def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:
+    write_json(directory.plan, asked.plan.to_tree())
+    write_json(directory.environment, capture_environment(asked.device_facts))
+    # Last, since a directory counts as a run's once its recipe is there.
+    write_text(directory.recipe, to_yaml(asked.recipe))
+
+
+def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
+    stored = stored_recipe(read_recipe(directory), str(directory.recipe))
+    changed = {
+        key: values
+        for key, values in differences(stored, asked.recipe).items()
+        if not key.startswith(_FREE) and key not in _FREE_DATA
+    }
+    if changed:
+        listed = "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:4])
+        raise RunDirectoryError(
+            f"'{directory.root}' holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own "
+            f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
+        )
+    plan = read_plan(directory)
+    for number, key in _FIXED_NUMBERS.items():
+        old, new = plan[number], getattr(asked.plan, number)
+        if old != new:
+            raise RunDirectoryError(
+                f"the run in '{directory.root}' has {number}={old}, but here it comes to {new}; it can only go on as "
+                f"before (see {key})."
+            )
+    if plan["data"].get("digest") != asked.plan.data.get("digest"):
+        raise RunDirectoryError(
+            f"the data of the run in '{directory.root}' has changed since it began: other files, names or sizes; "
+            "restore them, or begin in another --run-dir."
+        )
+    if plan["logical_ranks"] != asked.plan.logical_ranks:
+        before, now = plan["logical_ranks"], asked.plan.logical_ranks
+        return (f"micro-batches per step: {before} before, {now} now: the same samples, but not the same bits",)
+    return ()
+
+
+def _wanted(directory: RunDirectory, resume: str) -> Path | None:
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume)
+    if path.resolve().parent != directory.checkpoints.resolve() or step_of(path) is None:
+        raise RunDirectoryError(
+            f"--resume={resume} is no checkpoint of the run in '{directory.root}'; give one of its "
+            "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
+        )
+    return path
+
+
+def _is_complete(directory: RunDirectory, plan: Plan) -> bool:
+    if not directory.summary.is_file():
+        return False
+    summary = read_summary(directory)
+    if summary.status != "completed":
+        return False
+    before = read_plan(directory)["total_steps"]
+    return bool(plan.total_steps <= before)

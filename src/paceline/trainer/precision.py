@@ -1,0 +1,64 @@
+"""In which numbers does a step compute, and when is it not safe to take?"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.recipe.training import GradScaler
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast and loss scaling behind four verbs, so that the step has no branches for them.
+
+    Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients
+    overflow is not taken, and reading that verdict is the one host-device synchronisation of an fp16 step.
+    """
+
+    def __init__(self, name: str, device: torch.device, scaler: GradScaler) -> None:
+        self.name = name
+        self._device_type = device.type
+        self._dtype = _AUTOCAST.get(name)
+        self.scaler = (
+            torch.amp.GradScaler(
+                device.type,
+                init_scale=scaler.init_scale,
+                growth_factor=scaler.growth_factor,
+                backoff_factor=scaler.backoff_factor,
+                growth_interval=scaler.growth_interval,
+            )
+            if name == "fp16"
+            else None
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of a forward pass."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of the (scaled) loss."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring gradients to their true size, before they are measured or clipped."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the optimizer step; False if it was skipped because gradients overflowed."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    @property
+    def scale(self) -> float:
+        """The current loss scale; 1 without scaling."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()

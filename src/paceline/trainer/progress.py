@@ -1,0 +1,84 @@
+"""How far is the run? The few numbers that, with the recipe, determine everything that follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paceline.metrics.accumulator import Metric
+
+Results = dict[str, dict[str, float]]
+"""Metric values by set of weights (``model``, ``ema``)."""
+
+
+@dataclass
+class Progress:
+    """The run's counters; a checkpoint component.
+
+    Attributes:
+        step: Optimizer steps taken.
+        skipped: Steps not taken because fp16 gradients overflowed; their samples are used up all the same.
+        resumes: How often the run was continued.
+        best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
+        last: Results of the last evaluation by set of weights.
+        evaluations_since_best: Evaluations without a better one, for early stopping.
+        earlier_seconds: Time the run's earlier launches took, as far as it was saved.
+        begun: When this launch began, on ``time.perf_counter``'s clock.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    resumes: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    last: Results = field(default_factory=dict)
+    evaluations_since_best: int = 0
+    earlier_seconds: float = 0.0
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def position(self) -> int:
+        """Global batches used up; the position in the data."""
+        return self.step + self.skipped
+
+    @property
+    def total_seconds(self) -> float:
+        """Time all launches took up to now."""
+        return self.earlier_seconds + time.perf_counter() - self.begun
+
+    def advance(self, *, stepped: bool) -> None:
+        """Count one global batch."""
+        if stepped:
+            self.step += 1
+        else:
+            self.skipped += 1
+
+    def take_results(self, results: Results, metric: Metric) -> None:
+        """Note an evaluation, and whether it is the best so far over all sets of weights."""
+        self.last = results
+        sign = 1 if metric.higher_is_better else -1
+        weights = max(results, key=lambda name: sign * results[name][metric.name])
+        value = results[weights][metric.name]
+        if self.best and sign * value <= sign * self.best["value"]:
+            self.evaluations_since_best += 1
+            return
+        self.best = {
+            "step": self.step,
+            "position": self.position,
+            "weights": weights,
+            "metric": metric.name,
+            "value": value,
+        }
+        self.evaluations_since_best = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as plain values."""
+        state = asdict(self) | {"earlier_seconds": self.total_seconds}
+        del state["begun"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over saved counters."""
+        for name, value in state.items():
+            setattr(self, name, value)

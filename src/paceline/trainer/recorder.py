@@ -1,0 +1,120 @@
+"""What is written down while a run goes on, and when does the host wait for the device to write it?"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from paceline.data.batch import BrokenSample
+from paceline.errors import DataError, TrainingError
+from paceline.records.events import EvaluationEvent, Event, IncidentEvent, StepEvent
+from paceline.records.ledger import LedgerWriter
+from paceline.records.writer import EventWriter
+from paceline.telemetry.display import Display
+from paceline.telemetry.trackers import Tracker
+
+if TYPE_CHECKING:
+    from paceline.trainer.evaluate import Evaluation
+    from paceline.trainer.run import Run
+
+
+class Recorder:
+    """Writes events, feeds trackers and the display. Only the first rank has a writer; all ranks take part."""
+
+    def __init__(
+        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[Tracker], display: Display
+    ) -> None:
+        self._writer = writer
+        self._ledger = ledger
+        self._trackers = trackers
+        self._display = display
+
+    def write_step(self, run: Run) -> None:
+        """Write a step record: the one place of the loop where the host waits for the device."""
+        loss, broken = run.window.drain()
+        norm = run.window.grad_norm
+        plan, progress = run.plan, run.progress
+        event = StepEvent(
+            step=progress.step,
+            epoch=plan.epoch_of(progress.position - 1) + 1,
+            samples=plan.samples_before(progress.position),
+            loss=loss,
+            lr=run.learning_rate(max(progress.step - 1, 0)),
+            grad_norm=None if norm is None else float(norm),
+            grad_scale=run.precision.scale,
+            timings=run.clock.drain(),
+        )
+        self.write(event)
+        self._report_broken(run, broken)
+        self.flush()
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the training loss became {loss} at step {progress.step} (learning rate {event.lr:.3g}); "
+                "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm."
+            )
+
+    def write_evaluation(self, run: Run, evaluation: Evaluation, *, seconds: float) -> None:
+        """Write one record for each set of weights."""
+        for weights, metrics in evaluation.results.items():
+            self.write(
+                EvaluationEvent(
+                    step=run.progress.step,
+                    epoch=run.plan.epoch_of(run.progress.position - 1) + 1,
+                    split="validation",
+                    weights="ema" if weights == "ema" else "model",
+                    samples=evaluation.samples,
+                    seconds=seconds,
+                    metrics=metrics,
+                )
+            )
+        self._report_broken(run, list(evaluation.broken), training=False)
+        self.flush()
+
+    def write(self, event: Event) -> None:
+        """Write one event everywhere."""
+        if self._writer is None:
+            return
+        document = event.to_json()
+        self._writer.append(document)
+        self._display.record(document)
+        for tracker in self._trackers:
+            tracker.write(document)
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Hand records and ledger to the system; with ``durable``, to the disk."""
+        self._ledger.flush(durable=durable)
+        if self._writer is not None:
+            self._writer.flush(durable=durable)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._ledger.close()
+        if self._writer is not None:
+            self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _report_broken(self, run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
+        known = run.window.broken_ids if training else run.broken_evaluation_ids
+        new = broken if training else [each for each in broken if each.id not in known]
+        if not training:
+            known.update(each.id for each in new)
+        for each in new:
+            self.write(
+                IncidentEvent(
+                    step=run.progress.step,
+                    incident="broken_sample",
+                    message=f"'{each.path}' could not be read ({each.reason}) and was left out.",
+                    details={
+                        "path": each.path,
+                        "sample": each.id,
+                        "split": "train" if training else "validation",
+                    },
+                )
+            )
+        count = len(run.window.broken_ids) + len(run.broken_evaluation_ids)
+        if new and count > run.recipe.data.max_broken:
+            raise DataError(
+                f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "
+                f"data.max_broken={run.recipe.data.max_broken}; repair or remove the file, or raise data.max_broken."
+            )

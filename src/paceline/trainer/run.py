@@ -1,0 +1,119 @@
+"""What is a run made of, while it goes on?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.components import Registry
+from paceline.data.batch import Batch
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Pipeline
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.strategy import Strategy
+from paceline.metrics.accumulator import Metric
+from paceline.models.ema import ExponentialMovingAverage
+from paceline.optim.schedules import LearningRate
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.records.run_directory import RunDirectory
+from paceline.tasks.task import Task
+from paceline.telemetry.clock import StepClock
+from paceline.telemetry.display import Display
+from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.precision import Precision
+from paceline.trainer.progress import Progress
+from paceline.trainer.recorder import Recorder
+from paceline.trainer.signals import StopRequest
+from paceline.trainer.window import Window
+from paceline.world import World
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything one process holds of a run. The plan rules; what changes lies in :attr:`components`.
+
+    Attributes:
+        network: The bare network; what the optimizer, checkpoints and digests see.
+        scored: What evaluation calls, by set of weights: the network and its average, compiled if asked.
+        strategy: Holds the network as the step calls it, compiled and wrapped.
+        components: What a checkpoint holds, by name.
+        saved_position: Position of the newest checkpoint; -1 before the first.
+        broken_evaluation_ids: Evaluation samples known to be unreadable.
+        file_metadata: What each weights file says about itself.
+    """
+
+    recipe: Recipe
+    recipe_sha256: str
+    plan: Plan
+    world: World
+    device: torch.device
+    collectives: Collectives
+    directory: RunDirectory
+    task: Task
+    pipeline: Pipeline
+    network: nn.Module
+    scored: Mapping[str, Any]
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    geometry: StepGeometry
+    precision: Precision
+    ema: ExponentialMovingAverage | None
+    evaluator: Evaluator
+    progress: Progress
+    window: Window
+    clock: StepClock
+    recorder: Recorder
+    display: Display
+    stop: StopRequest
+    components: Registry
+    file_metadata: Mapping[str, str]
+    saved_position: int = -1
+    broken_evaluation_ids: set[int] = field(default_factory=set)
+
+    def train_batches(self) -> Iterator[Batch]:
+        """This process's micro-batches from where the run stands to its end."""
+        return self.pipeline.train_batches(self.geometry, self.progress.position, self.plan.total_steps, self.world)
+
+    def models(self) -> dict[str, nn.Module]:
+        """The sets of weights by name."""
+        return {"model": self.network} | ({} if self.ema is None else {"ema": self.ema.module})
+
+    def due(self, every: int | None, *, ahead: int = 0) -> bool:
+        """Whether something done ``every`` so many steps, and at the end, is due now (or ``ahead`` steps later)."""
+        position = self.progress.position + ahead
+        return every is not None and (position % every == 0 or position == self.plan.total_steps)
+
+    def ending(self) -> str:
+        """Why the run ends here, or an empty string; asked once after each step, the same on all processes."""
+        stop = self.strategy.agreed_stop()
+        if self.progress.position >= self.plan.total_steps:
+            return "duration"
+        patience = self.recipe.evaluate.patience
+        if patience is not None and self.progress.evaluations_since_best >= patience:
+            return "patience"
+        return "signal" if stop else ""
+
+    def found_best(self) -> bool:
+        """Whether an evaluation at this very step was the best so far and is to be kept."""
+        best = self.progress.best
+        return self.recipe.checkpoint.keep_best and bool(best) and best["position"] == self.progress.position
+
+    def best_metric(self) -> Metric:
+        """The metric that decides which evaluation is best."""
+        return next(metric for metric in self.task.metrics if metric.name == self.recipe.evaluate.metric)
+
+    def clip_gradients(self, *, measure: bool) -> torch.Tensor | None:
+        """Clip the gradient if asked; its norm, where it was measured, stays on the device."""
+        limit = self.recipe.optimizer.clip_norm
+        if limit is not None:
+            return nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+        if not measure:
+            return None
+        gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
+        return nn.utils.get_total_norm(gradients)

@@ -1,0 +1,108 @@
+"""When is the run's state put away, and how does a run find it again?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline import __version__
+from paceline.checkpoint.restore import Choice, choose
+from paceline.checkpoint.store import CheckpointStore, read_components, read_manifest
+from paceline.errors import CheckpointError
+from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
+from paceline.records.ledger import truncate_ledgers
+from paceline.records.run_directory import RunDirectory
+from paceline.records.writer import truncate_after
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+def save_checkpoint(run: Run) -> None:
+    """Save every component under the current step; a collective. Does nothing if this very state is saved."""
+    if run.saved_position == run.progress.position:
+        return
+    with run.clock.paused():
+        run.strategy.sync_buffers(list(run.models().values()))
+        run.recorder.write(CheckpointEvent(step=run.progress.step, checkpoint=f"step-{run.progress.step:08d}"))
+        # Records reach the disk before the checkpoint that vouches for them does.
+        run.recorder.flush(durable=True)
+        if run.world.is_first:
+            states = run.components.snapshot()
+        else:
+            # The one component whose state is gathered; the rest is the same on every rank.
+            states = {"window": run.window.state_dict()}
+        run.collectives.on_first(lambda: _write(run, states))
+        run.saved_position = run.progress.position
+
+
+def _write(run: Run, states: dict[str, Any]) -> None:
+    store = CheckpointStore(run.directory.checkpoints)
+    plan, progress = run.plan, run.progress
+    facts = {
+        "version": __version__,
+        "recipe_sha256": run.recipe_sha256,
+        "world_size": plan.world_size,
+        "position": progress.position,
+        "samples": plan.samples_before(progress.position),
+        "precision": plan.precision,
+    }
+    store.save(progress.step, states, facts, replace=True, file_metadata=run.file_metadata)
+    store.prune(keep=run.recipe.checkpoint.keep, protect=_note_best(run, store))
+
+
+def _note_best(run: Run, store: CheckpointStore) -> list[int]:
+    """Name the best step that has a checkpoint in best.json; returns it as the one to protect."""
+    best = run.progress.best
+    if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
+        return []
+    store.write_best(best["step"], best["metric"], best["value"], weights=best["weights"])
+    return [best["step"]]
+
+
+def prepare_resume(directory: RunDirectory, wanted: Path | None) -> Choice:
+    """On the first rank: choose the checkpoint to go on from, and cut the records back to it.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none is whole, or the one asked for is not.
+    """
+    store = CheckpointStore(directory.checkpoints)
+    choice = choose(store, wanted=wanted)
+    if choice.lost_everything:
+        raise CheckpointError(
+            f"no checkpoint in {directory.checkpoints} is whole: {choice.damaged[0].reason} "
+            "To begin again, start in another run directory."
+        )
+    for damaged in choice.damaged:
+        store.set_aside(damaged)
+    position = 0
+    if choice.path is not None:
+        position = int(read_manifest(choice.path).facts["position"])
+        store.discard_after(choice.step)
+    truncate_after(directory.events, choice.step if choice.path is not None else -1)
+    truncate_ledgers(directory.ledger, position)
+    return choice
+
+
+def restore(run: Run, choice: Choice) -> None:
+    """Put the run where the checkpoint left it, on every rank alike."""
+    if choice.path is None:
+        return
+    states = read_components(choice.path)
+    run.components.restore(states)
+    run.progress.resumes += 1
+    run.saved_position = run.progress.position
+    # A kill between a save and its best.json would have left an older name there.
+    run.collectives.on_first(lambda: _note_best(run, CheckpointStore(run.directory.checkpoints)))
+    for damaged in choice.damaged:
+        message = f"checkpoint {damaged.path.name} is damaged and was set aside: {damaged.reason}"
+        run.recorder.write(IncidentEvent(step=run.progress.step, incident="damaged_checkpoint", message=message))
+    run.recorder.write(
+        ResumeEvent(
+            step=run.progress.step,
+            checkpoint=choice.path.name,
+            resumes=run.progress.resumes,
+            world_size=run.plan.world_size,
+        )
+    )
+    run.recorder.flush()

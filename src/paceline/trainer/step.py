@@ -1,0 +1,68 @@
+"""What happens in one optimizer step?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.data.batch import Batch
+from paceline.data.random_draws import seed_of
+from paceline.data.slices import SampleSlice
+from paceline.optim.build import set_learning_rate
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+def train_step(run: Run, batches: Iterator[Batch]) -> bool:
+    """Use one global batch; False if the step was skipped because fp16 gradients overflowed."""
+    set_learning_rate(run.optimizer, run.learning_rate(run.progress.step))
+    for batch in micro_batches(run, batches):
+        is_last = batch.slice.is_last
+        with run.strategy.gradient_sync(is_last=is_last):
+            with run.clock.span("forward"):
+                seed_forward(run.recipe.seed, batch.slice, run.device)
+                with run.precision.autocast():
+                    loss = run.task.loss(run.strategy.model, batch)
+            with run.clock.span("backward"):
+                share = _share(loss, batch, run.world.world_size)
+                run.precision.backward(run.strategy.with_vote(share, stop=run.stop.requested, is_last=is_last))
+        run.window.add(loss, batch)
+    with run.clock.span("optimizer"):
+        return _update(run)
+
+
+def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """This rank's micro-batches of the next step; waiting for them is data wait."""
+    while True:
+        with run.clock.span("data_wait"):
+            batch = next(batches)
+        yield batch
+        if batch.slice.is_last:
+            return
+
+
+def _share(loss: torch.Tensor, batch: Batch, world_size: int) -> torch.Tensor:
+    # The mean over processes that the reduction takes becomes the mean over the step's samples.
+    factor = batch.weight * world_size / batch.slice.step_weight
+    return loss if factor == 1 else loss * factor
+
+
+def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
+    """Key dropout by (seed, step, logical rank): no random state to save, and none that observers could disturb."""
+    drawn = seed_of(seed, part.step, part.logical_rank)
+    torch.default_generator.manual_seed(drawn)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(drawn)
+
+
+def _update(run: Run) -> bool:
+    run.precision.unscale(run.optimizer)
+    run.window.grad_norm = run.clip_gradients(measure=run.due(run.plan.log_every_steps, ahead=1))
+    stepped = run.precision.step(run.optimizer)
+    run.optimizer.zero_grad(set_to_none=True)
+    if stepped and run.ema is not None:
+        run.ema.update(run.progress.step)
+    return stepped

@@ -1,0 +1,52 @@
+"""How did it end? The numbers of summary.json."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.models.digest import weights_sha256
+from paceline.records.events import Status
+from paceline.records.ledger_count import count_epochs
+from paceline.records.summary import LedgerFacts, Summary
+from paceline.telemetry.memory import peak_memory
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+def summarise(run: Run, status: Status) -> Summary:
+    """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk."""
+    plan, progress = run.plan, run.progress
+    clock = run.clock.totals
+    return Summary(
+        status=status,
+        step=progress.step,
+        epoch=0 if progress.position == 0 else plan.epoch_of(progress.position - 1) + 1,
+        samples=plan.samples_before(progress.position),
+        world_size=plan.world_size,
+        weights_sha256=weights_sha256(run.network.state_dict()),
+        ema_sha256=None if run.ema is None else weights_sha256(run.ema.module.state_dict()),
+        metrics=_metrics(run),
+        train_seconds=clock.train_seconds,
+        total_seconds=progress.total_seconds,
+        throughput_samples_per_second=clock.throughput_samples_per_second,
+        data_wait_fraction=clock.data_wait_fraction,
+        peak_memory_bytes=peak_memory(run.device.type).allocated_bytes,
+        parameters=plan.parameters or 0,
+        ledger=_ledger(run),
+        resumes=progress.resumes,
+    )
+
+
+def _metrics(run: Run) -> dict[str, Any]:
+    """The last evaluation, of the moving average where there is one, then every set of weights and the best."""
+    last = run.progress.last
+    if not last:
+        return {}
+    headline = "ema" if "ema" in last else "model"
+    return {**last[headline], "weights": headline, "last": last, "best": run.progress.best}
+
+
+def _ledger(run: Run) -> LedgerFacts:
+    over = run.progress.position // run.plan.steps_per_epoch
+    return count_epochs(run.directory.ledger, run.plan.train_samples, epochs_over=over).facts

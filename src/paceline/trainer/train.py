@@ -1,0 +1,232 @@
+"""Train one run from beginning to end: the function behind ``paceline train`` and :func:`paceline.train`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.distributed.collectives import Collectives, join, leave
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.distributed.environment import Launch, read_launch
+from paceline.recipe.load import LoadedRecipe
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
+from paceline.records.reader import read_summary
+from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
+from paceline.records.summary import Summary
+from paceline.tasks.task import Task
+from paceline.telemetry.display import Display, SilentDisplay
+from paceline.trainer.build import Setting, build_run, build_task, plan_run
+from paceline.trainer.loop import fit
+from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
+from paceline.trainer.run import Run
+from paceline.trainer.saving import restore
+from paceline.trainer.signals import StopRequest
+from paceline.trainer.summarise import summarise
+from paceline.world import World
+
+TaskMaker = Callable[[Recipe], Task]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: ``completed`` or ``stopped`` (run the same again to go on).
+        run_dir: The run directory.
+        summary: What summary.json says.
+        was_complete: True if there was nothing left to do.
+    """
+
+    status: str
+    run_dir: Path
+    summary: Summary
+    was_complete: bool = False
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The last evaluation's results, and under ``best`` and ``last`` more of them."""
+        return self.summary.metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to train, beside the recipe.
+
+    Attributes:
+        run_dir: The run directory; None makes a new one under ``runs/``.
+        resume: ``auto``, ``never`` or the path of a checkpoint.
+        display: Where progress is shown.
+        task: Makes the task, instead of the one the recipe names.
+    """
+
+    run_dir: Path | None = None
+    resume: str = "auto"
+    display: Display | None = None
+    task: TaskMaker | None = None
+
+
+def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
+    """The plan of a recipe, for this world or a world of any size, without training."""
+    launch = read_launch(os.environ)
+    world = launch.world if world_size is None else _first_of(world_size)
+    device = choose_device(loaded.recipe.parallel.device, launch.world)
+    return plan_run(loaded.recipe, build_task(loaded.recipe), describe_machine(device), world)
+
+
+def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
+    """Train, or go on training, and return when the run is completed or stopped.
+
+    Raises:
+        PacelineError: For every mistake in the recipe, the data or the directory, before training begins.
+        TrainingError: If the run fails.
+    """
+    started = time.perf_counter()
+    recipe, launch = loaded.recipe, read_launch(os.environ)
+    device = choose_device(recipe.parallel.device, launch.world)
+    task = build_task(recipe) if options.task is None else options.task(recipe)
+    plan = plan_run(recipe, task, describe_machine(device), launch.world)
+    torch.set_num_threads(plan.threads_per_process)
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    with StopRequest() as stop, _joined(launch, device) as collectives:
+        directory = RunDirectory(collectives.on_first(lambda: _directory(options.run_dir, loaded.name)))
+        asked = Asked(recipe=recipe, plan=plan, resume=options.resume, device_facts=_device_facts(device, launch))
+        with _locked(directory, collectives):
+            opening = collectives.on_first(lambda: open_directory(directory, asked))
+            if opening.completed:
+                summary = collectives.on_first(lambda: read_summary(directory))
+                return TrainResult(status="completed", run_dir=directory.root, summary=summary, was_complete=True)
+            setting = Setting(
+                recipe=recipe,
+                plan=plan,
+                task=task,
+                world=launch.world,
+                device=device,
+                collectives=collectives,
+                directory=directory,
+                display=options.display if options.display and launch.world.is_first else SilentDisplay(),
+                stop=stop,
+                start_step=opening.choice.step,
+                started=started,
+            )
+            return _run(setting, loaded, opening)
+
+
+def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResult:
+    run = build_run(setting)
+    try:
+        restore(run, opening.choice)
+        _announce(run, loaded, opening)
+        run.clock.start()
+        ending = fit(run)
+        status: Status = "stopped" if ending == "signal" else "completed"
+        if status == "stopped":
+            run.recorder.write(
+                StopEvent(step=run.progress.step, reason=run.stop.signal_name or "another rank was asked")
+            )
+        return _conclude(run, status)
+    except BaseException:
+        _conclude_failed(run)
+        raise
+    finally:
+        run.display.close()
+        run.recorder.close()
+        run.pipeline.close()
+
+
+def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
+    plan = run.plan
+    run.recorder.write(
+        StartEvent(
+            step=run.progress.step,
+            recipe=loaded.name,
+            world_size=plan.world_size,
+            total_steps=plan.total_steps,
+            version=__version__,
+        )
+    )
+    for notice in (*loaded.notices, *opening.notices):
+        run.display.message(notice)
+    run.display.start(
+        total_steps=plan.total_steps,
+        start_step=run.progress.step,
+        steps_per_epoch=plan.steps_per_epoch,
+        title=f"{loaded.name} on {plan.device_name}",
+    )
+
+
+def _conclude(run: Run, status: Status) -> TrainResult:
+    run.recorder.flush(durable=True)
+    run.collectives.barrier()
+    summary = run.collectives.on_first(lambda: summarise(run, status))
+    run.recorder.write(
+        FinishEvent(
+            step=run.progress.step,
+            status=status,
+            train_seconds=summary.train_seconds,
+            total_seconds=summary.total_seconds,
+        )
+    )
+    if run.world.is_first:
+        write_json(run.directory.summary, summary.to_json())
+    run.collectives.barrier()
+    return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
+
+
+def _conclude_failed(run: Run) -> None:
+    """Leave a summary of a failed run behind, if that is still possible; the error itself matters more."""
+    if not run.world.is_first:
+        return
+    with contextlib.suppress(Exception):
+        summary = summarise(run, "failed")
+        write_json(run.directory.summary, summary.to_json())
+
+
+def _directory(asked: Path | None, name: str) -> Path:
+    directory = RunDirectory(asked if asked is not None else default_run_directory(name))
+    directory.create()
+    return directory.root
+
+
+@contextlib.contextmanager
+def _joined(launch: Launch, device: torch.device) -> Iterator[Collectives]:
+    collectives = join(launch, device)
+    try:
+        yield collectives
+    finally:
+        leave()
+
+
+@contextlib.contextmanager
+def _locked(directory: RunDirectory, collectives: Collectives) -> Iterator[None]:
+    held: list[RunLock] = []
+    collectives.on_first(lambda: held.append(RunLock(directory)))
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def _first_of(world_size: int) -> World:
+    return World(world_size=world_size, local_world_size=world_size)
+
+
+def _device_facts(device: torch.device, launch: Launch) -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "device": str(device),
+        "cuda": torch.version.cuda,
+        "world_size": launch.world.world_size,
+        "launched_by": launch.source,
+    }

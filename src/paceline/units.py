@@ -1,0 +1,94 @@
+"""How long, how large, how many: durations with their unit, and numbers written for people."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+DurationUnit = Literal["epochs", "steps", "samples", "percent"]
+
+_DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*(epochs?|steps?|samples?|%|percent)\s*$")
+_UNITS: dict[str, DurationUnit] = {
+    "epoch": "epochs",
+    "step": "steps",
+    "sample": "samples",
+    "%": "percent",
+    "percent": "percent",
+}
+DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training with its unit; whole steps come from :meth:`to_steps`."""
+
+    value: float
+    unit: DurationUnit
+
+    @classmethod
+    def parse(cls, text: object) -> Duration:
+        """Read ``'3 epochs'``, ``'500 steps'``, ``'100000 samples'`` or ``'10%'``.
+
+        Raises:
+            ValueError: If the unit is missing or unknown, or the text is no duration at all.
+        """
+        match = _DURATION.match(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"found {text!r}, but {DURATION_RULE}")
+        unit = _UNITS[match[2].removesuffix("s")]
+        return cls(float(match[1]), unit)
+
+    def to_steps(self, *, steps_per_epoch: int, samples_per_epoch: int, total_steps: int | None = None) -> int:
+        """Convert to a whole number of optimizer steps, rounded to nearest (samples: rounded up).
+
+        Raises:
+            ValueError: If a percentage is asked of a run whose total is not known yet.
+        """
+        match self.unit:
+            case "steps":
+                steps = self.value
+            case "epochs":
+                steps = self.value * steps_per_epoch
+            case "samples":
+                steps = math.ceil(self.value * steps_per_epoch / samples_per_epoch)
+            case "percent":
+                if total_steps is None:
+                    raise ValueError(f"found '{self}', but the run's own length cannot be a percentage")
+                steps = self.value / 100 * total_steps
+        return round(steps)
+
+    def __str__(self) -> str:
+        number = f"{self.value:g}"
+        if self.unit == "percent":
+            return f"{number}%"
+        return f"{number} {self.unit.removesuffix('s') if self.value == 1 else self.unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time span for people: ``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min``."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def format_bytes(count: float) -> str:
+    """Write a size in binary units: ``512 B``, ``1.5 KiB``, ``147 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            digits = 0 if unit == "B" or abs(count) >= 100 else 1
+            return f"{count:.{digits}f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(count: float) -> str:
+    """Write a count with thousands separators: ``1,281,167``."""
+    return f"{count:,.0f}"

@@ -1,0 +1,168 @@
+"""The DataLoader back-end: the same bits for any number of workers, broken files reported, crashes named."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import same, slices
+from numpy.typing import NDArray
+
+from paceline.data.backends.memory import MemoryBackend
+from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.batch import Batch, SampleSlice
+from paceline.data.image.source import FileSource
+from paceline.data.image.transforms import View
+from paceline.errors import TrainingError
+from paceline.recipe.data import Augment
+
+AUGMENTS = [
+    None,
+    Augment(flip=0.5),
+    Augment(crop="pad", padding=3, padding_mode="reflect", flip=0.5),
+    Augment(crop="random_resized", flip=0.5),
+]
+
+
+def view(augment: Augment | None, size: int = 12) -> View:
+    return View(image_size=size, channels=3, augment=augment, seed=3)
+
+
+def read(source: FileSource, pieces: list[SampleSlice], the_view: View, workers: int) -> list[Batch]:
+    backend = PytorchBackend(source, the_view, workers=workers)
+    try:
+        return list(backend.batches(iter(pieces)))
+    finally:
+        backend.close()
+
+
+def shuffled(count: int, batch: int, epoch: int = 1) -> list[SampleSlice]:
+    order = np.random.default_rng(epoch).permutation(count)
+    return slices(*(order[start : start + batch] for start in range(0, count, batch)), epoch=epoch)
+
+
+@pytest.mark.parametrize("augment", AUGMENTS, ids=["evaluation", "flip", "pad", "random_resized"])
+def test_workers_change_nothing(mixed: FileSource, augment: Augment | None) -> None:
+    Path(mixed.path(5)).write_bytes(Path(mixed.path(5)).read_bytes()[:100])
+    pieces = shuffled(24, 5)
+    alone = read(mixed, pieces, view(augment), 0)
+    assert [batch.slice.step for batch in alone] == list(range(5))
+    assert sum(len(batch.ids) for batch in alone) == 23
+    assert [sample.id for batch in alone for sample in batch.broken] == [5]
+    for workers in (1, 3):
+        for first, second in zip(alone, read(mixed, pieces, view(augment), workers), strict=True):
+            assert same(first, second)
+
+
+@pytest.mark.parametrize("augment", AUGMENTS[:3], ids=["evaluation", "flip", "pad"])
+def test_agrees_with_memory_to_the_bit(small: FileSource, augment: Augment | None) -> None:
+    Path(small.path(7)).unlink()
+    pieces = shuffled(40, 7)
+    memory = MemoryBackend(small, view(augment)).batches(pieces)
+    for first, second in zip(memory, read(small, pieces, view(augment), 0), strict=True):
+        assert same(first, second)
+
+
+@pytest.mark.parametrize("augment", AUGMENTS[:3], ids=["evaluation", "flip", "pad"])
+def test_agrees_with_memory_on_resized_images(mixed: FileSource, augment: Augment | None) -> None:
+    pieces = shuffled(24, 24)
+    memory = MemoryBackend(mixed, view(augment, 16)).batches(pieces)
+    for first, second in zip(memory, read(mixed, pieces, view(augment, 16), 0), strict=True):
+        assert same(first, second)
+
+
+def test_random_resized_does_not_depend_on_company(mixed: FileSource) -> None:
+    augment = AUGMENTS[3]
+    together = read(mixed, slices(range(24)), view(augment), 0)[0].inputs
+    apart = read(mixed, slices(*([sample] for sample in range(24))), view(augment), 0)
+    assert torch.equal(torch.cat([batch.inputs for batch in apart]), together)
+    other = read(mixed, slices(range(24), epoch=1), view(augment), 0)[0].inputs
+    assert not torch.equal(other, together)
+
+
+def test_all_broken_is_an_empty_batch(small: FileSource) -> None:
+    for sample in (0, 1):
+        Path(small.path(sample)).write_bytes(b"")
+    for workers in (0, 1):
+        (batch,) = read(small, slices([1, 0]), view(AUGMENTS[2]), workers)
+        assert batch.inputs.shape == (0, 3, 12, 12)
+        assert [sample.id for sample in batch.broken] == [1, 0]
+
+
+def test_workers_stay_and_a_left_stream_is_forgotten(small: FileSource) -> None:
+    backend = PytorchBackend(small, view(None), workers=2)
+    try:
+        pieces = shuffled(40, 4)
+        stream = backend.batches(iter(pieces * 100))
+        first = next(stream)
+        before = workers_of(os.getpid())
+        assert len(before) == 2
+        for _ in range(3):
+            again = list(backend.batches(iter(pieces)))
+            assert [batch.slice.step for batch in again] == list(range(10))
+            assert same(first, again[0])
+        assert workers_of(os.getpid()) == before
+        assert next(stream, None) is None
+    finally:
+        backend.close()
+    assert workers_of(os.getpid()) == set()
+
+
+def test_random_state_is_left_alone(small: FileSource) -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    read(small, shuffled(40, 8), view(AUGMENTS[2]), 1)
+    read(small, shuffled(40, 8), view(AUGMENTS[2]), 0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.array_equal(np.random.get_state()[1], before[2])  # noqa: NPY002
+
+
+class Faulty(FileSource):
+    """Fails on sample 3 as told."""
+
+    def __init__(self, base: FileSource, fault: str) -> None:
+        self.__dict__ = {**base.__dict__, "fault": fault}
+
+    def read(self, sample: int) -> NDArray[np.uint8]:
+        if sample == 3 and self.fault == "raise":
+            raise KeyError("colour")
+        if sample == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(sample)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_defect_names_the_file(small: FileSource, workers: int) -> None:
+    with pytest.raises(TrainingError) as caught:
+        read(Faulty(small, "raise"), slices([0, 1], [2, 3]), view(None), workers)
+    assert str(caught.value) == f"Reading sample 3 ({small.path(3)}) failed: KeyError: 'colour'"
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_a_killed_worker_names_the_file(small: FileSource) -> None:
+    with pytest.raises(TrainingError, match=r"signal: Killed.*sample 3 \(.*0003\.png\)"):
+        read(Faulty(small, "kill"), slices([0, 1], [2, 3], [4]), view(None), 1)
+
+
+def test_an_error_in_the_slices_is_not_a_workers(small: FileSource) -> None:
+    def failing() -> object:
+        yield from slices([1])
+        raise RuntimeError("no more")
+
+    backend = PytorchBackend(small, view(None), workers=1)
+    try:
+        with pytest.raises(RuntimeError, match="no more"):
+            list(backend.batches(failing()))  # type: ignore[arg-type]
+    finally:
+        backend.close()
+
+
+def workers_of(parent: int) -> set[int]:
+    """Return the child processes of a process."""
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    return {int(pid) for path in children for pid in path.read_text().split()}

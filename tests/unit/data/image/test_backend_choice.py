@@ -1,0 +1,115 @@
+"""The back-end is chosen by size and augmentation, with a reason; what it cannot do is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.backends.memory import MemoryBackend
+from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.backends.synthetic import SyntheticBackend
+from paceline.data.batch import SampleSlice
+from paceline.data.image.backend_choice import choose_backend, choose_workers, open_backend
+from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.source import SampleSource, SubsetSource
+from paceline.errors import RecipeError
+from paceline.recipe.data import Augment, Data
+from paceline.world import World
+
+RESIZED = Augment(crop="random_resized")
+
+
+def cifar_like(count: int, size: int = 32) -> ImageDataset:
+    """Describe many images without holding any."""
+    digits = open_dataset(Data(dataset="digits", channels=3))
+    many: SampleSource = SubsetSource(digits.train, np.zeros(count, dtype=np.int64))
+    return replace(digits, name="cifar10", train=many, image_size=size, native_size=(size, size))
+
+
+def test_small_images_go_to_memory() -> None:
+    dataset = cifar_like(60_000 - 359)
+    assert choose_backend(Data(dataset="cifar10"), dataset) == (
+        "memory",
+        "60,000 images of 32x32x3 take 176 MiB",
+    )
+
+
+def test_random_resized_needs_files() -> None:
+    name, reason = choose_backend(Data(dataset="cifar10", augment=RESIZED), cifar_like(100))
+    assert name == "pytorch"
+    assert "random_resized" in reason
+
+
+def test_too_many_images_are_read_in_workers() -> None:
+    name, reason = choose_backend(Data(dataset="cifar10"), cifar_like(400_000))
+    assert name == "pytorch"
+    assert reason.endswith("more than 1.0 GiB")
+
+
+@pytest.mark.parametrize("native", [None, (375, 500), (65, 65)])
+def test_photographs_are_read_in_workers(native: tuple[int, int] | None) -> None:
+    name, reason = choose_backend(Data(), replace(cifar_like(100), native_size=native))
+    assert (name, reason) == ("pytorch", "images are not all of one size up to 64 pixels")
+
+
+def test_the_recipes_choice_stands() -> None:
+    assert choose_backend(Data(dataset="digits", backend="pytorch"), cifar_like(10)) == (
+        "pytorch",
+        "as the recipe says",
+    )
+    assert choose_backend(Data(dataset="digits", backend="synthetic"), cifar_like(10))[0] == "synthetic"
+
+
+def test_synthetic() -> None:
+    data = Data(dataset="synthetic", samples=10, classes=2, image_size=8)
+    dataset = open_dataset(data)
+    assert choose_backend(data, dataset)[0] == "synthetic"
+    for backend in ("memory", "pytorch"):
+        with pytest.raises(RecipeError, match=r"use data\.backend=synthetic"):
+            choose_backend(replace(data, backend=backend), dataset)
+
+
+def test_the_impossible_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"use data\.backend=pytorch, or data\.augment\.crop=pad"):
+        choose_backend(Data(dataset="digits", backend="memory", augment=RESIZED), cifar_like(10))
+    with pytest.raises(RecipeError, match="this machine has"):
+        choose_backend(Data(dataset="digits", backend="memory"), cifar_like(10**6, size=4096))
+
+
+def test_workers() -> None:
+    assert choose_workers(Data(), "memory", World())[0] == 0
+    assert choose_workers(Data(workers=3), "pytorch", World()) == (3, "as the recipe says")
+    count, reason = choose_workers(Data(), "pytorch", World(local_world_size=1000, world_size=1000))
+    assert count == 1
+    assert "1000 processes" in reason
+    assert 1 <= choose_workers(Data(), "pytorch", World())[0] <= 16
+
+
+def test_only_training_images_are_varied(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    data = Data(path=str(tmp_path), validation_fraction=0.5, augment=Augment(flip=1.0))
+    dataset = open_dataset(data)
+    ids = np.arange(4)
+    piece = SampleSlice(step=0, epoch=0, logical_rank=0, ids=ids, step_weight=4)
+    types = {"memory": MemoryBackend, "pytorch": PytorchBackend, "synthetic": SyntheticBackend}
+    for name, kind in types.items():
+        for split, source in (("train", dataset.train), ("validation", dataset.validation)):
+            backend = open_backend(name, data, dataset, split, seed=0)
+            assert isinstance(backend, kind)
+            (batch,) = backend.batches([piece])
+            backend.close()
+            assert batch.targets.tolist() == source.labels.tolist()
+            if name == "synthetic":
+                continue
+            for row in range(4):
+                image = batch.inputs[row].permute(1, 2, 0).numpy()
+                stored = source.read(row)
+                assert np.array_equal(image, stored[:, ::-1] if split == "train" else stored)

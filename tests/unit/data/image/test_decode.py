@@ -1,0 +1,197 @@
+"""Every kind of image file becomes the pixels a person would see, or a named reason why not."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image import decode as decode_module
+from paceline.data.image.decode import BrokenImageError, decode
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+def png(image: Image.Image, **options: object) -> bytes:
+    return encoded(image, "PNG", **options)
+
+
+def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def quadrants(size: int = 16) -> Image.Image:
+    """Red, green / blue, white: no turn or mirror image of it looks the same."""
+    half = size // 2
+    image = Image.new("RGB", (size, size * 2), "white")
+    image.paste(RED, (0, 0, half, size))
+    image.paste(GREEN, (half, 0, size, size))
+    image.paste(BLUE, (0, size, half, size * 2))
+    return image
+
+
+def test_colour_and_greyscale() -> None:
+    image = quadrants()
+    assert np.array_equal(decode(png(image), 3), np.asarray(image))
+    grey = decode(png(image), 1)
+    assert grey.shape == (32, 16, 1)
+    assert np.array_equal(grey[..., 0], np.asarray(image.convert("L")))
+    assert grey[0, 0, 0] == 76  # ITU-R 601: 0.299 of red
+
+
+def test_greyscale_becomes_three_equal_channels() -> None:
+    image = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
+    pixels = decode(png(image), 3)
+    assert pixels.shape == (16, 16, 3)
+    assert (pixels == pixels[..., :1]).all()
+
+
+def test_a_file_and_its_bytes_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png(quadrants()))
+    assert np.array_equal(decode(path, 3), decode(path.read_bytes(), 3))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF", "WEBP"])
+def test_exif_orientation_is_applied(orientation: int, file_format: str) -> None:
+    upright = quadrants()
+    # Stored so that a viewer that follows the tag shows it upright: the inverse of the turn it stands for.
+    stored = {
+        1: lambda image: image,
+        2: lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: lambda image: image.transpose(Image.Transpose.ROTATE_180),
+        4: lambda image: image.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: lambda image: image.transpose(Image.Transpose.TRANSPOSE),
+        6: lambda image: image.transpose(Image.Transpose.ROTATE_90),
+        7: lambda image: image.transpose(Image.Transpose.TRANSVERSE),
+        8: lambda image: image.transpose(Image.Transpose.ROTATE_270),
+    }[orientation](upright)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 95} if file_format in ("JPEG", "WEBP") else {}
+    pixels = decode(encoded(stored, file_format, exif=exif, **options), 3).astype(int)
+    assert pixels.shape == (32, 16, 3)
+    for (row, column), colour in {(8, 4): RED, (8, 12): GREEN, (24, 4): BLUE, (24, 12): (255,) * 3}.items():
+        assert np.abs(pixels[row, column] - colour).max() < 30
+
+
+def test_damaged_exif_does_not_lose_the_picture() -> None:
+    image = quadrants()
+    data = encoded(image, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff", quality=95)
+    assert decode(data, 3).shape == (32, 16, 3)
+
+
+def test_transparency_is_laid_over_white() -> None:
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    assert decode(png(image), 3).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+    half = Image.new("LA", (1, 1), (0, 127))
+    assert decode(png(half), 1).tolist() == [[[128]]]
+
+
+def test_palette_with_transparency() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putpixel((1, 0), 1)
+    assert decode(png(image), 3).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+    assert decode(png(image, transparency=1), 3).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+    # One alpha per entry: Pillow warns of converting this straight to RGB.
+    assert decode(png(image, transparency=b"\xff\x00"), 3).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+
+
+def test_cmyk() -> None:
+    image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    pixels = decode(encoded(image, "JPEG", quality=95), 3)
+    assert np.abs(pixels.astype(int) - RED).max() < 5
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_not_clipped(file_format: str) -> None:
+    values = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
+    data = encoded(Image.fromarray(values), file_format)
+    assert decode(data, 1)[..., 0].tolist() == [[0, 0, 1, 128, 255]]
+    assert decode(data, 3).shape == (1, 5, 3)
+
+
+def test_black_and_white() -> None:
+    assert decode(png(Image.new("1", (2, 2), 1)), 1).tolist() == [[[255], [255]], [[255], [255]]]
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_first_frame_of_an_animation(file_format: str) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, GREEN)]
+    options = {"lossless": True} if file_format == "WEBP" else {}
+    data = encoded(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
+    assert (decode(data, 3) == RED).all()
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
+def test_truncated_files_are_broken(tmp_path: Path, file_format: str, share: float) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise), file_format)
+    path = tmp_path / "image"
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(BrokenImageError) as caught:
+        decode(path, 3)
+    assert caught.value.path == str(path)
+    assert caught.value.reason
+    assert str(caught.value) == f"{path}: {caught.value.reason}"
+
+
+def test_missing_folder_and_text_are_broken(tmp_path: Path) -> None:
+    with pytest.raises(BrokenImageError, match="no such file"):
+        decode(tmp_path / "nothing.png", 3)
+    with pytest.raises(BrokenImageError, match="directory"):
+        decode(tmp_path, 3)
+    with pytest.raises(BrokenImageError, match="not an image"):
+        decode(b"<html>404</html>", 3)
+
+
+def bomb(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 60_000])
+def test_decompression_bombs_are_broken(side: int) -> None:
+    with pytest.raises(BrokenImageError, match="pixels"):
+        decode(bomb(side, side), 3)
+
+
+def test_numbers_without_a_range_are_refused() -> None:
+    data = encoded(Image.fromarray(np.ones((2, 2), dtype=np.float32)), "TIFF")
+    with pytest.raises(BrokenImageError, match="no fixed range"):
+        decode(data, 1)
+
+
+def test_pillows_warnings_stay_inside() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        decode(png(image, transparency=b"\xff\x00"), 3)
+        with pytest.raises(BrokenImageError):
+            decode(bomb(10_000, 10_000), 3)
+    assert seen == []
+
+
+def test_header(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png(Image.new("L", (5, 7))))
+    assert decode_module.image_header(path) == ((7, 5), True)
+    path.write_bytes(b"nothing")
+    assert decode_module.image_header(path) is None

@@ -1,0 +1,180 @@
+"""An image folder is listed in one fixed order, and whatever is unusual about it is an error that names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image.folder import EXTENSIONS, ImageFolder, open_image_folder
+from paceline.errors import DataError
+
+
+def make(root: Path, *names: str, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, size).save(path)
+    return root
+
+
+def opened(root: Path, fraction: float = 0.5, channels: int | None = None) -> ImageFolder:
+    return open_image_folder(root, channels=channels, validation_fraction=fraction)
+
+
+def paths(folder: ImageFolder, root: Path) -> tuple[list[str], list[str]]:
+    names = [
+        [os.path.relpath(source.path(sample), root) for sample in range(len(source))]
+        for source in (folder.train, folder.validation)
+    ]
+    return names[0], names[1]
+
+
+@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_its_own_split(tmp_path: Path, held_out: str) -> None:
+    make(tmp_path, "train/b/2.png", "train/b/1.png", "train/a/x.jpg", f"{held_out}/a/y.png", f"{held_out}/b/z.png")
+    folder = opened(tmp_path)
+    assert folder.classes == ("a", "b")
+    assert paths(folder, tmp_path) == (
+        ["train/a/x.jpg", "train/b/1.png", "train/b/2.png"],
+        [f"{held_out}/a/y.png", f"{held_out}/b/z.png"],
+    )
+    assert folder.train.labels.tolist() == [0, 1, 1]
+    assert folder.validation.labels.tolist() == [0, 1]
+    assert folder.train.labels.dtype == np.int64
+    assert held_out in folder.split
+    assert folder.train.read(0).shape == (8, 8, 3)
+
+
+def test_val_goes_before_test(tmp_path: Path) -> None:
+    make(tmp_path, *(f"{split}/{name}/1.png" for split in ("train", "val", "test") for name in "ab"))
+    assert paths(opened(tmp_path), tmp_path)[1] == ["val/a/1.png", "val/b/1.png"]
+
+
+@pytest.mark.parametrize("lead", ["", "train/"])
+def test_a_part_is_held_out(tmp_path: Path, lead: str) -> None:
+    make(tmp_path, *(f"{lead}{name}/{number}.png" for name in "ab" for number in range(4)))
+    folder = opened(tmp_path, 0.25)
+    train, held_out = paths(folder, tmp_path)
+    assert sorted(train + held_out) == [f"{lead}{name}/{number}.png" for name in "ab" for number in range(4)]
+    assert folder.validation.labels.tolist() == [0, 1]
+    assert "25%" in folder.split
+
+
+def test_hidden_and_loose_files_are_ignored(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "b/1.png", "a/2.PNG", "b/2.JPeG")
+    for name in (".DS_Store", "a/.hidden.png", "README.md", ".git/config"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    train, held_out = paths(opened(tmp_path), tmp_path)
+    assert sorted(train + held_out) == ["a/1.png", "a/2.PNG", "b/1.png", "b/2.JPeG"]
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    make(tmp_path / "elsewhere", "a/1.png", "one.png", "a/2.png")
+    root = make(tmp_path / "data", "b/1.png")
+    (root / "a").symlink_to(tmp_path / "elsewhere" / "a")
+    (root / "b" / "2.png").symlink_to(tmp_path / "elsewhere" / "one.png")
+    (root / "b" / "3.png").symlink_to(tmp_path / "nowhere.png")
+    train, held_out = paths(opened(root), root)
+    assert sorted(train + held_out) == ["a/1.png", "a/2.png", "b/1.png", "b/2.png", "b/3.png"]
+
+
+def test_the_digest_follows_names_and_sizes(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "b/1.png")
+    first = opened(tmp_path).digest
+    assert opened(tmp_path).digest == first
+    make(tmp_path, "a/1.png", size=(64, 64))
+    second = opened(tmp_path).digest
+    (tmp_path / "a/1.png").rename(tmp_path / "a/2.png")
+    assert len({first, second, opened(tmp_path).digest}) == 3
+
+
+def test_the_probe(tmp_path: Path) -> None:
+    root = make(tmp_path, "a/1.png", "b/1.png", mode="L")
+    folder = opened(root)
+    assert (folder.channels, folder.probe.size, folder.probe.greyscale, folder.probe.count) == (1, (8, 8), True, 2)
+    assert folder.train.read(0).shape == (8, 8, 1)
+    assert opened(root, channels=3).train.read(0).shape == (8, 8, 3)
+    make(root, "b/2.png", size=(9, 8))
+    (root / "b/3.png").write_bytes(b"broken")
+    folder = opened(root)
+    assert (folder.channels, folder.probe.size, folder.probe.greyscale, folder.probe.count) == (3, None, False, 3)
+
+
+def test_four_thousand_files_take_less_than_a_third_of_a_second(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(2000):
+            (tmp_path / name / f"{number}.png").touch()
+    start = time.perf_counter()
+    assert len(opened(tmp_path).train) == 2000
+    assert time.perf_counter() - start < 0.33
+
+
+def fault(message: str, root: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(root)
+    text = str(caught.value)
+    assert message in text
+    assert "\n" not in text
+
+
+def test_missing_path_suggests_the_nearest(tmp_path: Path) -> None:
+    make(tmp_path, "imagenet/a/1.png", "other/b/1.png")
+    fault("has no 'imagnet': correct the path. Did you mean 'imagenet'?", tmp_path / "imagnet")
+    fault("has no 'imagnet': correct the path. Did you mean 'imagenet'?", tmp_path / "imagnet" / "train")
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    make(tmp_path, "a.png")
+    fault("which is a file", tmp_path / "a.png")
+
+
+def test_no_classes(tmp_path: Path) -> None:
+    fault("has no folders in it", tmp_path)
+    make(tmp_path, "1.png", "train/1.png")
+    fault("train' has no folders in it", tmp_path)
+
+
+def test_one_class(tmp_path: Path) -> None:
+    fault("one class folder, 'cat'", make(tmp_path, "cat/1.png"))
+
+
+def test_an_empty_class(tmp_path: Path) -> None:
+    make(tmp_path, "cat/1.png")
+    (tmp_path / "dog").mkdir()
+    (tmp_path / "dog" / ".hidden").touch()
+    fault("dog' is empty", tmp_path)
+
+
+def test_a_file_that_is_no_image(tmp_path: Path) -> None:
+    make(tmp_path, "cat/1.png", "dog/1.png")
+    (tmp_path / "dog" / "labels.txt").touch()
+    fault("labels.txt' is not an image by its extension", tmp_path)
+    fault(", ".join(EXTENSIONS), tmp_path)
+
+
+def test_a_folder_in_a_class(tmp_path: Path) -> None:
+    fault("more' is a folder inside a class folder", make(tmp_path, "cat/1.png", "dog/1.png", "dog/more/2.png"))
+
+
+def test_classes_differ(tmp_path: Path) -> None:
+    make(tmp_path, "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/fox/1.png")
+    fault("val' lacks the classes dog", tmp_path)
+    make(tmp_path, "val/dog/1.png")
+    fault("train' lacks the classes fox", tmp_path)
+
+
+def test_held_out_images_alone(tmp_path: Path) -> None:
+    fault("has 'val' but no 'train'", make(tmp_path, "val/cat/1.png", "val/dog/1.png"))
+
+
+def test_a_held_out_folder_of_another_name(tmp_path: Path) -> None:
+    make(tmp_path, "train/cat/1.png", "train/dog/1.png", "validation/cat/1.png", "validation/dog/1.png")
+    fault("has 'validation' beside 'train'", tmp_path)

@@ -1,0 +1,102 @@
+"""Resizing agrees with Pillow, crops are where torchvision puts them, and batched variation is exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from paceline.data.image.augmentation import Box, Draws, draw
+from paceline.data.image.batched import PaddedImages, flip_some, vary
+from paceline.data.image.transforms import View, evaluation_image, training_image
+from paceline.errors import RecipeError
+from paceline.recipe.data import Augment
+
+
+def noise(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).integers(0, 256, shape, dtype=np.uint8)
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    small = Image.fromarray(noise(max(2, height // 8), max(2, width // 8), 3))
+    return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
+
+
+@pytest.mark.parametrize("size", [(375, 500), (500, 375), (300, 256), (64, 48), (256, 256)])
+@pytest.mark.parametrize("crop", [0.875, 1.0])
+def test_evaluation_is_torchvisions_within_one_level(size: tuple[int, int], crop: float) -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    image = smooth(*size)
+    reference = transforms.Compose([transforms.Resize(round(224 / crop)), transforms.CenterCrop(224)])
+    theirs = np.asarray(reference(Image.fromarray(image))).astype(int)
+    ours = evaluation_image(image, 224, crop)
+    assert ours.dtype == torch.uint8
+    assert ours.shape == (3, 224, 224)
+    assert np.abs(ours.permute(1, 2, 0).numpy() - theirs).max() <= 1
+
+
+def test_an_image_of_the_right_size_is_not_touched() -> None:
+    image = noise(32, 32, 3)
+    image.setflags(write=False)
+    assert np.array_equal(evaluation_image(image, 32, 0.875).permute(1, 2, 0), image)
+
+
+def test_training_image_is_the_resized_box() -> None:
+    image = smooth(300, 400)
+    box = Box(20, 50, 200, 250)
+    theirs = Image.fromarray(image).crop((50, 20, 300, 220)).resize((96, 96), Image.Resampling.BILINEAR)
+    ours = training_image(image, box, 96).permute(1, 2, 0).numpy()
+    assert np.abs(ours - np.asarray(theirs).astype(int)).max() <= 1
+    assert np.array_equal(training_image(image, Box(3, 5, 96, 96), 96).permute(1, 2, 0), image[3:99, 5:101])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["zero", "reflect"])
+@pytest.mark.parametrize(("size", "padding"), [(8, 1), (32, 4), (9, 8)])
+def test_shift_and_flip_are_numpys(channels: int, mode: str, size: int, padding: int) -> None:
+    images = noise(20, channels, size, size)
+    draws = draw(Augment(crop="pad", padding=padding, padding_mode=mode, flip=0.5), 3, 1, np.arange(20))
+    assert draws.offsets is not None
+    border = ((0, 0), (padding, padding), (padding, padding))
+    expected = []
+    for image, (top, left), flip in zip(images, draws.offsets, draws.flip, strict=True):
+        padded = np.pad(image, border, mode="constant" if mode == "zero" else "reflect")
+        part = padded[:, top : top + size, left : left + size]
+        expected.append(part[..., ::-1] if flip else part)
+    padded_images = PaddedImages(torch.from_numpy(images), padding, mode)
+    ours = flip_some(padded_images.crop(np.arange(20), draws.offsets), draws.flip)
+    assert np.array_equal(ours, np.stack(expected))
+    assert ours.is_contiguous()
+
+
+def test_every_corner_of_the_last_image() -> None:
+    images = torch.from_numpy(noise(2, 3, 8, 8))
+    padded = PaddedImages(images, 2, "zero")
+    reference = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    for top in range(5):
+        for left in range(5):
+            crop = padded.crop(np.array([1]), np.array([[top, left]]))
+            assert torch.equal(crop[0], reference[1, :, top : top + 8, left : left + 8])
+
+
+def test_an_empty_batch_stays_empty() -> None:
+    augment = Augment(crop="pad", flip=0.5)
+    empty = torch.empty(0, 3, 8, 8, dtype=torch.uint8)
+    assert vary(empty, augment, draw(augment, 0, 0, np.arange(0))).shape == (0, 3, 8, 8)
+
+
+def test_flip_leaves_the_others_alone() -> None:
+    images = torch.from_numpy(noise(3, 1, 4, 4))
+    before = images.clone()
+    flipped = vary(images, Augment(flip=0.5), Draws(np.array([True, False, True]), None, None))
+    assert torch.equal(flipped[1], before[1])
+    assert torch.equal(flipped[0], before[0].flip(-1))
+    assert torch.equal(flipped[2], before[2].flip(-1))
+
+
+def test_reflection_has_a_limit() -> None:
+    augment = Augment(crop="pad", padding=8, padding_mode="reflect")
+    View(image_size=9, channels=3, augment=augment)
+    with pytest.raises(RecipeError, match="padding is 8, but an image of 8 pixels"):
+        View(image_size=8, channels=3, augment=augment)

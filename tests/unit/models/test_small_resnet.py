@@ -1,0 +1,123 @@
+"""The small residual net fits every image size it is offered for, and its options do what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.models.small_resnet import ResidualBlock, small_resnet
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def modules_of(model: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+@pytest.mark.parametrize("in_channels", [1, 3])
+@pytest.mark.parametrize("side", [8, 16, 28, 32])
+def test_logits_for_every_image_size(side: int, in_channels: int) -> None:
+    model = small_resnet(7, in_channels, width=8)
+    logits = model(torch.randn(2, in_channels, side, side))
+    assert logits.shape == (2, 7)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("side", [8, 9, 16, 28, 32])
+def test_batchnorm_never_sees_a_single_pixel(side: int) -> None:
+    model = small_resnet(10, 1, width=4, stages=4)
+    sides: list[int] = []
+    for norm in modules_of(model, nn.BatchNorm2d):
+        norm.register_forward_pre_hook(lambda _, inputs: sides.append(min(inputs[0].shape[-2:])))
+    model(torch.randn(1, 1, side, side))
+    assert sides
+    assert min(sides) >= 2
+
+
+def test_stages_halve_the_image_and_double_the_width() -> None:
+    model = small_resnet(10, width=4)
+    shapes: list[tuple[int, ...]] = []
+    for stage in model.stages:
+        stage.register_forward_hook(lambda *call: shapes.append(tuple(call[-1].shape)))
+    model(torch.randn(2, 3, 32, 32))
+    assert shapes == [(2, 8, 16, 16), (2, 16, 8, 8), (2, 32, 4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_classes": 10, "in_channels": 1, "width": 16, "stages": 2}, 116_602),
+        ({"num_classes": 10}, 486_938),
+        ({"num_classes": 100, "depth": 2}, 886_516),
+    ],
+)
+def test_parameter_count(options: dict[str, int], expected: int) -> None:
+    assert parameter_count(small_resnet(**options)) == expected
+
+
+def test_dropout_adds_no_parameters() -> None:
+    assert parameter_count(small_resnet(10, dropout=0.5)) == parameter_count(small_resnet(10))
+
+
+def test_no_convolution_has_a_bias_and_each_has_its_norm() -> None:
+    model = small_resnet(10, depth=2)
+    convolutions = modules_of(model, nn.Conv2d)
+    assert all(convolution.bias is None for convolution in convolutions)
+    assert len(convolutions) == len(modules_of(model, nn.BatchNorm2d)) == 1 + 3 * (1 + 2 * 2)
+
+
+def test_blocks_start_as_the_identity() -> None:
+    blocks = modules_of(small_resnet(10, depth=2), ResidualBlock)
+    assert len(blocks) == 6
+    for block in blocks:
+        features = torch.rand(2, block.first.conv.in_channels, 8, 8)
+        torch.testing.assert_close(block(features), features, rtol=0, atol=0)
+
+
+def test_zero_gamma_can_be_switched_off() -> None:
+    for block in modules_of(small_resnet(10, zero_init_residual=False), ResidualBlock):
+        assert (block.second.norm.weight == 1).all()
+
+
+def test_zero_gamma_still_learns() -> None:
+    model = small_resnet(10, width=4)
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    for block in modules_of(model, ResidualBlock):
+        assert block.second.norm.weight.grad.abs().sum() > 0
+
+
+def test_dropout_acts_in_training_only() -> None:
+    images = torch.randn(4, 3, 8, 8)
+    model = small_resnet(10, width=4, dropout=0.5)
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+
+
+def test_channels_last_gives_the_same_logits() -> None:
+    images = torch.randn(2, 3, 16, 16)
+    model = small_resnet(10, width=8).eval()
+    expected = model(images)
+    model = model.to(memory_format=torch.channels_last)
+    actual = model(images.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_traces_to_one_graph() -> None:
+    images = torch.randn(2, 1, 8, 8)
+    model = small_resnet(10, 1, width=4).eval()
+    exported = torch.export.export(model, (images,)).module()
+    torch.testing.assert_close(exported(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("width", 0), ("stages", 0), ("depth", -1), ("dropout", 1.0)],
+)
+def test_an_option_out_of_range_is_named(option: str, value: float) -> None:
+    with pytest.raises(ModelError, match=f"model.options.{option}={value}: .* needs {option}"):
+        small_resnet(10, **{option: value})

@@ -1,0 +1,201 @@
+"""The ledger proves what was trained on: it survives kills, finds damage, and counts every sample."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import RunDirectoryError
+from paceline.records.ledger import LedgerWriter, ledger_files, ledger_path, read_ledger, truncate_ledgers
+from paceline.records.ledger_count import count_epochs
+from paceline.records.summary import LedgerFacts
+
+Record = tuple[int, int, list[int], list[int]]
+
+ids = st.lists(st.integers(0, 2**40), max_size=6)
+
+
+def write(path: Path, records: list[Record]) -> None:
+    writer = LedgerWriter(path)
+    for step, epoch, used, broken in records:
+        writer.append(step=step, epoch=epoch, ids=used, broken=broken)
+    writer.close()
+    writer.close()
+
+
+def read(path: Path) -> list[Record]:
+    return [(one.step, one.epoch, one.ids.tolist(), one.broken.tolist()) for one in read_ledger(path)]
+
+
+def write_run(directory: Path, *, epochs: int, samples: int, world_size: int, batch: int = 10) -> None:
+    """Write the ledger of a run in which every sample is used once per epoch."""
+    writers = [LedgerWriter(ledger_path(directory, rank)) for rank in range(world_size)]
+    step = 0
+    for epoch in range(epochs):
+        order = np.random.default_rng(epoch).permutation(samples)
+        for start in range(0, samples, batch):
+            step += 1
+            for rank, part in enumerate(np.array_split(order[start : start + batch], world_size)):
+                writers[rank].append(step=step, epoch=epoch, ids=part)
+    for writer in writers:
+        writer.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(records=st.lists(st.tuples(st.integers(1, 2**40), st.integers(0, 2**31), ids, ids), max_size=8))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[Record]) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "rank-00000.ids"
+    write(path, records)
+    assert read(path) == [record for record in records if record[2] or record[3]]
+
+
+def test_torn_anywhere_the_whole_records_are_read(tmp_path: Path) -> None:
+    path = ledger_path(tmp_path, 0)
+    records: list[Record] = [(1, 0, [5, 2**33], []), (2, 0, [7, 8, 9], [1]), (3, 1, [0], [])]
+    ends = []
+    for count in (1, 2, 3):
+        path.unlink(missing_ok=True)
+        write(path, records[:count])
+        ends.append(path.stat().st_size)
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        assert read(path) == records[: sum(end <= size for end in ends)]
+    path.write_bytes(whole[: ends[1]] + bytes(1000))  # what a power cut can leave: length without content
+    assert read(path) == records[:2]
+
+
+def test_every_flipped_bit_before_the_last_record_is_found(tmp_path: Path) -> None:
+    path = ledger_path(tmp_path, 0)
+    write(path, [(1, 0, [5, 6], [])])
+    first = path.stat().st_size
+    write(path, [(2, 0, [7], [])])
+    whole = bytearray(path.read_bytes())
+    for bit in range(first * 8):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(RunDirectoryError, match=r"rank-00000.ids' is damaged at byte 0: a checksum"):
+            read(path)
+        with pytest.raises(RunDirectoryError, match="damaged at byte 0"):
+            truncate_ledgers(tmp_path, 1)
+
+
+def test_truncation_cuts_every_rank_at_the_step(tmp_path: Path) -> None:
+    write_run(tmp_path, epochs=3, samples=95, world_size=3)
+    whole = [path.read_bytes() for path in ledger_files(tmp_path)]
+    with ledger_path(tmp_path, 1).open("ab") as file:
+        file.write(b"PLEDtorn")
+    assert truncate_ledgers(tmp_path, 30) == 8
+    assert [path.read_bytes() for path in ledger_files(tmp_path)] == whole
+    assert truncate_ledgers(tmp_path, 14) > 0
+    for path in ledger_files(tmp_path):
+        assert {step for step, *_ in read(path)} == set(range(1, 15))
+    assert truncate_ledgers(tmp_path, 0) > 0
+    assert [path.stat().st_size for path in ledger_files(tmp_path)] == [0, 0, 0]
+    assert truncate_ledgers(tmp_path / "absent", 0) == 0
+
+
+def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from paceline.records.ledger import LedgerWriter, ledger_path\n"
+        "writer = LedgerWriter(ledger_path(Path(sys.argv[1]), 0))\n"
+        "for step in range(1, 10**9):\n"
+        "    writer.append(step=step, epoch=0, ids=range(step, step + step % 700 + 1))\n"
+        "    if step % 200 == 0:\n"
+        "        writer.flush(durable=True)\n"
+        "        print(step, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        flushed = max(int(writer.stdout.readline()) for _ in range(10))
+        os.kill(writer.pid, signal.SIGKILL)
+    records = read(ledger_path(tmp_path, 0))
+    assert [step for step, *_ in records] == list(range(1, len(records) + 1))
+    assert len(records) >= flushed
+    truncate_ledgers(tmp_path, flushed)
+    write(ledger_path(tmp_path, 0), [(flushed + 1, 0, [1], [])])
+    assert len(read(ledger_path(tmp_path, 0))) == flushed + 1
+
+
+def test_appending_costs_little(tmp_path: Path) -> None:
+    writer = LedgerWriter(ledger_path(tmp_path, 0))
+    batch = np.arange(256)
+    spans = []
+    for step in range(2000):
+        start = time.perf_counter()
+        writer.append(step=step, epoch=0, ids=batch)
+        spans.append(time.perf_counter() - start)
+    writer.close()
+    assert float(np.median(spans)) < 100e-6
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_a_clean_run_is_counted_complete(tmp_path: Path, world_size: int) -> None:
+    write_run(tmp_path, epochs=3, samples=95, world_size=world_size)
+    summary = count_epochs(tmp_path, 95)
+    assert summary.facts == LedgerFacts(epochs_complete=3, duplicates=0, missing=0, broken=0)
+    assert [one.used for one in summary.epochs] == [95, 95, 95]
+    assert summary.to_json()["epochs"][2]["is_complete"]
+
+
+def test_a_change_of_world_size_is_counted_over_all_ranks(tmp_path: Path) -> None:
+    write_run(tmp_path, epochs=2, samples=95, world_size=4)
+    truncate_ledgers(tmp_path, 13)
+    writer = LedgerWriter(ledger_path(tmp_path, 0))  # goes on alone, from step 14
+    order = np.random.default_rng(1).permutation(95)
+    for step in range(14, 21):
+        writer.append(step=step, epoch=1, ids=order[(step - 11) * 10 : (step - 10) * 10])
+    writer.close()
+    assert count_epochs(tmp_path, 95).facts == LedgerFacts(epochs_complete=2, duplicates=0, missing=0)
+
+
+def test_an_epoch_that_goes_on_misses_nothing_yet(tmp_path: Path) -> None:
+    write_run(tmp_path, epochs=2, samples=95, world_size=2)
+    truncate_ledgers(tmp_path, 14)
+    summary = count_epochs(tmp_path, 95)
+    assert summary.facts == LedgerFacts(epochs_complete=1, duplicates=0, missing=0)
+    assert (summary.epochs[1].missing, summary.epochs[1].is_over) == (55, False)
+    assert count_epochs(tmp_path, 95, epochs_over=2).facts.missing == 55
+    assert count_epochs(tmp_path, 95, epochs_over=3).facts.missing == 150
+    assert count_epochs(tmp_path / "absent", 95).facts == LedgerFacts(
+        epochs_complete=0, duplicates=0, missing=0
+    )
+
+
+def test_duplicates_missing_and_broken_samples_are_told_apart(tmp_path: Path) -> None:
+    write(ledger_path(tmp_path, 0), [(1, 0, [0, 1, 2, 2], []), (2, 1, [0, 1], [2])])
+    write(ledger_path(tmp_path, 1), [(1, 0, [2], []), (2, 1, [3, 4], [])])
+    summary = count_epochs(tmp_path, 5)
+    assert summary.facts == LedgerFacts(epochs_complete=1, duplicates=2, missing=2, broken=1)
+    assert [one.is_complete for one in summary.epochs] == [False, True]
+    assert [(one.used, one.broken) for one in summary.epochs] == [(5, 0), (4, 1)]
+
+
+def test_a_ledger_of_other_data_or_of_two_runs_is_refused(tmp_path: Path) -> None:
+    write(ledger_path(tmp_path, 0), [(1, 1, [0, 5], [])])
+    with pytest.raises(RunDirectoryError, match=r"holds sample 5, but the training set has 5 samples"):
+        count_epochs(tmp_path, 5)
+    write(ledger_path(tmp_path, 0), [(1, 0, [0], [])])
+    with pytest.raises(RunDirectoryError, match=r"goes back to epoch 0 at step 1, after epoch 1"):
+        count_epochs(tmp_path, 6)
+
+
+def test_negative_ids_are_refused(tmp_path: Path) -> None:
+    writer = LedgerWriter(ledger_path(tmp_path, 0))
+    with pytest.raises(ValueError, match="found -1"):
+        writer.append(step=1, epoch=0, ids=[-1])
+    writer.close()

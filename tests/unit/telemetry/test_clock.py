@@ -1,0 +1,195 @@
+"""The clock recovers known sleeps, leaves out what is not training, costs little, and survives a restart."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+from paceline.telemetry.clock import CudaStepClock, HostStepClock, StepClock, build_step_clock
+from paceline.telemetry.meter import PHASES, Meter
+
+SLEEPS = {"data_wait": 0.004, "forward": 0.008, "backward": 0.012, "optimizer": 0.002}
+
+
+class SleepEvent:
+    """An event of a device whose work is done when the call returns: the host itself."""
+
+    waits = 0
+
+    def __init__(self) -> None:
+        self.moment = 0.0
+
+    def record(self) -> None:
+        self.moment = time.perf_counter()
+
+    def synchronize(self) -> None:
+        type(self).waits += 1
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return float(end_event.moment - self.moment) * 1e3
+
+
+def clocks(warmup_steps: int) -> list[StepClock]:
+    return [
+        HostStepClock(warmup_steps=warmup_steps),
+        CudaStepClock(warmup_steps=warmup_steps, make_event=SleepEvent),
+    ]
+
+
+class Sleeper:
+    """Sleeps, and knows for how long: a busy machine wakes late, which is no error of the clock."""
+
+    def __init__(self) -> None:
+        self.slept: dict[str, list[float]] = {}
+
+    def sleep(self, name: str, seconds: float) -> None:
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        self.slept.setdefault(name, []).append(time.perf_counter() - begun)
+
+    def mean(self, name: str, *, skip: int = 0) -> float:
+        return statistics.fmean(self.slept[name][skip:])
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
+def test_known_sleeps_are_recovered_within_one_percent(kind: int) -> None:
+    clock = clocks(warmup_steps=2)[kind]
+    sleeper = Sleeper()
+    time.sleep(0.02)  # building; no training
+    clock.start()
+    for step in range(12):
+        for phase, seconds in SLEEPS.items():
+            with clock.span(phase):
+                sleeper.sleep(phase, seconds * (10 if step < 2 else 1))  # the first steps are slow
+        clock.end_step(samples=32)
+        if step % 4 == 3:
+            with clock.paused():
+                time.sleep(0.03)  # an evaluation
+    timings = clock.drain()
+    means = {phase: sleeper.mean(phase, skip=2) for phase in PHASES}
+    whole = sum(means.values())
+    for phase in PHASES:
+        assert timings[f"{phase}_seconds"] == pytest.approx(means[phase], rel=0.01, abs=0.2e-3)
+    assert timings["step_seconds"] == pytest.approx(whole, rel=0.01, abs=0.5e-3)
+    assert timings["throughput_samples_per_second"] == pytest.approx(32 / whole, rel=0.02)
+    assert timings["data_wait_fraction"] == pytest.approx(means["data_wait"] / whole, rel=0.02)
+    totals = clock.totals
+    assert totals.steps == 12
+    assert totals.train_seconds == pytest.approx(sum(map(sum, sleeper.slept.values())), rel=0.02)
+    assert totals.throughput_samples_per_second == timings["throughput_samples_per_second"]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
+def test_a_phase_may_come_several_times_in_a_step(kind: int) -> None:
+    clock = clocks(warmup_steps=0)[kind]
+    sleeper = Sleeper()
+    clock.start()
+    for _ in range(3):
+        with clock.span("forward"):
+            sleeper.sleep("forward", 0.003)
+        with clock.span("backward"):
+            sleeper.sleep("backward", 0.001)
+    clock.end_step(samples=3)
+    timings = clock.drain()
+    assert timings["forward_seconds"] == pytest.approx(3 * sleeper.mean("forward"), abs=0.3e-3)
+    assert timings["backward_seconds"] == pytest.approx(3 * sleeper.mean("backward"), abs=0.3e-3)
+    with pytest.raises(KeyError):
+        clock.span("lunch")
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
+def test_warm_up_gives_times_but_no_rates(kind: int) -> None:
+    clock = clocks(warmup_steps=3)[kind]
+    assert set(clock.drain().values()) == {None}
+    clock.start()
+    for _ in range(2):
+        time.sleep(0.002)
+        clock.end_step(samples=8)
+    timings = clock.drain()
+    assert timings["step_seconds"] == pytest.approx(0.002, rel=1)
+    assert timings["throughput_samples_per_second"] is None
+    assert timings["data_wait_fraction"] is None
+    for _ in range(2):
+        time.sleep(0.002)
+        clock.end_step(samples=8)
+    assert clock.drain()["throughput_samples_per_second"] is not None  # of the fourth step alone
+    assert set(clock.drain().values()) == {None}
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
+def test_the_clock_survives_a_restart(kind: int) -> None:
+    before = clocks(warmup_steps=1)[kind]
+    before.start()
+    for _ in range(3):
+        before.end_step(samples=10)
+    state = before.state_dict()
+    after = clocks(warmup_steps=1)[kind]
+    after.load_state_dict(state)
+    assert after.totals == before.totals
+    after.start()
+    for _ in range(3):
+        time.sleep(0.001)
+        after.end_step(samples=10)
+    assert after.totals.steps == 6
+    assert after.totals.train_seconds >= before.totals.train_seconds + 0.003
+    assert after.state_dict()["rated_steps"] == 4  # each process warms up
+
+
+def test_the_device_is_waited_for_only_when_a_record_is_due() -> None:
+    SleepEvent.waits = 0
+    clock = CudaStepClock(make_event=SleepEvent)
+    clock.start()
+    for _ in range(50):
+        with clock.span("forward"), clock.paused():
+            pass
+        clock.end_step(samples=1)
+    assert SleepEvent.waits == 0
+    clock.drain()
+    assert SleepEvent.waits == 1
+
+
+def test_events_are_used_again() -> None:
+    made = []
+
+    def make() -> SleepEvent:
+        made.append(SleepEvent())
+        return made[-1]
+
+    clock = CudaStepClock(make_event=make)
+    clock.start()
+    for _ in range(20):
+        for _ in range(10):
+            for phase in PHASES:
+                with clock.span(phase):
+                    pass
+            clock.end_step(samples=1)
+        clock.drain()
+    assert len(made) <= 10 * (2 * len(PHASES) + 1) + 1
+
+
+def test_a_span_costs_less_than_one_and_a_half_microseconds() -> None:
+    clock = build_step_clock("cpu")
+    assert isinstance(clock, HostStepClock)
+    assert isinstance(build_step_clock("cuda"), CudaStepClock)
+    clock.start()
+    costs = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        for _ in range(1000):
+            with clock.span("forward"):
+                pass
+        costs.append((time.perf_counter() - begun) / 1000)
+    assert min(costs) < 1.5e-6
+
+
+def test_rates_are_sums_divided_once() -> None:
+    meter = Meter(warmup_steps=0)
+    meter.add_step(100, 1.0, (0.5, 0, 0, 0))
+    meter.add_step(10, 3.0, (0.0, 0, 0, 0))  # the tail of an epoch
+    timings = meter.drain()
+    assert timings["throughput_samples_per_second"] == 110 / 4
+    assert timings["data_wait_fraction"] == 0.5 / 4
+    assert timings["step_seconds"] == 2.0

@@ -1,0 +1,184 @@
+"""What a person sees: plain lines in a file, live bars on a terminal, and a step that costs nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
+from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, SilentDisplay, choose_display
+from paceline.telemetry.progress import RunProgress
+
+RUN: dict[str, Any] = {
+    "total_steps": 100,
+    "start_step": 0,
+    "steps_per_epoch": 40,
+    "title": "digits",
+    "lines": ["a plan"],
+}
+STEP = StepEvent(
+    step=20,
+    epoch=1,
+    samples=640,
+    loss=0.51234,
+    lr=0.05,
+    timings={"throughput_samples_per_second": 12345.6, "data_wait_fraction": 0.031},
+).to_json()
+EVALUATION = EvaluationEvent(
+    step=40,
+    epoch=1,
+    split="validation",
+    weights="ema",
+    samples=360,
+    seconds=0.1,
+    metrics={"loss": 0.3, "top1_accuracy": 97.222, "top5_accuracy": 100.0},
+).to_json()
+
+
+def test_plain_lines_per_interval_and_per_evaluation() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, interval_seconds=0.05, unit="images")
+    display.start(**RUN)
+    for step in range(1, 21):
+        display.advance(step)
+    display.record(STEP)
+    time.sleep(0.06)
+    display.advance(21)
+    display.advance(22)
+    display.record(EVALUATION)
+    display.close()
+    title, plan, progress, evaluation = stream.getvalue().splitlines()
+    assert (title, plan) == ("digits", "a plan")
+    assert re.fullmatch(
+        r"epoch 1/3  step 21/100  loss 0\.5123  lr 0\.05  12,346 images/s  data wait 3%  \d.* left", progress
+    )
+    assert evaluation.startswith(
+        "epoch 1  step 40  validation (ema): loss 0.3  top-1 97.22 %  top-5 100.00 %  loss 0.5123  lr 0.05"
+    )
+
+
+def test_what_went_wrong_is_shown_and_what_goes_without_saying_is_not() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.record(ResumeEvent(step=20, checkpoint="step-00000020", resumes=1, world_size=2).to_json())
+    display.record(IncidentEvent(step=21, incident="broken_sample", message="a.png is cut short").to_json())
+    display.record({"event": "checkpoint", "step": 30})
+    display.record(StopEvent(step=31, reason="SIGTERM").to_json())
+    assert stream.getvalue().splitlines() == [
+        "resumed from step-00000020",
+        "step 21  broken sample: a.png is cut short",
+        "step 31  stopped: SIGTERM",
+    ]
+
+
+def test_a_loss_that_is_not_finite_is_said_to_be() -> None:
+    progress = RunProgress(10, 0, 5, "samples", {**STEP, "loss": None})
+    assert progress.figures.startswith("loss not finite  lr 0.05")
+
+
+@pytest.mark.parametrize(
+    ("step", "place"),
+    [(0, (1, 0, 40)), (1, (1, 1, 40)), (40, (1, 40, 40)), (41, (2, 1, 40)), (100, (3, 20, 20))],
+)
+def test_place_in_the_run(step: int, place: tuple[int, int, int]) -> None:
+    progress = RunProgress(100, step, 40, "samples")
+    assert progress.epochs == 3
+    assert (progress.epoch, progress.step_in_epoch, progress.steps_in_epoch) == place
+
+
+def test_time_left_is_told_from_the_steps_of_this_process() -> None:
+    progress = RunProgress(1000, 900, 40, "samples")
+    assert progress.time_left == ""
+    progress.advance(901)
+    assert progress.seconds_left is None
+    begun = time.perf_counter()
+    time.sleep(0.05)
+    progress.advance(911)
+    left = progress.seconds_left
+    assert left == pytest.approx(8.9 * (time.perf_counter() - begun), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["silent", "plain", "live"])
+def test_a_step_without_drawing_costs_less_than_two_microseconds(name: str) -> None:
+    displays: dict[str, Display] = {
+        "silent": SilentDisplay(),
+        "plain": PlainDisplay(io.StringIO()),
+        "live": LiveDisplay(io.StringIO()),
+    }
+    display = displays[name]
+    display.start(**RUN)
+    costs = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        for _ in range(500):
+            display.advance(7)
+        costs.append((time.perf_counter() - begun) / 500)
+    display.close()
+    display.close()
+    assert min(costs) < 2e-6
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choose_display(io.StringIO()), PlainDisplay)
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setenv("TERM", "xterm")
+        assert isinstance(choose_display(terminal), LiveDisplay)
+        monkeypatch.setenv("TERM", "dumb")
+        assert isinstance(choose_display(terminal), PlainDisplay)
+    os.close(leader)
+
+
+LIVE = """
+import sys, time
+from paceline.telemetry.display import choose_display
+display = choose_display(sys.stdout, unit="images")
+display.start(total_steps=30, start_step=10, steps_per_epoch=10, title="digits", lines=["a plan [of two]"])
+for step in range(11, 31):
+    time.sleep(0.02)
+    display.record({"event": "step", "step": step, "loss": 1 / step, "lr": 0.05, "data_wait_fraction": 0.5})
+    display.advance(step)
+    if step % 10 == 0:
+        event = {"event": "evaluation", "step": step, "split": "test", "weights": "model", "loss": 0.25}
+        display.record(event)
+display.close()
+"""
+
+
+def test_live_bars_on_a_real_terminal() -> None:
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVE], stdout=follower, stderr=follower, env=environment
+    ) as process:
+        os.close(follower)
+        output = b""
+        while chunk := _read(leader):
+            output += chunk
+        assert process.wait(timeout=60) == 0
+    os.close(leader)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
+    assert "digits\r\n" in text
+    assert "a plan [of two]" in text
+    assert text.count("step 20  test (model): loss 0.25") == 1
+    assert text.count("step 30  test (model): loss 0.25") == 1
+    last = text[text.rindex("epoch 3/3") :]
+    assert "10/10" in last
+    assert "30/30" in last
+    assert "loss 0.03333  lr 0.05  data wait 50%" in last
+    assert text.count("epoch") < 12  # drawn at most four times a second, not at every step
+
+
+def _read(leader: int) -> bytes:
+    try:
+        return os.read(leader, 65536)
+    except OSError:  # how Linux says that the other side has closed
+        return b""

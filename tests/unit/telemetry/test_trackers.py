@@ -1,0 +1,90 @@
+"""TensorBoard's files hold each scalar once, under its name, after kills and resumes too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
+from paceline.telemetry.trackers import TensorBoardTracker, build_trackers
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(one.step, round(one.value, 5)) for one in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def step_event(step: int, loss: float) -> dict[str, object]:
+    event = StepEvent(step=step, epoch=1, samples=step, loss=loss, lr=0.5, timings={"step_seconds": 0.25})
+    return event.to_json()
+
+
+def test_scalars_carry_the_names_of_the_records(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path / "tensorboard")
+    tracker.write(step_event(10, 1.5))
+    evaluation = EvaluationEvent(
+        step=10,
+        epoch=1,
+        split="validation",
+        weights="ema",
+        samples=7,
+        seconds=0.5,
+        metrics={"top1_accuracy": 97.5},
+    )
+    tracker.write(evaluation.to_json())
+    tracker.write(IncidentEvent(step=10, incident="broken_sample", message="…").to_json())
+    tracker.close()
+    tracker.close()
+    assert scalars(tmp_path / "tensorboard") == {
+        "train/loss": [(10, 1.5)],
+        "train/lr": [(10, 0.5)],
+        "train/step_seconds": [(10, 0.25)],
+        "evaluation/ema/seconds": [(10, 0.5)],
+        "evaluation/ema/top1_accuracy": [(10, 97.5)],
+    }
+
+
+@pytest.mark.parametrize(("start_step", "expected"), [(20, [1.0, 1.0, 2.0, 2.0]), (0, [2.0, 2.0])])
+def test_a_resumed_run_repeats_nothing(tmp_path: Path, start_step: int, expected: list[float]) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in (10, 20, 30, 40):
+        first.write(step_event(step, 1.0))
+    # Killed here: it is never closed.
+    second = TensorBoardTracker(tmp_path, start_step=start_step)
+    for step in (start_step + 10, start_step + 20):
+        second.write(step_event(step, 2.0))
+    second.close()
+    losses = scalars(tmp_path)["train/loss"]
+    assert losses == [(10 * (index + 1), value) for index, value in enumerate(expected)]
+    first.close()
+
+
+def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from paceline.telemetry.trackers import build_trackers\n"
+        "trackers = build_trackers(['tensorboard'], Path(sys.argv[1]))\n"
+        "trackers[0].write({'event': 'start', 'step': 0})\n"
+        "trackers[0].close()\n"
+        "assert not {'torch', 'tensorboard'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_tracker_is_told_with_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"'tensorbord'.*available are: tensorboard. Did you mean 'tensorboard'\?"
+    ):
+        build_trackers(["tensorbord"], tmp_path)
