@@ -9,7 +9,7 @@ from typing import Literal
 
 DurationUnit = Literal["epochs", "steps", "samples", "percent"]
 
-_DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*(epochs?|steps?|samples?|%|percent)\s*$")
+_DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%|percent)\s*$")
 _UNITS: dict[str, DurationUnit] = {
     "epoch": "epochs",
     "step": "steps",
@@ -40,19 +40,23 @@ class Duration:
         unit = _UNITS[match[2].removesuffix("s")]
         return cls(float(match[1]), unit)
 
-    def to_steps(self, *, steps_per_epoch: int, samples_per_epoch: int, total_steps: int | None = None) -> int:
-        """Convert to a whole number of optimizer steps, rounded to nearest (samples: rounded up).
+    def to_steps(self, *, samples_per_epoch: int, global_batch_size: int, total_steps: int | None = None) -> int:
+        """Convert to a whole number of optimizer steps: rounded to nearest; for samples, enough to use them all.
+
+        An epoch has ``ceil(samples_per_epoch / global_batch_size)`` steps, the last one smaller.
 
         Raises:
             ValueError: If a percentage is asked of a run whose total is not known yet.
         """
+        steps_per_epoch = math.ceil(samples_per_epoch / global_batch_size)
         match self.unit:
             case "steps":
                 steps = self.value
             case "epochs":
                 steps = self.value * steps_per_epoch
             case "samples":
-                steps = math.ceil(self.value * steps_per_epoch / samples_per_epoch)
+                epochs, rest = divmod(self.value, samples_per_epoch)
+                steps = epochs * steps_per_epoch + math.ceil(rest / global_batch_size)
             case "percent":
                 if total_steps is None:
                     raise ValueError(f"found '{self}', but the run's own length cannot be a percentage")
@@ -60,7 +64,7 @@ class Duration:
         return round(steps)
 
     def __str__(self) -> str:
-        number = f"{self.value:g}"
+        number = str(int(self.value)) if float(self.value).is_integer() else repr(self.value)
         if self.unit == "percent":
             return f"{number}%"
         return f"{number} {self.unit.removesuffix('s') if self.value == 1 else self.unit}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
 from paceline.checkpoint.best import Best, read_best, write_best
 from paceline.checkpoint.durable import make_directory, reporting_disk_errors, sync_directory
 from paceline.checkpoint.manifest import Manifest
@@ -220,6 +221,11 @@ class CheckpointStore:
             CheckpointError: If the file is damaged.
         """
         return read_best(self.directory)
+
+    def forget_best(self) -> None:
+        """Remove ``best.json``, for a run that went back to before its first evaluation."""
+        with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
+            (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
 
     def _entries(self) -> list[Path]:
         return list(self.directory.iterdir()) if self.directory.is_dir() else []

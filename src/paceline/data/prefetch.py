@@ -6,7 +6,6 @@ arithmetic runs in line, one batch at a time.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -56,11 +55,9 @@ def _one_ahead(batches: Iterator[Batch], normalize: Normalize, device: torch.dev
     side = backend.Stream(device)
 
     def fetch() -> Batch | None:
-        batch = next(batches, None)
-        if batch is None:
-            return None
         with backend.stream(side):
-            return _moved(batch, normalize, device)
+            batch = next(batches, None)
+            return None if batch is None else _moved(batch, normalize, device)
 
     ready = fetch()
     while ready is not None:
@@ -69,7 +66,5 @@ def _one_ahead(batches: Iterator[Batch], normalize: Normalize, device: torch.dev
         for tensor in (ready.inputs, ready.targets):
             # Allocated on the side stream, used on this one: the allocator must not reuse it too early.
             tensor.record_stream(main)
-        current, ready = ready, None
-        with contextlib.suppress(StopIteration):
-            ready = fetch()
+        current, ready = ready, fetch()
         yield current

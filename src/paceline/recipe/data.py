@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    FiniteFloat,
     Fraction,
     NonNegativeInt,
     Off,
@@ -19,7 +20,14 @@ from paceline.recipe.fields import (
     PositiveInt,
 )
 
-Range = Annotated[tuple[PositiveFloat, PositiveFloat], Field()]
+
+def _ascending(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise ValueError(f"found {list(value)}, but it must be a range: the smaller number, then the larger")
+    return value
+
+
+Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -60,11 +68,11 @@ class Data:
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
     validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits"))] = 0.2
     """Share of each class held out for evaluation, where the data has no split of its own."""
-    evaluation_crop: Annotated[float, Field(gt=0, le=1)] = 0.875
+    evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
     """Share of the resized image's side that the evaluation's centre crop keeps."""
     max_broken: NonNegativeInt = 0
     """Unreadable samples to leave out, each with an incident in the log, before the run stops."""
-    mean: Auto | tuple[float, ...] = "auto"
+    mean: Auto | tuple[FiniteFloat, ...] = "auto"
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""

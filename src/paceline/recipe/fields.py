@@ -10,12 +10,23 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 from paceline.units import Duration
 
 Auto = Literal["auto"]
+
+
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"found {value}, but it must be a number")
+    return value
+
+
+# Before the numbers below: a bare `yes` or `on` is a bool in YAML 1.1, and Python would take it for 1.
+_Number = BeforeValidator(_no_switch)
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-OpenFraction = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, _Number, Field(ge=0, le=1)]
+OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
+FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -59,6 +70,4 @@ def plain(value: Any) -> Any:
             return str(value)
         case tuple() | list():
             return [plain(item) for item in value]
-        case dict():
-            return {key: plain(item) for key, item in value.items()}
     return value

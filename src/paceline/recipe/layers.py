@@ -55,6 +55,8 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             )
         inner = subsection(section, key)
         if inner is not None:
+            if value is None:
+                continue  # takes the whole section away
             if not isinstance(value, Mapping):
                 keys = ", ".join(field_types(inner))
                 raise RecipeError(f"{where}: '{dotted}' is a section, found {value!r}; set one of its keys: {keys}.")

@@ -44,6 +44,8 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict):
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: found {key!r} as a key, but a key is a name.")
             if key in seen:
                 raise RecipeError(f"line {key_node.start_mark.line + 1}: key '{key}' stands twice; keep one.")
             seen.add(key)
@@ -221,6 +223,9 @@ def _sentences(error: ValidationError, where: str) -> str:
             if isinstance(part, str) and part.isidentifier() and not part.startswith("constrained")
         ]
         key = _field_path(known)
+        if item["type"] == "missing":
+            # A list that is too short: pydantic names the first place that has nothing.
+            item["msg"], item["input"] = "a list with more numbers", item["input"]
         rule = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         rule = (
             rule.split(", but ", 1)[1] if item["type"] == "value_error" and ", but " in rule else f"it must be {rule}"
@@ -232,7 +237,8 @@ def _sentences(error: ValidationError, where: str) -> str:
 
 
 def _either(texts: Sequence[str]) -> str:
-    return " or ".join(dict.fromkeys(texts)).replace(" or it must be ", " or ")
+    joined = " or ".join(dict.fromkeys(texts)).replace(" or it must be ", " or ")
+    return joined.replace("a valid tuple", "a list")
 
 
 def _show(found: Any) -> str:

@@ -127,7 +127,7 @@ def make_plan(
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
     steps_per_epoch = math.ceil(data.train_samples / batch)
-    lengths = _Lengths(steps_per_epoch, data.train_samples)
+    lengths = _Lengths(data.train_samples, batch)
     total = lengths.total(recipe.train.duration)
     return Plan(
         world_size=world_size,
@@ -188,12 +188,12 @@ def _nearest_divisor(batch: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class _Lengths:
-    steps_per_epoch: int
     samples_per_epoch: int
+    global_batch_size: int
 
     def steps(self, length: Duration, total: int | None) -> int:
         return length.to_steps(
-            steps_per_epoch=self.steps_per_epoch, samples_per_epoch=self.samples_per_epoch, total_steps=total
+            samples_per_epoch=self.samples_per_epoch, global_batch_size=self.global_batch_size, total_steps=total
         )
 
     def total(self, duration: Duration) -> int:

@@ -77,8 +77,8 @@ class GradScaler:
     """Loss scaling for fp16 (torch.amp.GradScaler)."""
 
     init_scale: PositiveFloat = 65536.0
-    growth_factor: Annotated[float, Field(gt=1)] = 2.0
-    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    growth_factor: Annotated[PositiveFloat, Field(gt=1)] = 2.0
+    backoff_factor: Annotated[PositiveFloat, Field(lt=1)] = 0.5
     growth_interval: PositiveInt = 2000
 
 

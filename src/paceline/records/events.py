@@ -1,7 +1,7 @@
 """What can happen in a run, and under which keys is it written to ``events.jsonl``?
 
 One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers
-and to the display: ``event`` (the kind), ``step``, ``time`` (Unix seconds), then the fields under their own
+and to the display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under their own
 names. The entries of the mappings ``metrics``, ``timings`` and ``details`` stand beside the other keys, so
 that a task may bring numbers of its own.
 """
@@ -26,12 +26,15 @@ class Event:
 
     Attributes:
         step: Optimizer steps done when it happened; 0 before the first.
+        position: Global batches used up by then, which fp16's skipped steps make larger than ``step``; None is
+            the same as ``step``.
         time: Unix time in seconds.
     """
 
     kind: ClassVar[str]
 
     step: int
+    position: int | None = None
     time: float = field(default_factory=time.time)
 
     def to_json(self) -> dict[str, Any]:
@@ -43,6 +46,8 @@ class Event:
         document: dict[str, Any] = {"event": self.kind, "step": self.step, "time": self.time}
         for name in (one.name for one in fields(self)):
             value = getattr(self, name)
+            if name == "position" and value is None:
+                continue
             if name not in _FLATTENED:
                 document[name] = value
                 continue
@@ -94,7 +99,7 @@ class StepEvent(Event):
         loss: Mean training loss per sample, in nats.
         lr: Learning rate of this step.
         grad_norm: L2 norm of this step's gradient before clipping; None if it was not computed.
-        grad_scale: Loss scale of fp16 training; None without one.
+        grad_scale: Loss scale of fp16 training; 1 without one.
         timings: What the step clock gives: ``step_seconds``, ``data_wait_seconds``, ``forward_seconds``,
             ``backward_seconds``, ``optimizer_seconds`` per step, ``data_wait_fraction`` and
             ``throughput_samples_per_second``.

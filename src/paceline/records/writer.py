@@ -77,8 +77,8 @@ class EventWriter:
         self.close()
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Remove events of steps after ``step``, and a last line that was torn by a kill; return how many went.
+def truncate_after(path: Path, position: int) -> int:
+    """Remove events later than ``position`` in the data, and a last line torn by a kill; return how many went.
 
     The file is replaced as a whole, or not touched. A file that does not exist stays so.
 
@@ -94,7 +94,7 @@ def truncate_after(path: Path, step: int) -> int:
     kept: list[bytes] = []
     for number, line in enumerate(lines, start=1):
         event = parse_line(line, path, number, is_last=number == len(lines))
-        if event is not None and event["step"] <= step:
+        if event is not None and event.get("position", event["step"]) <= position:
             kept.append(line)
     if len(kept) < len(lines):
         write_text(path, b"".join(kept).decode("utf-8"))

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.units import format_count, format_seconds
 
 _ACCURACY = re.compile(r"^top(\d+)_accuracy$")
-_NOT_METRICS = frozenset({"event", "step", "time", "epoch", "samples", "split", "weights", "seconds"})
+_NOT_METRICS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights", "seconds"})
 
 
 @dataclass

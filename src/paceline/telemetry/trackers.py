@@ -16,7 +16,7 @@ from paceline.errors import RecipeError, did_you_mean
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_NOT_SCALARS = frozenset({"event", "step", "time", "epoch", "samples", "split", "weights"})
+_NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights"})
 
 
 class Tracker(Protocol):

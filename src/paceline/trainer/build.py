@@ -127,6 +127,15 @@ def build_run(setting: Setting) -> Run:
     scored = {"model": called} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
     pipeline = setting.task.open_pipeline(setting.placement)
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
+    geometry = StepGeometry(
+        seed=recipe.seed,
+        samples=plan.train_samples,
+        global_batch_size=plan.global_batch_size,
+        logical_ranks=plan.logical_ranks,
+    )
+    _check_tail(setting, network, pipeline, geometry)
+    optimizer = build_optimizer(network, recipe.optimizer, device)
+    # From here on nothing is refused, and files may be opened.
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, setting.world.rank))
     run = Run(
         recipe=recipe,
@@ -143,14 +152,9 @@ def build_run(setting: Setting) -> Run:
         strategy=build_strategy(
             plan.strategy, called, setting.collectives, device, bucket_cap_mb=recipe.parallel.bucket_cap_mb
         ),
-        optimizer=build_optimizer(network, recipe.optimizer, device),
+        optimizer=optimizer,
         learning_rate=LearningRate.of(recipe.optimizer, recipe.schedule, plan),
-        geometry=StepGeometry(
-            seed=recipe.seed,
-            samples=plan.train_samples,
-            global_batch_size=plan.global_batch_size,
-            logical_ranks=plan.logical_ranks,
-        ),
+        geometry=geometry,
         precision=precision,
         ema=ema,
         evaluator=build_evaluator(setting, pipeline, precision),
@@ -164,7 +168,6 @@ def build_run(setting: Setting) -> Run:
         file_metadata=file_metadata(recipe, plan, setting.task),
     )
     _register(run)
-    _check_tail(run)
     return run
 
 
@@ -214,20 +217,20 @@ def _register(run: Run) -> None:
     run.components.add("clock", run.clock)
 
 
-def _check_tail(run: Run) -> None:
+def _check_tail(setting: Setting, network: nn.Module, pipeline: Pipeline, geometry: StepGeometry) -> None:
     """Find out before training whether BatchNorm can take a single sample, if an epoch's last batch will bring one."""
-    normalised = any(
-        isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for module in run.network.modules()
-    )
-    if not normalised or run.geometry.smallest_part() > 1 or run.plan.evaluation_samples == 0:
+    plan = setting.plan
+    normalised = any(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for m in network.modules())
+    reached = plan.total_steps >= plan.steps_per_epoch and plan.evaluation_samples > 0
+    if not normalised or not reached or geometry.smallest_part() > 1:
         return
-    sample = next(iter(run.pipeline.evaluation_batches(1, World())))
-    trial = copy.deepcopy(run.network).train()
+    sample = next(iter(pipeline.evaluation_batches(1, World())))
+    trial = copy.deepcopy(network).train()
     try:
-        with torch.no_grad(), run.precision.autocast():
-            run.task.loss(trial, sample)
+        with torch.no_grad():
+            setting.task.loss(trial, sample)
     except ValueError as error:
         raise RecipeError(
-            f"an epoch's last batch has {run.plan.last_step_samples} sample(s) over {run.plan.logical_ranks} "
-            f"micro-batch(es), and this model cannot train on a single one ({error}); choose another batch.global_size."
+            f"an epoch's last batch has {plan.last_step_samples} sample(s) over {plan.logical_ranks} micro-batch(es), "
+            f"and this model cannot train on a single one ({error}); choose another batch.global_size."
         ) from None

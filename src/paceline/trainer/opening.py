@@ -15,8 +15,9 @@ from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
+from paceline.records.ledger import ledger_files
 from paceline.records.reader import read_plan, read_recipe, read_summary
-from paceline.records.run_directory import RunDirectory, write_json, write_text
+from paceline.records.run_directory import RunDirectory, sync_directory, write_json, write_text
 from paceline.trainer.saving import prepare_resume
 
 # What may differ between a run and its continuation: none of it changes which samples a step sees.
@@ -97,7 +98,7 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
         RunDirectoryError: If the directory holds something else, or a run that this recipe does not continue.
         CheckpointError: If there are checkpoints but none is whole.
     """
-    if not directory.exists():
+    if not directory.exists() or _never_trained(directory):
         return _begin(directory, asked)
     notices = _check_same_run(directory, asked)
     wanted = _wanted(directory, asked.resume)
@@ -109,22 +110,32 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
     if wanted is None and _is_complete(directory, asked.plan):
         return Opening(choice=Choice(None, 0), completed=True)
     choice = prepare_resume(directory, wanted)
+    # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
+    directory.summary.unlink(missing_ok=True)
+    sync_directory(directory.root)
     _write_what_was_asked(directory, asked)
     return Opening(choice=choice, notices=notices)
 
 
 def _begin(directory: RunDirectory, asked: Asked) -> Opening:
     root = directory.root
-    if root.is_dir() and any(entry.name != ".lock" for entry in root.iterdir()):
+    if not directory.exists() and any(entry.name != ".lock" for entry in root.iterdir()):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
         )
     if asked.resume not in ("auto", "never"):
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.")
+    directory.events.unlink(missing_ok=True)
     _write_what_was_asked(directory, asked)
     directory.checkpoints.mkdir(exist_ok=True)
     directory.ledger.mkdir(exist_ok=True)
     return Opening(choice=Choice(None, 0))
+
+
+def _never_trained(directory: RunDirectory) -> bool:
+    """A run that failed before its first step leaves nothing that its successor would have to respect."""
+    used = any(path.stat().st_size for path in ledger_files(directory.ledger))
+    return not used and not CheckpointStore(directory.checkpoints).steps()
 
 
 def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:

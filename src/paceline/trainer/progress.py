@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,7 @@ class Progress:
         best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
         last: Results of the last evaluation by set of weights.
         evaluations_since_best: Evaluations without a better one, for early stopping.
+        broken_evaluation_ids: Evaluation samples known to be unreadable.
         earlier_seconds: Time the run's earlier launches took, as far as it was saved.
         begun: When this launch began, on ``time.perf_counter``'s clock.
     """
@@ -34,6 +36,7 @@ class Progress:
     best: dict[str, Any] = field(default_factory=dict)
     last: Results = field(default_factory=dict)
     evaluations_since_best: int = 0
+    broken_evaluation_ids: list[int] = field(default_factory=list)
     earlier_seconds: float = 0.0
     begun: float = field(default_factory=time.perf_counter)
 
@@ -41,6 +44,11 @@ class Progress:
     def position(self) -> int:
         """Global batches used up; the position in the data."""
         return self.step + self.skipped
+
+    @property
+    def here(self) -> dict[str, Any]:
+        """Where an event happens: its ``step`` and ``position``."""
+        return {"step": self.step, "position": self.position}
 
     @property
     def total_seconds(self) -> float:
@@ -57,10 +65,11 @@ class Progress:
     def take_results(self, results: Results, metric: Metric) -> None:
         """Note an evaluation, and whether it is the best so far over all sets of weights."""
         self.last = results
-        sign = 1 if metric.higher_is_better else -1
-        weights = max(results, key=lambda name: sign * results[name][metric.name])
+        goodness = {name: _goodness(values[metric.name], metric) for name, values in results.items()}
+        weights = max(goodness, key=lambda name: goodness[name])
         value = results[weights][metric.name]
-        if self.best and sign * value <= sign * self.best["value"]:
+        comparable = self.best and self.best["metric"] == metric.name
+        if comparable and goodness[weights] <= _goodness(self.best["value"], metric):
             self.evaluations_since_best += 1
             return
         self.best = {
@@ -82,3 +91,10 @@ class Progress:
         """Take over saved counters."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def _goodness(value: float, metric: Metric) -> float:
+    """A number that is larger for better values; what is no number is worst."""
+    if math.isnan(value):
+        return -math.inf
+    return value if metric.higher_is_better else -value

@@ -35,7 +35,7 @@ class Recorder:
         norm = run.window.grad_norm
         plan, progress = run.plan, run.progress
         event = StepEvent(
-            step=progress.step,
+            **progress.here,
             epoch=plan.epoch_of(progress.position - 1) + 1,
             samples=plan.samples_before(progress.position),
             loss=loss,
@@ -58,7 +58,7 @@ class Recorder:
         for weights, metrics in evaluation.results.items():
             self.write(
                 EvaluationEvent(
-                    step=run.progress.step,
+                    **run.progress.here,
                     epoch=run.plan.epoch_of(run.progress.position - 1) + 1,
                     split="validation",
                     weights="ema" if weights == "ema" else "model",
@@ -95,14 +95,14 @@ class Recorder:
             tracker.close()
 
     def _report_broken(self, run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
-        known = run.window.broken_ids if training else run.broken_evaluation_ids
+        known = run.progress.broken_evaluation_ids
         new = broken if training else [each for each in broken if each.id not in known]
         if not training:
-            known.update(each.id for each in new)
+            known += [each.id for each in new]
         for each in new:
             self.write(
                 IncidentEvent(
-                    step=run.progress.step,
+                    **run.progress.here,
                     incident="broken_sample",
                     message=f"'{each.path}' could not be read ({each.reason}) and was left out.",
                     details={
@@ -112,7 +112,7 @@ class Recorder:
                     },
                 )
             )
-        count = len(run.window.broken_ids) + len(run.broken_evaluation_ids)
+        count = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids)
         if new and count > run.recipe.data.max_broken:
             raise DataError(
                 f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "

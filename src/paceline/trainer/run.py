@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +43,6 @@ class Run:
         strategy: Holds the network as the step calls it, compiled and wrapped.
         components: What a checkpoint holds, by name.
         saved_position: Position of the newest checkpoint; -1 before the first.
-        broken_evaluation_ids: Evaluation samples known to be unreadable.
         file_metadata: What each weights file says about itself.
     """
 
@@ -74,7 +73,6 @@ class Run:
     components: Registry
     file_metadata: Mapping[str, str]
     saved_position: int = -1
-    broken_evaluation_ids: set[int] = field(default_factory=set)
 
     def train_batches(self) -> Iterator[Batch]:
         """This process's micro-batches from where the run stands to its end."""

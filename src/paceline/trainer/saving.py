@@ -24,7 +24,8 @@ def save_checkpoint(run: Run) -> None:
         return
     with run.clock.paused():
         run.strategy.sync_buffers(list(run.models().values()))
-        run.recorder.write(CheckpointEvent(step=run.progress.step, checkpoint=f"step-{run.progress.step:08d}"))
+        name = f"step-{run.progress.step:08d}"
+        run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.
         run.recorder.flush(durable=True)
         if run.world.is_first:
@@ -54,6 +55,8 @@ def _write(run: Run, states: dict[str, Any]) -> None:
 def _note_best(run: Run, store: CheckpointStore) -> list[int]:
     """Name the best step that has a checkpoint in best.json; returns it as the one to protect."""
     best = run.progress.best
+    if not best:
+        store.forget_best()
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
         return []
     store.write_best(best["step"], best["metric"], best["value"], weights=best["weights"])
@@ -75,12 +78,12 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None) -> Choice:
         )
     for damaged in choice.damaged:
         store.set_aside(damaged)
-    position = 0
+    position = -1
     if choice.path is not None:
         position = int(read_manifest(choice.path).facts["position"])
         store.discard_after(choice.step)
-    truncate_after(directory.events, choice.step if choice.path is not None else -1)
-    truncate_ledgers(directory.ledger, position)
+    truncate_after(directory.events, position)
+    truncate_ledgers(directory.ledger, max(position, 0))
     return choice
 
 
@@ -96,10 +99,10 @@ def restore(run: Run, choice: Choice) -> None:
     run.collectives.on_first(lambda: _note_best(run, CheckpointStore(run.directory.checkpoints)))
     for damaged in choice.damaged:
         message = f"checkpoint {damaged.path.name} is damaged and was set aside: {damaged.reason}"
-        run.recorder.write(IncidentEvent(step=run.progress.step, incident="damaged_checkpoint", message=message))
+        run.recorder.write(IncidentEvent(**run.progress.here, incident="damaged_checkpoint", message=message))
     run.recorder.write(
         ResumeEvent(
-            step=run.progress.step,
+            **run.progress.here,
             checkpoint=choice.path.name,
             resumes=run.progress.resumes,
             world_size=run.plan.world_size,

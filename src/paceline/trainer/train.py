@@ -131,9 +131,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
         ending = fit(run)
         status: Status = "stopped" if ending == "signal" else "completed"
         if status == "stopped":
-            run.recorder.write(
-                StopEvent(step=run.progress.step, reason=run.stop.signal_name or "another rank was asked")
-            )
+            run.recorder.write(StopEvent(**run.progress.here, reason=run.stop.signal_name or "another rank was asked"))
         return _conclude(run, status)
     except BaseException:
         _conclude_failed(run)
@@ -148,7 +146,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
     plan = run.plan
     run.recorder.write(
         StartEvent(
-            step=run.progress.step,
+            **run.progress.here,
             recipe=loaded.name,
             world_size=plan.world_size,
             total_steps=plan.total_steps,
@@ -171,7 +169,7 @@ def _conclude(run: Run, status: Status) -> TrainResult:
     summary = run.collectives.on_first(lambda: summarise(run, status))
     run.recorder.write(
         FinishEvent(
-            step=run.progress.step,
+            **run.progress.here,
             status=status,
             train_seconds=summary.train_seconds,
             total_seconds=summary.total_seconds,

@@ -176,9 +176,9 @@ def one_fault(directory: Path, action: str, at: int, code: int) -> dict[str, Any
             error = {"message": str(caught), "cause": type(caught.__cause__).__name__}
     if len(operations) < at:
         return None
-    hidden = [entry.name for entry in directory.iterdir() if entry.name.startswith(".saving")]
+    names = [entry.name for entry in directory.iterdir()]
     trial = {"action": action, "code": errno.errorcode[code], "operation": operations[at - 1]}
-    return {**trial, "error": error, "hidden": hidden, **outcome(store)}
+    return {**trial, "error": error, "names": names, **outcome(store)}
 
 
 def deaths(directory: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import math
 import struct
 from collections import OrderedDict, namedtuple
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,13 @@ def same(left: object, right: object) -> bool:
     return left == right
 
 
+def through_file(state: Any, directory: Path) -> Any:
+    structure, flat = encode(state)
+    file = directory / "state.safetensors"
+    write_tensor_file(file, flat, {"note": "\ud800 ok"})
+    return decode(json.loads(json.dumps(structure, allow_nan=False)), read_tensor_file(file).tensors)
+
+
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     dtype = draw(st.sampled_from(DTYPES))
@@ -76,9 +84,7 @@ leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 states = st.recursive(
     leaves,
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -89,11 +95,7 @@ states = st.recursive(
 def test_any_state_returns_exactly_through_json_and_a_real_file(
     tmp_path_factory: pytest.TempPathFactory, state: dict[object, object]
 ) -> None:
-    structure, flat = encode(state)
-    file = tmp_path_factory.mktemp("codec") / "state.safetensors"
-    write_tensor_file(file, flat, {"note": "\ud800 ok"})
-    returned = decode(json.loads(json.dumps(structure, allow_nan=False)), read_tensor_file(file).tensors)
-    assert same(state, returned)
+    assert same(state, through_file(state, tmp_path_factory.mktemp("codec")))
 
 
 def test_the_keys_of_a_flat_dictionary_of_tensors_are_the_tensor_names() -> None:
@@ -103,12 +105,18 @@ def test_the_keys_of_a_flat_dictionary_of_tensors_are_the_tensor_names() -> None
     assert list(structure) == list(state)
 
 
-def test_two_paths_that_spell_the_same_name_stay_two_tensors() -> None:
-    state = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), 0: torch.tensor(3), "0": torch.tensor(4)}
-    assert same(state, decode(*encode(state)))
+def test_two_paths_that_spell_the_same_name_stay_two_tensors(tmp_path: Path) -> None:
+    state: dict[Any, Any] = {
+        "a": {"b": torch.tensor(1)},
+        "a.b": torch.tensor(2),
+        0: torch.tensor(3),
+        "0": torch.tensor(4),
+    }
+    state["__metadata__"] = torch.tensor(5)
+    assert same(state, through_file(state, tmp_path))
 
 
-def test_channels_last_views_transposes_and_parameters_keep_their_values() -> None:
+def test_channels_last_views_transposes_and_parameters_keep_their_values(tmp_path: Path) -> None:
     image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
     base = torch.arange(6.0)
     state = {
@@ -120,7 +128,7 @@ def test_channels_last_views_transposes_and_parameters_keep_their_values() -> No
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "ordered": OrderedDict(z=1, a=2),
     }
-    returned = decode(*encode(state))
+    returned = through_file(state, tmp_path)
     assert torch.equal(returned["image"], image)
     assert torch.equal(returned["transposed"], image.transpose(1, 3))
     assert returned["expanded"].tolist() == [0.0] * 5

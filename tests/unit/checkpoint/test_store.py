@@ -65,9 +65,7 @@ def test_a_model_file_alone_can_be_opened_by_anyone_and_explains_itself(tmp_path
     store = CheckpointStore(tmp_path)
     facts = {"world_size": 2, "recipe_digest": "abc", "loss": float("inf"), "format": "mine"}
     metadata = {"recipe": '{"model": {"name": "x"}}'}
-    saved = store.save(
-        7, {"model": model.state_dict(), "ema": model.state_dict()}, facts, file_metadata=metadata
-    )
+    saved = store.save(7, {"model": model.state_dict(), "ema": model.state_dict()}, facts, file_metadata=metadata)
     for name in ("model", "ema"):
         file = saved.path / f"{name}.safetensors"
         assert load_file(file).keys() == model.state_dict().keys()

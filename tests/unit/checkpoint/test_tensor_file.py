@@ -55,9 +55,9 @@ def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
 
 
 def test_equal_states_give_equal_files_whatever_their_order(tmp_path: Path) -> None:
-    one, two = torch.ones(3), torch.zeros(2, dtype=torch.int64)
-    write_tensor_file(tmp_path / "1", {"a": one, "b": two}, {})
-    write_tensor_file(tmp_path / "2", {"b": two, "a": one}, {})
+    tensors = {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64), "c": torch.zeros(3)}
+    write_tensor_file(tmp_path / "1", tensors, {})
+    write_tensor_file(tmp_path / "2", dict(reversed(tensors.items())), {})
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
 
 

@@ -85,13 +85,9 @@ def test_every_kind_can_be_written_and_read(tmp_path: Path) -> None:
         writer.append(StartEvent(step=0, recipe="digits", world_size=2, total_steps=10, version="0.1.0"))
         writer.append(ResumeEvent(step=0, checkpoint="step-00000000", resumes=1, world_size=2))
         writer.append(step_event(1))
-        writer.append(
-            EvaluationEvent(step=1, epoch=1, split="validation", weights="model", samples=7, seconds=0.1)
-        )
+        writer.append(EvaluationEvent(step=1, epoch=1, split="validation", weights="model", samples=7, seconds=0.1))
         writer.append(CheckpointEvent(step=1, checkpoint="step-00000001"))
-        writer.append(
-            IncidentEvent(step=1, incident="broken_sample", message="…", details={"path": tmp_path})
-        )
+        writer.append(IncidentEvent(step=1, incident="broken_sample", message="…", details={"path": tmp_path}))
         writer.append(StopEvent(step=1, reason="SIGTERM"))
         writer.append(FinishEvent(step=1, status="stopped", train_seconds=1.0, total_seconds=2.0))
         writer.append({"event": "own", "step": 1, "loss": math.inf})
@@ -148,9 +144,7 @@ def test_truncation_drops_a_torn_line_and_leaves_an_intact_file_alone(tmp_path: 
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    "damage", [b"\x00\x00\x00\n", b"[1]\n", b'{"event": "step"}\n', b'{"event": "step", "st\n']
-)
+@pytest.mark.parametrize("damage", [b"\x00\x00\x00\n", b"[1]\n", b'{"event": "step"}\n', b'{"event": "step", "st\n'])
 def test_damage_in_the_middle_is_named(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "events.jsonl"
     good = json.dumps(step_event(1).to_json()).encode() + b"\n"
@@ -175,9 +169,7 @@ def test_a_killed_writer_loses_nothing_it_had_flushed(tmp_path: Path) -> None:
         "        writer.flush(durable=step % 1000 == 0)\n"
         "        print(step, flush=True)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
-    ) as writer:
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         flushed = max(int(writer.stdout.readline()) for _ in range(30))
         os.kill(writer.pid, signal.SIGKILL)

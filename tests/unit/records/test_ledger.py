@@ -117,9 +117,7 @@ def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
         "        writer.flush(durable=True)\n"
         "        print(step, flush=True)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as writer:
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         flushed = max(int(writer.stdout.readline()) for _ in range(10))
         os.kill(writer.pid, signal.SIGKILL)
@@ -171,9 +169,7 @@ def test_an_epoch_that_goes_on_misses_nothing_yet(tmp_path: Path) -> None:
     assert (summary.epochs[1].missing, summary.epochs[1].is_over) == (55, False)
     assert count_epochs(tmp_path, 95, epochs_over=2).facts.missing == 55
     assert count_epochs(tmp_path, 95, epochs_over=3).facts.missing == 150
-    assert count_epochs(tmp_path / "absent", 95).facts == LedgerFacts(
-        epochs_complete=0, duplicates=0, missing=0
-    )
+    assert count_epochs(tmp_path / "absent", 95).facts == LedgerFacts(epochs_complete=0, duplicates=0, missing=0)
 
 
 def test_duplicates_missing_and_broken_samples_are_told_apart(tmp_path: Path) -> None:

@@ -31,9 +31,7 @@ def test_create_makes_parents_and_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_create_below_a_file_is_one_clear_sentence(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(
-        RunDirectoryError, match=r"Cannot use the run directory '.*file.*A part of the path is a file"
-    ):
+    with pytest.raises(RunDirectoryError, match=r"Cannot use the run directory '.*file.*A part of the path is a file"):
         RunDirectory(tmp_path / below).create()
 
 
@@ -61,9 +59,7 @@ def test_create_where_one_may_not_write(tmp_path: Path) -> None:
 
 def test_default_directories_are_never_shared(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        made = list(
-            pool.map(lambda _: default_run_directory("my recipes/résumé 1.yaml", parent=tmp_path), range(16))
-        )
+        made = list(pool.map(lambda _: default_run_directory("my recipes/résumé 1.yaml", parent=tmp_path), range(16)))
     assert len(set(made)) == 16
     assert all(path.is_dir() and path.name.startswith("r-sum-1-20") for path in made)
 
@@ -106,9 +102,7 @@ def test_what_is_no_json_is_refused_before_the_old_file_is_touched(tmp_path: Pat
 
 def test_full_disk_is_told(tmp_path: Path) -> None:
     (tmp_path / f".document.json.{os.getpid()}.tmp").symlink_to("/dev/full")
-    with pytest.raises(
-        RunDirectoryError, match=r"Cannot write the file .*: No space left on device. The disk is full"
-    ):
+    with pytest.raises(RunDirectoryError, match=r"Cannot write the file .*: No space left on device. The disk is full"):
         write_json(tmp_path / "document.json", {"new": 1})
     assert list(tmp_path.iterdir()) == []
 

@@ -60,9 +60,7 @@ def test_summary_without_a_key_is_damaged(tmp_path: Path) -> None:
 def test_plan_and_recipe_are_read_and_their_absence_is_told(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for read in (read_plan, read_recipe):
-        with pytest.raises(
-            RunDirectoryError, match=r"holds no (plan.json|recipe.yaml): name the directory of a run"
-        ):
+        with pytest.raises(RunDirectoryError, match=r"holds no (plan.json|recipe.yaml): name the directory of a run"):
             read(run)
     write_json(run.plan, {"total_steps": 10})
     write_text(run.recipe, "seed: 1\n")
@@ -80,9 +78,7 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
             read(run)
 
 
-def test_environment_describes_the_machine_and_keeps_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_describes_the_machine_and_keeps_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_TOKEN", "hunter2")
     environment = capture_environment({"devices": ["cpu"]})
     write_json(tmp_path / "environment.json", environment)

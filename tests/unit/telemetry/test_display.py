@@ -97,13 +97,14 @@ def test_place_in_the_run(step: int, place: tuple[int, int, int]) -> None:
 def test_time_left_is_told_from_the_steps_of_this_process() -> None:
     progress = RunProgress(1000, 900, 40, "samples")
     assert progress.time_left == ""
+    begun = time.perf_counter()
     progress.advance(901)
     assert progress.seconds_left is None
-    begun = time.perf_counter()
     time.sleep(0.05)
     progress.advance(911)
     left = progress.seconds_left
-    assert left == pytest.approx(8.9 * (time.perf_counter() - begun), rel=0.05)
+    assert left is not None
+    assert 8.9 * 0.05 <= left <= 8.9 * (time.perf_counter() - begun)
 
 
 @pytest.mark.parametrize("name", ["silent", "plain", "live"])
@@ -156,9 +157,7 @@ display.close()
 def test_live_bars_on_a_real_terminal() -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen(
-        [sys.executable, "-c", LIVE], stdout=follower, stderr=follower, env=environment
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", LIVE], stdout=follower, stderr=follower, env=environment) as process:
         os.close(follower)
         output = b""
         while chunk := _read(leader):

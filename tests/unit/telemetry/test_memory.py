@@ -18,9 +18,7 @@ print(peak_resident_bytes() - before)
 
 
 def test_a_block_of_200_mib_is_seen_after_it_is_gone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
     assert 190 << 20 < int(done.stdout) < 230 << 20
 
 

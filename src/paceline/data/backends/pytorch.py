@@ -89,21 +89,22 @@ class PytorchBackend:
         self._board.kill_survivors()
 
     def _make_loader(self, workers: int, prefetch: int) -> DataLoader[Batch | ReadFailure]:
-        return DataLoader(
-            _Samples(self._reader),
-            batch_size=None,
-            sampler=self._order,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=self._pin_memory,
-            worker_init_fn=self._board.enter,
-            # Spawned workers would import torch again: seconds, and hundreds of MiB each.
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-            # Its own generator, because making an iterator would else advance torch's global one.
-            generator=torch.Generator(),
-            prefetch_factor=prefetch,
-            persistent_workers=True,
-        )
+        with _quiet():
+            return DataLoader(
+                _Samples(self._reader),
+                batch_size=None,
+                sampler=self._order,
+                num_workers=workers,
+                collate_fn=_as_it_is,
+                pin_memory=self._pin_memory,
+                worker_init_fn=self._board.enter,
+                # Spawned workers would import torch again: seconds, and hundreds of MiB each.
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+                # Its own generator, because making an iterator would else advance torch's global one.
+                generator=torch.Generator(),
+                prefetch_factor=prefetch,
+                persistent_workers=True,
+            )
 
     def _in_process(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
         for piece in slices:
@@ -218,12 +219,21 @@ def _forking() -> Iterator[None]:
     """Start workers so that no signal can hit them before they ignore it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        with warnings.catch_warnings():
-            # Python warns of forking beside other threads; a worker takes none of the locks they may hold.
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with _quiet():
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back two warnings that nobody can act on."""
+    with warnings.catch_warnings():
+        # Python's, of forking beside other threads; a worker takes none of the locks they may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        # torch's, of more workers than cores: they are what the recipe asks for.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
 
 
 def _as_it_is(result: Any) -> Any:

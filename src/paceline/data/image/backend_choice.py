@@ -79,7 +79,7 @@ def open_backend(
         split: Which images.
         seed: The run's seed.
         workers: What :func:`choose_workers` returned.
-        device: Where the model is; the memory back-end keeps its images there.
+        device: Where the model is; for a GPU, batches come in page-locked memory.
         progress: Told how many images are in memory, by the memory back-end.
     """
     train = split == "train"
@@ -91,11 +91,13 @@ def open_backend(
         augment=data.augment if train else None,
         seed=seed,
     )
+    on_gpu = torch.device(device).type == "cuda"
     if name == "memory":
-        return MemoryBackend(source, view, device=device, progress=progress)
+        # Held in host memory even for a GPU: batches are copied on a side stream, and one made on the GPU's main
+        # stream would have to be waited for there.
+        return MemoryBackend(source, view, pin_memory=on_gpu, progress=progress)
     if name == "synthetic":
         return SyntheticBackend(source, view)
-    on_gpu = torch.device(device).type == "cuda"
     return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import FileSource
 
 
-def make_source(root: Path, sizes: Iterable[tuple[int, int]], suffix: str = "png", channels: int = 3) -> FileSource:
+def _make_source(root: Path, sizes: Iterable[tuple[int, int]], suffix: str = "png", channels: int = 3) -> FileSource:
     """Write one noise image per (width, height) and return them as a source; labels count up modulo 3."""
     generator = np.random.default_rng(0)
     names = []
@@ -25,19 +25,7 @@ def make_source(root: Path, sizes: Iterable[tuple[int, int]], suffix: str = "png
     return FileSource(root, names, np.arange(len(names), dtype=np.int64) % 3, channels)
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> FileSource:
-    """Forty PNG files of 12 x 12."""
-    return make_source(tmp_path, [(12, 12)] * 40)
-
-
-@pytest.fixture
-def mixed(tmp_path: Path) -> FileSource:
-    """Twenty-four JPEG files of different sizes, wide, tall and square."""
-    return make_source(tmp_path, [(20 + 3 * k, 60 - 2 * k) for k in range(24)], "jpg")
-
-
-def slices(*batches: Iterable[int], epoch: int = 0) -> list[SampleSlice]:
+def _slices(*batches: Iterable[int], epoch: int = 0) -> list[SampleSlice]:
     """Make one slice per list of ids; the ids are read-only, as those of an epoch's order are."""
     made = []
     for step, ids in enumerate(batches):
@@ -47,7 +35,7 @@ def slices(*batches: Iterable[int], epoch: int = 0) -> list[SampleSlice]:
     return made
 
 
-def same(first: Batch, second: Batch) -> bool:
+def _same(first: Batch, second: Batch) -> bool:
     """Say whether two batches have the same bits, ids and broken samples."""
     return (
         first.inputs.dtype == second.inputs.dtype
@@ -58,3 +46,41 @@ def same(first: Batch, second: Batch) -> bool:
         and first.slice.step == second.slice.step
         and first.broken == second.broken
     )
+
+
+def _shuffled(count: int, batch: int) -> list[SampleSlice]:
+    """Cut a permutation of all ids into slices."""
+    order = np.random.default_rng(1).permutation(count)
+    return _slices(*(order[start : start + batch] for start in range(0, count, batch)), epoch=1)
+
+
+@pytest.fixture
+def make_source() -> Callable[..., FileSource]:
+    return _make_source
+
+
+@pytest.fixture
+def slices() -> Callable[..., list[SampleSlice]]:
+    return _slices
+
+
+@pytest.fixture
+def shuffled() -> Callable[[int, int], list[SampleSlice]]:
+    return _shuffled
+
+
+@pytest.fixture
+def same() -> Callable[[Batch, Batch], bool]:
+    return _same
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> FileSource:
+    """Forty PNG files of 12 x 12."""
+    return _make_source(tmp_path, [(12, 12)] * 40)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> FileSource:
+    """Twenty-four JPEG files of different sizes, wide, tall and square."""
+    return _make_source(tmp_path, [(20 + 3 * k, 60 - 2 * k) for k in range(24)], "jpg")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import same, slices
 
 from paceline.data.backends.memory import MemoryBackend, load_images
-from paceline.data.batch import SampleSlice
+from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import ArraySource, FileSource, SubsetSource
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment
+
+Slices = Callable[..., list[SampleSlice]]
+Same = Callable[[Batch, Batch], bool]
 
 PAD_AND_FLIP = Augment(crop="pad", padding=2, flip=0.5)
 
@@ -26,7 +28,7 @@ def view(augment: Augment | None = None, *, image_size: int = 12, seed: int = 7)
     return View(image_size=image_size, channels=3, augment=augment, seed=seed)
 
 
-def test_images_come_as_they_are(small: FileSource) -> None:
+def test_images_come_as_they_are(small: FileSource, slices: Slices) -> None:
     backend = MemoryBackend(small, view())
     batches = list(backend.batches(slices([3, 1, 2], [0], [])))
     assert [batch.ids.tolist() for batch in batches] == [[3, 1, 2], [0], []]
@@ -47,14 +49,14 @@ def test_arrays_are_taken_whole() -> None:
     assert torch.equal(larger[0], evaluation_image(images[8], 16, 1.0))
 
 
-def test_other_sizes_are_resized(mixed: FileSource) -> None:
+def test_other_sizes_are_resized(mixed: FileSource, slices: Slices) -> None:
     batch = next(iter(MemoryBackend(mixed, view(image_size=16)).batches(slices(range(24)))))
     for sample in range(24):
         assert torch.equal(batch.inputs[sample], evaluation_image(mixed.read(sample), 16, 0.875))
 
 
 @pytest.mark.parametrize("augment", [PAD_AND_FLIP, Augment(flip=0.5)], ids=["pad", "flip"])
-def test_variation_does_not_depend_on_company(small: FileSource, augment: Augment) -> None:
+def test_variation_does_not_depend_on_company(small: FileSource, augment: Augment, slices: Slices) -> None:
     backend = MemoryBackend(small, view(augment))
     together = next(iter(backend.batches(slices(range(40), epoch=3)))).inputs
     order = np.random.default_rng(0).permutation(40)
@@ -66,14 +68,14 @@ def test_variation_does_not_depend_on_company(small: FileSource, augment: Augmen
     assert not torch.equal(other_seed, together)
 
 
-def test_epochs_are_drawn_apart(small: FileSource) -> None:
+def test_epochs_are_drawn_apart(small: FileSource, slices: Slices, same: Same) -> None:
     backend = MemoryBackend(small, view(PAD_AND_FLIP))
     pieces = [piece for epoch in (0, 1, 2) for piece in slices([1, 2], [3], epoch=epoch)]
     for piece, batch in zip(pieces, backend.batches(iter(pieces)), strict=True):
         assert same(batch, next(iter(backend.batches([piece]))))
 
 
-def test_slices_are_read_lazily(small: FileSource) -> None:
+def test_slices_are_read_lazily(small: FileSource, slices: Slices) -> None:
     taken = 0
 
     def endless() -> Iterator[SampleSlice]:
@@ -90,7 +92,7 @@ def test_slices_are_read_lazily(small: FileSource) -> None:
         assert taken <= 4096 // 4 + 1
 
 
-def test_broken_images_are_left_out(small: FileSource) -> None:
+def test_broken_images_are_left_out(small: FileSource, slices: Slices) -> None:
     for sample in (2, 5):
         Path(small.path(sample)).write_bytes(b"nothing")
     whole = MemoryBackend(small, view(PAD_AND_FLIP))
@@ -119,21 +121,21 @@ def test_random_resized_is_refused(small: FileSource) -> None:
         MemoryBackend(small, view(Augment(crop="random_resized")))
 
 
-def test_no_random_state_is_used(small: FileSource) -> None:
+def test_no_random_state_is_used(small: FileSource, slices: Slices) -> None:
     before = torch.get_rng_state(), random.getstate()
     list(MemoryBackend(small, view(PAD_AND_FLIP)).batches(slices(range(40))))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
 
-def test_closed_is_closed(small: FileSource) -> None:
+def test_closed_is_closed(small: FileSource, slices: Slices) -> None:
     backend = MemoryBackend(small, view())
     backend.close()
     with pytest.raises(RuntimeError, match="closed"):
         next(iter(backend.batches(slices([1]))))
 
 
-def test_a_batch_costs_microseconds() -> None:
+def test_a_batch_costs_microseconds(slices: Slices) -> None:
     images = np.zeros((2000, 8, 8, 1), dtype=np.uint8)
     backend = MemoryBackend(ArraySource(images, np.zeros(2000, np.int64), "zeros"), View(image_size=8, channels=1))
     pieces = slices(*np.random.default_rng(0).integers(0, 2000, (1000, 4)))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from conftest import slices
 
 from paceline.data.backends.synthetic import SyntheticBackend
+from paceline.data.batch import SampleSlice
 from paceline.data.image.source import FileSource
 from paceline.data.image.synthetic import SyntheticSource
 from paceline.data.image.transforms import View
 
+Slices = Callable[..., list[SampleSlice]]
 
-def test_labels_are_right_and_noise_is_made_once() -> None:
+
+def test_labels_are_right_and_noise_is_made_once(slices: Slices) -> None:
     source = SyntheticSource(10, 4, (16, 16, 3))
     backend = SyntheticBackend(source, View(image_size=16, channels=3))
     first, second, tail = backend.batches(slices([1, 5, 9], [0, 2, 3], [4]))
@@ -28,7 +32,7 @@ def test_labels_are_right_and_noise_is_made_once() -> None:
     backend.close()
 
 
-def test_files_are_not_read(small: FileSource) -> None:
+def test_files_are_not_read(small: FileSource, slices: Slices) -> None:
     source = FileSource.__new__(FileSource)
     source.labels = np.array([2, 1])
     (batch,) = SyntheticBackend(source, View(image_size=8, channels=1)).batches(slices([1]))

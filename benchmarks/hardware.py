@@ -1,0 +1,63 @@
+"""What did a benchmark run on? The facts every result file states."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.distributed.device import available_cores, cpu_name
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def facts() -> dict[str, Any]:
+    """Hardware, versions, revision, command and date."""
+    revision = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    ).stdout.strip()
+    return {
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "cpu": cpu_name(),
+        "cores": available_cores(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "load_average_before": os.getloadavg()[0],
+        "revision": revision,
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range of repeated measurements."""
+    return {
+        "runs": len(values),
+        "median": statistics.median(values),
+        "minimum": min(values),
+        "maximum": max(values),
+    }
+
+
+def write_result(claim: str, result: dict[str, Any], lines: Sequence[str]) -> Path:
+    """Write ``results/<claim>_<hardware>_<yyyy-mm>`` as JSON, and as Markdown for people."""
+    known = facts()
+    hardware = "".join(c if c.isalnum() else "-" for c in str(known["device"] if known["device"] != "cpu" else known["cpu"]))
+    name = f"{claim}_{hardware.strip('-').lower()}_{str(known['date'])[:7]}"
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"claim": claim, "facts": known, **result}, indent=2) + "\n")
+    header = [f"# {claim}", "", *lines, "", *(f"- {key}: {value}" for key, value in known.items()), ""]
+    path.with_suffix(".md").write_text("\n".join(header))
+    return path

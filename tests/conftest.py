@@ -1,0 +1,172 @@
+"""Tiny recipes, tasks and run directories: the real trainer with a real network in a fraction of a second.
+
+Nothing here loads torch before a test asks for it, because half of the tests do without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = """
+model: {name: small_resnet, channels_last: false, options: {width: 4, stages: 1, depth: 1}}
+data: {dataset: digits}
+batch: {global_size: 16}
+optimizer: {lr: 0.05}
+schedule: {name: constant}
+train: {duration: 8 steps, precision: fp32}
+evaluate: {every: 4 steps}
+checkpoint: {every: 4 steps, keep: 2}
+parallel: {device: cpu, threads: 1}
+telemetry: {log_every: 2 steps, trackers: []}
+"""
+
+_ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
+
+
+@cache
+def _tiny_class() -> Any:
+    """Image classification on a few made-up images, 8x8 grey, whose brightness tells the class."""
+    from functools import cached_property
+
+    import numpy as np
+    import torch
+
+    from paceline.data.batch import Batch
+    from paceline.data.image.datasets import ImageDataset
+    from paceline.data.image.source import ArraySource
+    from paceline.tasks.image_classification import ImageClassification
+
+    def images(count: int, classes: int, seed: int) -> ArraySource:
+        labels = np.arange(count) % classes
+        noise = np.random.default_rng(seed).integers(0, 120, (count, 8, 8, 1))
+        bright = (labels * 130 // classes)[:, None, None, None]
+        return ArraySource((noise + bright).astype(np.uint8), labels.astype(np.int64), "tiny")
+
+    class TinyTask(ImageClassification):
+        train_images, evaluation_images, classes = 52, 21, 3
+        make_network: Callable[[], torch.nn.Module] | None = None
+        on_loss: Callable[[Batch, torch.Tensor], torch.Tensor | None] | None = None
+        on_score: Callable[[Any, Batch, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None] | None = None
+
+        @cached_property
+        def dataset(self) -> ImageDataset:
+            return ImageDataset(
+                name="tiny",
+                train=images(self.train_images, self.classes, 1),
+                validation=images(self.evaluation_images, self.classes, 2),
+                classes=tuple(str(label) for label in range(self.classes)),
+                channels=1,
+                image_size=8,
+                native_size=(8, 8),
+                digest=f"tiny {self.train_images} {self.evaluation_images} {self.classes}",
+                mean=(0.4,),
+                std=(0.25,),
+            )
+
+        def build_model(self) -> torch.nn.Module:
+            return super().build_model() if self.make_network is None else self.make_network()
+
+        def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+            loss = super().loss(model, batch)
+            # A loss without a gradient is a trial of the model, before training begins.
+            changed = self.on_loss(batch, loss) if self.on_loss is not None and loss.requires_grad else None
+            return loss if changed is None else changed
+
+        def score(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+            values = super().score(model, batch)
+            changed = None if self.on_score is None else self.on_score(model, batch, values)
+            return values if changed is None else changed
+
+    return TinyTask
+
+
+def _tiny_task(**changes: Any) -> Callable[[Any], Any]:
+    """Make a task maker for ``paceline.train``; ``changes`` replace attributes of the class above."""
+
+    def make(recipe: Any) -> Any:
+        task = _tiny_class()(recipe)
+        for name, value in changes.items():
+            assert hasattr(task, name), name
+            setattr(task, name, value)
+        return task
+
+    return make
+
+
+def _facts(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a clock says: the only values in which two runs of the same thing may differ."""
+    return {
+        key: value
+        for key, value in event.items()
+        if key not in ("time", "seconds", "data_wait_fraction")
+        and not key.endswith("_seconds")
+        and not key.startswith("throughput")
+    }
+
+
+def _events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if event["event"] in kinds] if kinds else found
+
+
+@pytest.fixture
+def tiny_task() -> Callable[..., Callable[[Any], Any]]:
+    """``tiny_task(train_images=52, on_loss=...)``: something to give to ``paceline.train(task=...)``."""
+    return _tiny_task
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe file of eight steps on the CPU."""
+    path = tmp_path_factory.mktemp("recipes") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def train_tiny(tiny_recipe: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """``train_tiny("a", {"optimizer.lr": 1.0}, task=...)`` trains in ``tmp_path/a`` and returns the result."""
+    import torch
+
+    import paceline
+
+    def train(name: str, overrides: Mapping[str, Any] | None = None, *, task: Any = None, resume: str = "auto") -> Any:
+        return paceline.train(
+            tiny_recipe,
+            overrides=overrides or {},
+            run_dir=tmp_path / name,
+            resume=resume,
+            task=_tiny_task() if task is None else task,
+            quiet=True,
+        )
+
+    threads = torch.get_num_threads()
+    yield train
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def events() -> Callable[..., list[dict[str, Any]]]:
+    """``events(run_dir, "step")``: the events of a run, of some kinds only if asked."""
+    return _events
+
+
+@pytest.fixture
+def course() -> Callable[[Path], list[dict[str, Any]]]:
+    """``course(run_dir)``: everything a run did, without the clock's words and without where it was interrupted."""
+    return lambda run_dir: [_facts(e) for e in _events(run_dir) if e["event"] not in _ABOUT_THE_LAUNCH]
+
+
+@pytest.fixture
+def weights() -> Callable[..., dict[str, Any]]:
+    """``weights(result)``: the tensors of a run's newest checkpoint; ``weights(result, "ema")`` the average's."""
+    from paceline.checkpoint.weights import read_weights
+
+    return lambda result, which="model": read_weights(result.run_dir, which).state

@@ -1,0 +1,310 @@
+"""Real launches of the command line: started, watched, signalled, killed as a family, and cleaned up after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SOURCES = Path(__file__).parents[2] / "src"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+MARK = "PACELINE_TEST_FAMILY"
+
+# Small, but with everything that could lose its place: loader processes, augmentation, dropout, BatchNorm, bf16,
+# a moving average, accumulation, a ragged last step, warm-up, clipping, and a record, a save and an evaluation
+# that fall on different steps.
+RECIPE: dict[str, Any] = {
+    "seed": 3,
+    "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "dropout": 0.2}},
+    "data": {
+        "dataset": "image_folder",
+        "path": "photos",
+        "backend": "pytorch",
+        "workers": 2,
+        "augment": {"crop": "pad", "padding": 2, "flip": 0.5},
+    },
+    "batch": {"global_size": 16, "micro_size": 4},
+    "optimizer": {"lr": 0.02, "weight_decay": 0.0005, "clip_norm": 1.0},
+    "schedule": {"warmup": "5 steps"},
+    "train": {"duration": "60 steps", "precision": "bf16", "ema": 0.9, "label_smoothing": 0.1},
+    "evaluate": {"every": "5 steps", "batch_size": 8},
+    "checkpoint": {"every": "4 steps"},
+    "parallel": {"device": "cpu", "threads": 1},
+    "telemetry": {"log_every": "3 steps", "trackers": []},
+}
+TRAIN_SAMPLES = 90  # five steps of 16 an epoch, and a last one of 10
+VALIDATION_SAMPLES = 33
+
+# What a clock decides; the only keys of a record that a resume may change.
+_WALL_CLOCK = ("time", "seconds", "throughput", "data_wait_fraction")
+
+
+@dataclass
+class Done:
+    """How a launch ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Launched:
+    """A launch with all its descendants, whichever session or parent they have by now."""
+
+    def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+        self._mark = uuid.uuid4().hex
+        self.temporary = directory / f"temporary-{self._mark}"
+        self.temporary.mkdir()
+        self._logs = (directory / f"{self._mark}.out", directory / f"{self._mark}.err")
+        self._seen: set[int] = set()
+        with self._logs[0].open("wb") as out, self._logs[1].open("wb") as err:
+            # Files, not pipes: a killed launch's orphans would hold a pipe open and its reader waiting.
+            self.process = subprocess.Popen(
+                command,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**environment, MARK: self._mark, "TMPDIR": str(self.temporary)},
+            )
+
+    def family(self) -> set[int]:
+        """Processes of this launch that are alive: they carry its mark in their environment."""
+        wanted = f"{MARK}={self._mark}".encode()
+        found = set()
+        for entry in Path("/proc").iterdir():
+            try:
+                # Read whole: that of a process just forked, or ended, is empty.
+                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+            except (OSError, PermissionError):
+                continue
+        self._seen |= found
+        return found
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in order; empty until all are started."""
+        found: dict[int, int] = {}
+        for pid in sorted(self.family()):
+            variables = environment_of(pid)
+            # A rank's own children inherit its number: the rank is the one whose parent has none.
+            if "RANK" in variables and "RANK" not in environment_of(parent_of(pid)):
+                found[int(variables["RANK"])] = pid
+        size = next((int(environment_of(pid).get("WORLD_SIZE", 0)) for pid in found.values()), 0)
+        return [found[rank] for rank in sorted(found)] if found and len(found) == size else []
+
+    def kill(self) -> None:
+        """SIGKILL everyone, as a node that loses power does."""
+        while family := self.family():
+            for pid in family:
+                _send(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self.process.wait()
+
+    def wait(self, timeout: float = 120) -> Done:
+        """Wait for the end of the launch itself."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"did not end within {timeout} s:\n{self.log()}") from None
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._logs)
+        return Done(code, out, err)
+
+    def wait_for(self, condition: Callable[[], object], timeout: float = 120) -> None:
+        """Wait until something is so; the launch must not end before."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"ended, or {timeout} s went by, before it was so:\n{self.log()}")
+            time.sleep(0.005)
+
+    def log(self) -> str:
+        """What it has printed so far."""
+        return "".join(path.read_text(encoding="utf-8", errors="replace")[-6000:] for path in self._logs)
+
+    def seconds_until_alone(self, limit: float = 15) -> float:
+        """Wait until no process of it is left; they are ended, and an error, after ``limit`` seconds."""
+        begun = time.monotonic()
+        while family := self.family():
+            if time.monotonic() - begun > limit:
+                left = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")) for pid in family]
+                self.kill()
+                raise AssertionError(f"still there after {limit} s: {left}")
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def leftovers(self) -> list[str]:
+        """Files in shared memory that carry a process id of it, and its temporary files."""
+        shared = [
+            name
+            for name in os.listdir("/dev/shm")
+            if any(str(pid) in name.replace(".", "_").split("_") for pid in self._seen)
+        ]
+        return shared + [str(path) for path in self.temporary.rglob("*")]
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment a process was started with; empty if it is gone."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def parent_of(pid: int) -> int:
+    """The parent's process id; 0 if the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    return inherited | {
+        "PYTHONPATH": str(SOURCES),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks if asked."""
+    launched: list[Launched] = []
+
+    def starter(
+        *arguments: object, where: Path = tmp_path, torchrun: int = 0, variables: dict[str, str] | None = None
+    ) -> Launched:
+        head = [*TORCHRUN, f"--nproc-per-node={torchrun}"] if torchrun else [sys.executable]
+        command = [*head, "-m", "paceline", *map(str, arguments)]
+        launched.append(Launched(command, where, _environment() | (variables or {})))
+        return launched[-1]
+
+    yield starter
+    for each in launched:
+        each.kill()
+
+
+@pytest.fixture
+def run(start: Callable[..., Launched]) -> Callable[..., Done]:
+    """Start, and wait for the end; nothing of it may be left."""
+
+    def runner(*arguments: object, timeout: float = 120, **options: Any) -> Done:
+        launched = start(*arguments, **options)
+        done = launched.wait(timeout)
+        launched.seconds_until_alone()
+        assert launched.leftovers() == []
+        return done
+
+    return runner
+
+
+def write_photos(root: Path) -> None:
+    """Three classes of noisy 12x12 images, each a little bluer, greener or redder than noise."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", TRAIN_SAMPLES // 3), ("val", VALIDATION_SAMPLES // 3)):
+        for channel, name in enumerate(("red", "green", "blue")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 226, (12, 12, 3), dtype=np.uint8)
+                pixels[..., channel] += 30
+                Image.fromarray(pixels).save(folder / f"{number:03d}.png")
+
+
+@pytest.fixture(scope="session")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a recipe and the images it names; runs go into directories of their own in it."""
+    root = tmp_path_factory.mktemp("studio")
+    write_photos(root / "photos")
+    (root / "recipe.yaml").write_text(json.dumps(RECIPE))
+    return root
+
+
+@pytest.fixture(scope="session")
+def undisturbed(studio: Path) -> Path:
+    """The run directory of the recipe trained by two processes from beginning to end without a stop."""
+    launched = Launched(
+        [sys.executable, "-m", "paceline", "train", "recipe.yaml", "--run-dir", "undisturbed", "--processes", "2"],
+        studio,
+        _environment(),
+    )
+    done = launched.wait(200)
+    assert done.code == 0, done.err
+    return studio / "undisturbed"
+
+
+def _records(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in event.items() if not any(word in key for word in _WALL_CLOCK)}
+        for event in events
+        if event["event"] in kinds
+    ]
+
+
+@pytest.fixture
+def records() -> Callable[..., list[dict[str, Any]]]:
+    """The events of some kinds, without what a clock decided."""
+    return _records
+
+
+@pytest.fixture
+def summary() -> Callable[[Path], dict[str, Any]]:
+    """What summary.json of a run directory says."""
+    return lambda run_dir: json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.fixture
+def steps_recorded() -> Callable[[Path], int]:
+    """The last step that a run directory has a record of, while the run goes on."""
+
+    def last_step(run_dir: Path) -> int:
+        try:
+            lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return -1
+        return max((json.loads(line)["step"] for line in lines), default=-1)
+
+    return last_step
+
+
+@pytest.fixture
+def same_outcome(
+    undisturbed: Path, records: Callable[..., Any], summary: Callable[[Path], Any]
+) -> Callable[[Path], None]:
+    """Assert that a run ended as the undisturbed one did, bit for bit and record for record."""
+
+    def compare(run_dir: Path) -> None:
+        mine, theirs = summary(run_dir), summary(undisturbed)
+        for key in ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
+            assert mine[key] == theirs[key], key
+        assert records(run_dir, "step", "evaluation") == records(undisturbed, "step", "evaluation")
+
+    return compare

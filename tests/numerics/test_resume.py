@@ -1,0 +1,198 @@
+"""A run that is interrupted anywhere and continued ends with the bits, and the records, of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.data.batch import Batch
+from paceline.insight.audit import audit_run
+
+STEPS = 9
+# Everything that could carry hidden state at once. 52 samples in batches of 16: every fourth step is a tail of 4.
+EVERYTHING = {
+    "train.duration": f"{STEPS} steps",
+    "train.precision": "bf16",
+    "train.ema": 0.9,
+    "train.label_smoothing": 0.1,
+    "model.options.dropout": 0.3,
+    "data.augment.crop": "pad",
+    "data.augment.padding": 2,
+    "data.augment.flip": 0.5,
+    "batch.micro_size": 4,
+    "optimizer.clip_norm": 1.0,
+    "optimizer.weight_decay": 1e-3,
+    "schedule.name": "cosine",
+    "schedule.warmup": "3 steps",
+    "telemetry.log_every": "2 steps",
+    "evaluate.every": "2 steps",
+    "checkpoint.every": "3 steps",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "everything": EVERYTHING,
+    "adamw": {
+        "train.duration": f"{STEPS} steps",
+        "optimizer.name": "adamw",
+        "optimizer.lr": 1e-3,
+        "evaluate.every": "3 steps",
+        "checkpoint.every": "off",
+        "telemetry.log_every": "4 steps",
+        "evaluate.patience": 3,
+    },
+}
+
+
+class PowerCut(Exception):
+    """Stands for whatever ends a process in the middle of a step."""
+
+
+def asked_to_stop_in(step: int, number: int = signal.SIGTERM) -> Callable[[Batch, torch.Tensor], None]:
+    """Send this process a real signal while it is inside a step, counted from 1."""
+
+    def on_loss(batch: Batch, loss: torch.Tensor) -> None:
+        if batch.slice.step == step - 1 and batch.slice.is_last:
+            os.kill(os.getpid(), number)
+
+    return on_loss
+
+
+def cut_off_in(step: int) -> Callable[[Batch, torch.Tensor], None]:
+    """Fail in the last micro-batch of a step, counted from 1: no chance to save anything."""
+
+    def on_loss(batch: Batch, loss: torch.Tensor) -> None:
+        if batch.slice.step == step - 1 and batch.slice.is_last:
+            raise PowerCut
+
+    return on_loss
+
+
+def same_end(whole: Any, pieces: Any, course: Callable[[Path], Any]) -> None:
+    assert pieces.status == "completed"
+    assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
+    assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
+    assert pieces.summary.metrics == whole.summary.metrics
+    assert course(pieces.run_dir) == course(whole.run_dir)
+    assert audit_run(pieces.run_dir).passed
+    ledger = (whole.run_dir / "ledger" / "rank-00000.ids").read_bytes()
+    assert (pieces.run_dir / "ledger" / "rank-00000.ids").read_bytes() == ledger
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stopped_after_any_step(
+    variant: str, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    overrides = VARIANTS[variant]
+    whole = train_tiny("whole", overrides)
+    assert whole.summary.step == STEPS
+    for step in range(1, STEPS):
+        name = f"stopped-{step}"
+        stopped = train_tiny(name, overrides, task=tiny_task(on_loss=asked_to_stop_in(step)))
+        assert (stopped.status, stopped.summary.step) == ("stopped", step)
+        pieces = train_tiny(name, overrides)
+        assert pieces.summary.resumes == 1
+        same_end(whole, pieces, course)
+
+
+def test_cut_off_in_any_step(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    whole = train_tiny("whole", EVERYTHING)
+    for step in range(1, STEPS + 1):
+        name = f"cut-{step}"
+        with pytest.raises(PowerCut):
+            train_tiny(name, EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
+        same_end(whole, train_tiny(name, EVERYTHING), course)
+
+
+def test_stopped_after_every_step(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    whole = train_tiny("whole", EVERYTHING)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    for step in range(1, STEPS):
+        task = tiny_task(on_loss=asked_to_stop_in(step, signals[step % len(signals)]))
+        assert train_tiny("pieces", EVERYTHING, task=task).status == "stopped"
+    pieces = train_tiny("pieces", EVERYTHING)
+    assert pieces.summary.resumes == STEPS - 1
+    same_end(whole, pieces, course)
+
+
+def test_cut_off_twice_in_one_epoch_and_stopped_between(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    whole = train_tiny("whole", EVERYTHING)
+    for step in (5, 7):
+        with pytest.raises(PowerCut):
+            train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
+    train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(7)))
+    with pytest.raises(PowerCut):
+        train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(8)))
+    same_end(whole, train_tiny("pieces", EVERYTHING), course)
+
+
+def test_cut_off_in_an_evaluation(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise PowerCut
+
+    whole = train_tiny("whole", EVERYTHING)
+    train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(3)))
+    with pytest.raises(PowerCut):
+        train_tiny("pieces", EVERYTHING, task=tiny_task(on_score=fail))
+    same_end(whole, train_tiny("pieces", EVERYTHING), course)
+
+
+def test_going_back_to_an_earlier_checkpoint(train_tiny: Callable[..., Any], course: Callable[[Path], Any]) -> None:
+    overrides = {**EVERYTHING, "checkpoint.keep": 9}
+    whole = train_tiny("whole", overrides)
+    train_tiny("back", overrides)
+    checkpoint = whole.run_dir.parent / "back" / "checkpoints" / "step-00000003"
+    back = train_tiny("back", overrides, resume=str(checkpoint))
+    assert not back.was_complete
+    same_end(whole, back, course)
+
+
+# Scales far too high for fp16: the first batches overflow, one at a time, until the scale has come down; and with
+# an interval of three steps it rises and overflows again later.
+OVERFLOWING = {
+    "train.duration": "14 steps",
+    "train.precision": "fp16",
+    "train.grad_scaler.init_scale": 2.0**26,
+    "train.grad_scaler.growth_interval": 3,
+    "train.grad_scaler.growth_factor": 4.0,
+    "train.ema": 0.9,
+    "schedule.name": "linear",
+    "telemetry.log_every": "1 steps",
+    "evaluate.every": "2 steps",
+    "checkpoint.every": "3 steps",
+    "optimizer.clip_norm": 1.0,
+}
+
+
+def test_stopped_among_overflowing_steps(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    whole = train_tiny("whole", OVERFLOWING)
+    assert 0 < whole.summary.step < 13
+    for position in range(1, 14):
+        name = f"stopped-{position}"
+        train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=asked_to_stop_in(position)))
+        same_end(whole, train_tiny(name, OVERFLOWING), course)
+
+
+def test_cut_off_among_overflowing_steps(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    whole = train_tiny("whole", OVERFLOWING)
+    for position in range(1, 15):
+        name = f"cut-{position}"
+        with pytest.raises(PowerCut):
+            train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=cut_off_in(position)))
+        same_end(whole, train_tiny(name, OVERFLOWING), course)
