@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -65,8 +68,8 @@ class Launched:
 
     def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
         self._mark = uuid.uuid4().hex
-        self.temporary = directory / f"temporary-{self._mark}"
-        self.temporary.mkdir()
+        # Not in pytest's directory: a socket's path may have 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="paceline-test-"))
         self._logs = (directory / f"{self._mark}.out", directory / f"{self._mark}.err")
         self._seen: set[int] = set()
         with self._logs[0].open("wb") as out, self._logs[1].open("wb") as err:
@@ -114,6 +117,11 @@ class Launched:
             time.sleep(0.01)
         self.process.wait()
 
+    def clean(self) -> None:
+        """End what is left and remove what it left."""
+        self.kill()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
     def wait(self, timeout: float = 120) -> Done:
         """Wait for the end of the launch itself."""
         try:
@@ -155,14 +163,13 @@ class Launched:
             for name in os.listdir("/dev/shm")
             if any(str(pid) in name.replace(".", "_").split("_") for pid in self._seen)
         ]
-        return shared + [str(path) for path in self.temporary.rglob("*")]
+        # torch makes itself a folder for compiled kernels whether it compiles or not.
+        return shared + [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def _send(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -208,7 +215,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     yield starter
     for each in launched:
-        each.kill()
+        each.clean()
 
 
 @pytest.fixture
@@ -256,6 +263,7 @@ def undisturbed(studio: Path) -> Path:
         _environment(),
     )
     done = launched.wait(200)
+    launched.clean()
     assert done.code == 0, done.err
     return studio / "undisturbed"
 

@@ -6,7 +6,9 @@ Each chain is one run that is killed five times, whole family at once, and then 
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -50,7 +52,7 @@ class Moments:
                 launched.wait_for(lambda: any((self._run_dir / "checkpoints").glob(".saving-*")))
                 return "in a save"
             case _:
-                delay = self._random.uniform(0.5, 8)
+                delay = self._random.uniform(0.5, 4)
                 time.sleep(delay)
                 return f"{delay:.3f} s after the launch"
 
@@ -88,3 +90,197 @@ def test_killed_five_times_and_resumed(
     assert summary(run_dir)["resumes"] >= 1
     audit = run("audit", run_dir, "--json", where=studio)
     assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+
+
+# A model of one's own that kills its process in the N-th training forward pass, once: the flag file says it has.
+DEADLY = """
+import os, signal
+from pathlib import Path
+from torch import nn
+
+class Deadly(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(in_channels * 144, num_classes))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == int(os.environ.get("DIE_AT", -1)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.body(x)
+"""
+DEADLY_MODEL = ("model.name=deadly:Deadly", "model.options=null", "data.workers=0")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_rank_killed(
+    studio: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    steps_recorded: Callable[[Path], int],
+    same_outcome: Callable[[Path], None],
+    victim: int,
+) -> None:
+    run_dir = studio / f"victim-{victim}"
+    command = (*TRAIN, "--run-dir", run_dir)
+    launched = start(*command, where=studio)
+    launched.wait_for(lambda: steps_recorded(run_dir) >= 12)
+    os.kill(launched.ranks()[victim], signal.SIGKILL)
+    begun = time.monotonic()
+    done = launched.wait(60)
+    assert time.monotonic() - begun < 30
+    assert done.code == 1
+    first = done.err.splitlines()[0]
+    assert f"rank {victim}" in first
+    assert "SIGKILL" in first
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []
+    assert run(*command, where=studio).code == 0
+    same_outcome(run_dir)
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("forward", [1, 26, 28])
+def test_killed_in_every_part_of_a_window(
+    studio: Path, run: Callable[..., Any], records: Callable[..., Any], summary: Callable[[Path], Any], forward: int
+) -> None:
+    """Four micro-batches a step, six steps an epoch: forwards 25 to 28 are step 7, the second epoch's first."""
+    (studio / "deadly.py").write_text(DEADLY)
+    shortened = ("train.duration=9 steps", "checkpoint.every=2 steps", "evaluate.every=4 steps")
+    command = ("train", "recipe.yaml", *DEADLY_MODEL, *shortened, "--run-dir")
+    whole = studio / "window-whole"
+    if not whole.exists():
+        assert run(*command, whole, where=studio).code == 0
+    run_dir = studio / f"window-{forward}"
+    killed = run(*command, run_dir, where=studio, variables={"DIE_AT": str(forward)})
+    assert killed.code == -signal.SIGKILL
+    assert run(*command, run_dir, where=studio).code == 0
+    assert summary(run_dir)["weights_sha256"] == summary(whole)["weights_sha256"]
+    assert summary(run_dir)["ema_sha256"] == summary(whole)["ema_sha256"]
+    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+
+
+@pytest.mark.world_size(1)
+def test_skipped_steps_are_recorded_once(
+    studio: Path, run: Callable[..., Any], records: Callable[..., Any], summary: Callable[[Path], Any]
+) -> None:
+    """fp16 steps that overflow use up samples but do not count: killed among them, nothing is told twice."""
+    (studio / "deadly.py").write_text(DEADLY)
+    half = ("train.precision=fp16", "train.grad_scaler.init_scale=16777216.0", "telemetry.log_every=1 steps")
+    shortened = ("train.duration=16 steps", "checkpoint.every=4 steps", "batch.micro_size=16")
+    command = ("train", "recipe.yaml", *DEADLY_MODEL, *half, *shortened, "--run-dir")
+    whole, run_dir = studio / "half-whole", studio / "half-killed"
+    assert run(*command, whole, where=studio).code == 0
+    skipped = 16 - summary(whole)["step"]
+    assert skipped >= 7  # the kill at the seventh batch is among them
+    assert run(*command, run_dir, where=studio, variables={"DIE_AT": "7"}).code == -signal.SIGKILL
+    assert run(*command, run_dir, where=studio).code == 0
+    assert summary(run_dir)["weights_sha256"] == summary(whole)["weights_sha256"]
+    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_sum_in_the_same_order_after_a_resume(
+    studio: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    steps_recorded: Callable[[Path], int],
+    summary: Callable[[Path], Any],
+    ranks: int,
+) -> None:
+    """With three ranks or more a sum depends on the order of its terms, and that on how gradients are packed."""
+    changes = ("batch.global_size=24", f"batch.micro_size={24 // ranks}", "train.duration=24 steps", "data.workers=0")
+    command = ("train", "recipe.yaml", *changes, "--processes", ranks, "--run-dir")
+    whole, run_dir = studio / f"{ranks}-whole", studio / f"{ranks}-killed"
+    assert run(*command, whole, where=studio).code == 0
+    launched = start(*command, run_dir, where=studio)
+    launched.wait_for(lambda: steps_recorded(run_dir) >= 9)
+    launched.kill()
+    assert run(*command, run_dir, where=studio).code == 0
+    assert summary(run_dir)["weights_sha256"] == summary(whole)["weights_sha256"]
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """The records of a ledger file as they lie in it."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        _, width, _, _, used, broken = HEADER.unpack_from(data, at)
+        end = at + HEADER.size + width * (used + broken) + 4
+        yield data[at:end]
+        at = end
+
+
+def sealed(body: bytes) -> bytes:
+    """A record with a checksum that is right."""
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def step_of(record: bytes) -> int:
+    return int(HEADER.unpack_from(record)[3])
+
+
+def at_step(record: bytes, step: int) -> bytes:
+    magic, width, epoch, _, used, broken = HEADER.unpack_from(record)
+    return sealed(HEADER.pack(magic, width, epoch, step, used, broken) + record[HEADER.size : -4])
+
+
+def with_first_id(record: bytes, change: Callable[[int], int]) -> bytes:
+    first = int.from_bytes(record[HEADER.size : HEADER.size + 4], "little")
+    return sealed(record[: HEADER.size] + change(first).to_bytes(4, "little") + record[HEADER.size + 4 : -4])
+
+
+def swapped(entries: list[bytes]) -> list[bytes]:
+    """The samples of the second and third step of an epoch in each other's place."""
+    two, three = ([entry for entry in entries if step_of(entry) == step] for step in (2, 3))
+    rest = [entry for entry in entries if step_of(entry) > 3]
+    first = [entry for entry in entries if step_of(entry) < 2]
+    return [*first, *(at_step(entry, 2) for entry in three), *(at_step(entry, 3) for entry in two), *rest]
+
+
+FORGERIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
+    "a record twice": (lambda entries: [*entries[:5], entries[4], *entries[5:]], "beyond its first"),
+    "a record less": (lambda entries: [*entries[:4], *entries[5:]], "never used"),
+    "the first record less": (lambda entries: entries[1:], "never used"),
+    "the last record less": (lambda entries: entries[:-1], "never used"),
+    "another sample": (
+        lambda entries: [*entries[:4], with_first_id(entries[4], lambda sample: sample ^ 1), *entries[5:]],
+        "out of order",
+    ),
+    "no such sample": (
+        lambda entries: [*entries[:4], with_first_id(entries[4], lambda sample: sample + 90), *entries[5:]],
+        "has 90 samples",
+    ),
+    "two steps swapped": (swapped, "out of order"),
+    "a step more": (lambda entries: [*entries, at_step(entries[-1], 61)], "after step 60"),
+    "a checksum that is wrong": (lambda entries: [*entries[:4], entries[4][:-1] + b"?", *entries[5:]], "damaged"),
+    "nothing at all": (lambda entries: [], "never used"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_doctored_ledger_is_found_out(undisturbed: Path, tmp_path: Path, run: Callable[..., Any], name: str) -> None:
+    forge, objection = FORGERIES[name]
+    copy = tmp_path / "copy"
+    shutil.copytree(undisturbed, copy)
+    path = copy / "ledger" / "rank-00001.ids"
+    entries = list(records_of(path))
+    assert len(entries) == 120  # two micro-batches a step on this rank
+    path.write_bytes(b"".join(forge(entries)))
+    told, as_json = run("audit", "copy"), run("audit", "copy", "--json")
+    assert (told.code, as_json.code, told.err, as_json.err) == (1, 1, "", "")
+    assert objection in told.out
+    assert "Passed" not in told.out
+    document = json.loads(as_json.out)
+    assert document["passed"] is False
+    assert any(objection in each for each in document["objections"])
+
+
+def test_an_honest_ledger_passes(undisturbed: Path, run: Callable[..., Any]) -> None:
+    done = run("audit", undisturbed, "--json")
+    assert (done.code, done.err) == (0, "")
+    document = json.loads(done.out)
+    assert document["passed"] is True
+    assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (10, 0, 0)

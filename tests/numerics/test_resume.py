@@ -14,7 +14,7 @@ import torch
 from paceline.data.batch import Batch
 from paceline.insight.audit import audit_run
 
-STEPS = 9
+STEPS = 7
 # Everything that could carry hidden state at once. 52 samples in batches of 16: every fourth step is a tail of 4.
 EVERYTHING = {
     "train.duration": f"{STEPS} steps",
@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "train.duration": f"{STEPS} steps",
         "optimizer.name": "adamw",
         "optimizer.lr": 1e-3,
+        "train.precision": "fp32",
         "evaluate.every": "3 steps",
         "checkpoint.every": "off",
         "telemetry.log_every": "4 steps",
@@ -127,12 +128,12 @@ def test_cut_off_twice_in_one_epoch_and_stopped_between(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
 ) -> None:
     whole = train_tiny("whole", EVERYTHING)
-    for step in (5, 7):
+    for step in (5, 6):
         with pytest.raises(PowerCut):
             train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
-    train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(7)))
+    train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(6)))
     with pytest.raises(PowerCut):
-        train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(8)))
+        train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(7)))
     same_end(whole, train_tiny("pieces", EVERYTHING), course)
 
 
@@ -181,7 +182,7 @@ def test_stopped_among_overflowing_steps(
 ) -> None:
     whole = train_tiny("whole", OVERFLOWING)
     assert 0 < whole.summary.step < 13
-    for position in range(1, 14):
+    for position in (1, 4, 7, 10, 13):
         name = f"stopped-{position}"
         train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=asked_to_stop_in(position)))
         same_end(whole, train_tiny(name, OVERFLOWING), course)
@@ -191,7 +192,7 @@ def test_cut_off_among_overflowing_steps(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
 ) -> None:
     whole = train_tiny("whole", OVERFLOWING)
-    for position in range(1, 15):
+    for position in (2, 5, 8, 11, 14):
         name = f"cut-{position}"
         with pytest.raises(PowerCut):
             train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=cut_off_in(position)))

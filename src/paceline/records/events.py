@@ -1,8 +1,8 @@
 """What can happen in a run, and under which keys is it written to ``events.jsonl``?
 
 One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers
-and to the display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under their own
-names. The entries of the mappings ``metrics``, ``timings`` and ``details`` stand beside the other keys, so
+and to the display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under
+their own names. The entries of the mappings ``metrics``, ``timings`` and ``details`` stand beside the other keys, so
 that a task may bring numbers of its own.
 """
 

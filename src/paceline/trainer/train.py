@@ -97,7 +97,9 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     task = build_task(recipe) if options.task is None else options.task(recipe)
     plan = plan_run(recipe, task, describe_machine(device), launch.world)
     torch.set_num_threads(plan.threads_per_process)
-    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    if recipe.train.deterministic:
+        # Only when asked: the call imports torch's compiler, which takes seconds.
+        torch.use_deterministic_algorithms(mode=True)
     with StopRequest() as stop, _joined(launch, device) as collectives:
         directory = RunDirectory(collectives.on_first(lambda: _directory(options.run_dir, loaded.name)))
         asked = Asked(recipe=recipe, plan=plan, resume=options.resume, device_facts=_device_facts(device, launch))

@@ -80,6 +80,10 @@ def test_missing_and_extra_components_are_named_and_nothing_changes() -> None:
     registry = registry_of(model=network(), counter=counter, scaler=Counter())
     with pytest.raises(CheckpointError, match=r"it lacks 'scaler'.*it holds 'ema', which"):
         registry.restore(states)
+    with pytest.raises(CheckpointError, match=r"it lacks 'scaler'\. Use"):
+        registry.restore({name: states[name] for name in ("model", "counter")})
+    with pytest.raises(CheckpointError, match=r"this run: it holds 'ema', which"):
+        registry.restore({**states, "scaler": {"step": 1}})
     assert counter.step == 0
     renamed = registry_of(counter=Counter(), modle=network())
     with pytest.raises(CheckpointError, match=r"it lacks 'modle'\. Did you mean 'model'\?"):

@@ -32,11 +32,15 @@ from paceline.data.image.reading import ReadFailure, SliceReader
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleSlice
-from paceline.errors import TrainingError
+from paceline.errors import DataError, TrainingError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _CHECK_SECONDS = 0.5
 _CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
+
+
+# sizeof(sun_path) on Linux, less its terminating zero; macOS has a few less.
+_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 
 
 class PytorchBackend:
@@ -159,7 +163,7 @@ class _Board:
         self._worker = 0
         if workers:
             # Made here, it is shared: whoever of run and workers is left removes it.
-            multiprocessing.util.get_temp_dir()
+            _check_socket_path(multiprocessing.util.get_temp_dir())
 
     def enter(self, worker: int) -> None:
         """Settle in as worker number ``worker``; runs in its process."""
@@ -202,6 +206,19 @@ class _Board:
         if os.getppid() != self._run_process:
             shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         os._exit(0)
+
+
+def _check_socket_path(directory: str) -> None:
+    """Workers hand over batches through a socket in the temporary directory, and its path has a short limit.
+
+    Beyond it every batch would be lost without a word, and the run would wait for ever.
+    """
+    longest = _SOCKET_PATH - len("/listener-12345678")
+    if len(os.fsencode(directory)) > longest:
+        raise DataError(
+            f"the temporary directory '{directory}' has a path of {len(os.fsencode(directory))} bytes, but loader "
+            f"workers need one of at most {longest}; set TMPDIR to a shorter one, or data.workers=0."
+        )
 
 
 _OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()

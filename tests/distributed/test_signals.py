@@ -1,0 +1,270 @@
+"""Any stop signal, to anyone: all ranks stop after the same step, with one whole checkpoint, and nothing stays behind.
+
+A chain is one run that is stopped several times, each time another way, and goes on with the same command; in the
+end it must equal a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.records.ledger import read_ledger
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+    pytest.mark.world_size(2),
+]
+
+TRAIN = ("train", "recipe.yaml", "--processes", "2", "--run-dir")
+
+
+def to_launcher(launched: Any, number: int) -> None:
+    launched.process.send_signal(number)
+
+
+def to_its_group(launched: Any, number: int) -> None:
+    os.killpg(launched.process.pid, number)
+
+
+def to_first_rank(launched: Any, number: int) -> None:
+    os.kill(launched.ranks()[0], number)
+
+
+def to_last_rank(launched: Any, number: int) -> None:
+    os.kill(launched.ranks()[-1], number)
+
+
+def to_a_rank_and_its_workers(launched: Any, number: int) -> None:
+    os.killpg(os.getpgid(launched.ranks()[-1]), number)
+
+
+def to_everyone(launched: Any, number: int) -> None:
+    for pid in launched.family():
+        os.kill(pid, number)
+
+
+@pytest.fixture
+def stop(
+    start: Callable[..., Any],
+    steps_recorded: Callable[[Path], int],
+    summary: Callable[[Path], Any],
+    studio: Path,
+) -> Callable[..., int]:
+    """Start, wait for a step, send a signal, and check everything that must be true of the stop."""
+
+    def stopper(
+        send: Callable[[Any, int], None],
+        number: int,
+        command: tuple[object, ...],
+        run_dir: Path,
+        *,
+        after: int,
+        code: int = 75,
+        **options: Any,
+    ) -> int:
+        launched = start(*command, where=studio, **options)
+        launched.wait_for(lambda: steps_recorded(run_dir) >= after)
+        send(launched, number)
+        sent = time.monotonic()
+        done = launched.wait(60)
+        assert done.code == code, done.err
+        assert time.monotonic() - sent < 20
+        launched.seconds_until_alone(5)
+        assert launched.leftovers() == []
+        if code == 75:
+            assert done.err == ""
+            assert f"--run-dir {run_dir} to go on" in done.out
+        return checked(run_dir)
+
+    def checked(run_dir: Path) -> int:
+        outcome = summary(run_dir)
+        step = int(outcome["step"])
+        assert outcome["status"] == "stopped"
+        ends = {path.name: max(entry.step for entry in read_ledger(path)) for path in ledger_files(run_dir)}
+        assert set(ends.values()) == {step}
+        names = sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir())
+        assert names[-1] == f"step-{step:08d}"
+        assert not [name for name in names if name.startswith(".")]
+        assert json.loads((run_dir / "checkpoints" / names[-1] / "manifest.json").read_text())["step"] == step
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+        assert [event["event"] for event in events[-2:]] == ["stop", "finish"]
+        assert events[-1]["step"] == step
+        return step
+
+    return stopper
+
+
+def ledger_files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "ledger").glob("rank-*.ids"))
+
+
+CHAINS = {
+    "launcher": [
+        (to_launcher, signal.SIGTERM),
+        (to_launcher, signal.SIGUSR1),
+        (to_launcher, signal.SIGUSR2),
+        (to_its_group, signal.SIGINT),
+    ],
+    "ranks": [
+        (to_last_rank, signal.SIGTERM),
+        (to_first_rank, signal.SIGINT),
+        (to_a_rank_and_its_workers, signal.SIGUSR1),
+        (to_last_rank, signal.SIGUSR2),
+        (to_everyone, signal.SIGTERM),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_stopped_again_and_again(
+    studio: Path, stop: Callable[..., int], run: Callable[..., Any], same_outcome: Callable[[Path], None], name: str
+) -> None:
+    run_dir = studio / f"stopped-{name}"
+    command = (*TRAIN, run_dir)
+    reached = 0
+    for send, number in CHAINS[name]:
+        step = stop(send, number, command, run_dir, after=reached + 3)
+        assert reached < step < 60
+        reached = step
+    done = run(*command, where=studio)
+    assert done.code == 0, done.err
+    assert f"resumed from step-{reached:08d}" in done.out
+    same_outcome(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(1)
+def test_a_single_process_with_its_workers(
+    studio: Path,
+    stop: Callable[..., int],
+    run: Callable[..., Any],
+    summary: Callable[[Path], Any],
+    records: Callable[..., Any],
+) -> None:
+    changes = ("train.duration=40 steps",)
+    whole, run_dir = studio / "alone-whole", studio / "alone-stopped"
+    assert run("train", "recipe.yaml", *changes, "--run-dir", whole, where=studio).code == 0
+    command = ("train", "recipe.yaml", *changes, "--run-dir", run_dir)
+    reached = 0
+    for send, number in (
+        (to_launcher, signal.SIGTERM),
+        (to_its_group, signal.SIGINT),
+        (to_launcher, signal.SIGUSR1),
+        (to_its_group, signal.SIGUSR2),
+    ):
+        reached = stop(send, number, command, run_dir, after=reached + 3)
+    assert run(*command, where=studio).code == 0
+    assert summary(run_dir)["resumes"] == 4
+    for key in ("weights_sha256", "ema_sha256", "metrics"):
+        assert summary(run_dir)[key] == summary(whole)[key]
+    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+
+
+@pytest.mark.slow
+def test_under_torchrun(
+    studio: Path, stop: Callable[..., int], run: Callable[..., Any], same_outcome: Callable[[Path], None]
+) -> None:
+    """torchrun's own exit code tells a stop from a failure by no means; what lies in the run directory does."""
+    run_dir = studio / "torchrun"
+    command = ("train", "recipe.yaml", "--run-dir", run_dir)
+    reached = stop(to_last_rank, signal.SIGTERM, command, run_dir, after=3, code=1, torchrun=2)
+    stop(to_launcher, signal.SIGTERM, command, run_dir, after=reached + 3, code=1, torchrun=2)
+    done = run(*command, where=studio, torchrun=2)
+    assert done.code == 0, done.err
+    same_outcome(run_dir)
+
+
+def test_the_launcher_is_killed(
+    studio: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    steps_recorded: Callable[[Path], int],
+    same_outcome: Callable[[Path], None],
+) -> None:
+    run_dir = studio / "headless"
+    launched = start(*TRAIN, run_dir, where=studio)
+    launched.wait_for(lambda: steps_recorded(run_dir) >= 6)
+    launched.process.kill()
+    launched.process.wait()
+    assert launched.seconds_until_alone(20) < 10
+    # The launcher's own scratch directory is the one thing nobody is left to remove.
+    assert [name for name in launched.leftovers() if not name.startswith("paceline-launch-")] == []
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    assert run(*TRAIN, run_dir, where=studio).code == 0
+    same_outcome(run_dir)
+
+
+SLOW = """
+import os, time
+from pathlib import Path
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == 5 and "SLOW" in os.environ:
+            Path(f"asleep-{os.environ.get('RANK', 0)}").touch()
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                time.sleep(0.05)
+        return self.body(x)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_signal_ends_at_once(
+    studio: Path, tmp_path: Path, start: Callable[..., Any], run: Callable[..., Any], processes: int
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    changes = ("model.name=slow:Slow", "model.options=null", "data.workers=0", "train.duration=6 steps")
+    command = ["train", studio / "recipe.yaml", *changes, f"data.path={studio / 'photos'}", "checkpoint.every=1 steps"]
+    command += ["--run-dir", "patient", "--processes", processes]
+    launched = start(*command, variables={"SLOW": "1"})
+    launched.wait_for(lambda: len(list(tmp_path.glob("asleep-*"))) == processes)
+    launched.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    launched.process.send_signal(signal.SIGTERM)  # a terminal and a launcher may both deliver one request
+    time.sleep(1.5)
+    assert launched.process.poll() is None
+    launched.process.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    done = launched.wait(20)
+    assert time.monotonic() - begun < 5
+    assert done.code not in (0, 75)
+    assert "Traceback" not in done.err
+    launched.seconds_until_alone(5)
+    assert launched.leftovers() == []
+    again = run(*command)
+    assert again.code == 0, again.err
+    assert "resumed from step-" in again.out
+    assert run("audit", "patient").code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_before_it_has_begun(studio: Path, start: Callable[..., Any], number: int) -> None:
+    """Nothing is lost yet, so nothing need be saved; but nobody stays, and nobody complains at length."""
+    run_dir = studio / f"too-early-{number}"
+    launched = start(*TRAIN, run_dir, where=studio)
+    launched.wait_for(lambda: len(launched.ranks()) == 2)
+    time.sleep(0.7)
+    launched.process.send_signal(number)
+    done = launched.wait(30)
+    assert done.code != 0
+    assert "Traceback" not in done.err
+    launched.seconds_until_alone(5)
+    assert launched.leftovers() == []

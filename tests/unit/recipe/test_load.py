@@ -1,0 +1,402 @@
+"""What a recipe may say: every wrong key and value is refused in one clear sentence, and nothing is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import RecipeError
+from paceline.recipe.load import (
+    differences,
+    load_recipe,
+    recipe_digest,
+    shipped_recipes,
+    stored_recipe,
+    to_tree,
+    to_yaml,
+)
+from paceline.units import Duration
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(*overrides: str, source: str | Path = "digits") -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(source, overrides)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimzer.lr=1", "unknown key 'optimzer'. Did you mean 'optimizer'? Keys of a recipe: task, seed, model"),
+        ("optimizer.lrr=1", "unknown key 'optimizer.lrr'. Did you mean 'lr'? Keys of 'optimizer': name, lr,"),
+        ("data.augment.flp=1", "unknown key 'data.augment.flp'. Did you mean 'flip'? Keys of 'data.augment': crop,"),
+        ("train.grad_scaler.init_scal=1", "unknown key 'train.grad_scaler.init_scal'. Did you mean 'init_scale'"),
+        ("nothing.like.it=1", "unknown key 'nothing'. Keys of a recipe:"),
+    ],
+)
+def test_an_unknown_key_is_refused_at_every_depth(override: str, said: str, tmp_path: Path) -> None:
+    dotted, _, value = override.partition("=")
+    assert refusal(override).startswith(f"override '{dotted}': {said}")
+
+    tree: Any = yaml.safe_load(value)
+    for key in reversed(dotted.split(".")):
+        tree = {key: tree}
+    path = write(tmp_path, "mine.yaml", yaml.safe_dump(tree))
+    assert refusal(source=path).startswith(f"{path}: {said}")
+
+
+@pytest.mark.parametrize("text", ["optimizer: 3", "optimizer: [lr]", "data: {augment: flip}"])
+def test_a_section_is_no_value(text: str, tmp_path: Path) -> None:
+    assert "is a section, found" in refusal(source=write(tmp_path, "mine.yaml", text))
+
+
+@pytest.mark.parametrize("text", ["optimizer:", "optimizer: {lr: 0.1}\nschedule:\n", ""])
+def test_an_empty_section_or_file_has_its_defaults(text: str, tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "mine.yaml", text)).recipe.optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize("text", ["- a\n- b", "just words", "3"])
+def test_a_recipe_is_a_mapping(text: str, tmp_path: Path) -> None:
+    assert "a recipe is a mapping of sections, found a" in refusal(source=write(tmp_path, "mine.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("seed: 1\nseed: 2\n", 2),
+        ("optimizer:\n  lr: 1\n  lr: 2\n", 3),
+        ("data: {augment: {flip: 0.1, flip: 0.2}}", 1),
+        ("model: {options: {width: 4, width: 8}}", 1),
+    ],
+)
+def test_a_key_stands_once(text: str, line: int, tmp_path: Path) -> None:
+    assert f"line {line}: key '" in refusal(source=write(tmp_path, "mine.yaml", text))
+
+
+@pytest.mark.parametrize("text", ["a: [", "? [1, 2]\n: 3", "? {a: b}\n: 3", "\tseed: 1", "seed: !!python/object:os.system x"])
+def test_what_is_not_yaml_is_refused(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", text)
+    message = refusal(source=path)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"seed: \xff\xfe")
+    assert "not readable as YAML" in refusal(source=path)
+
+
+# -------------------------------------------------------------------------------------------- values
+
+
+WRONG = [
+    (["optimizer.lr=abc"], "optimizer.lr: found 'abc', but it must be a valid number"),
+    (["optimizer.lr=0"], "optimizer.lr: found 0, but it must be greater than 0"),
+    (["optimizer.lr=.nan"], "optimizer.lr: found nan, but it must be "),
+    (["optimizer.lr=.inf"], "optimizer.lr: found inf, but it must be a finite number"),
+    (["optimizer.lr=true"], "optimizer.lr: found True, but it must be a number"),
+    (["data.augment.flip=yes"], "data.augment.flip: found True, but it must be a number"),
+    (["data.augment.flip=1.5"], "data.augment.flip: found 1.5, but it must be less than or equal to 1"),
+    (["data.augment.flip=.nan"], "data.augment.flip: found nan"),
+    (["optimizer.weight_decay=-1"], "optimizer.weight_decay: found -1, but it must be greater than or equal to 0"),
+    (["optimizer.momentum=1"], "optimizer.momentum: found 1, but it must be less than 1"),
+    (["optimizer.name=adam"], "optimizer.name: found 'adam', but it must be 'sgd' or 'adamw'"),
+    (["optimizer.name=adamw", "optimizer.betas=[0.9]"], "optimizer.betas: found [0.9], but it must be a list"),
+    (["optimizer.clip_norm=-1"], "optimizer.clip_norm: found -1, but it must be greater than 0"),
+    (["optimizer.nesterov=1"], "optimizer.nesterov: found 1, but it must be a valid boolean"),
+    (["seed=-1"], "seed: found -1, but it must be greater than or equal to 0"),
+    (["seed=1.5"], "seed: found 1.5, but it must be a valid integer"),
+    (["seed=true"], "seed: found True, but it must be a valid integer"),
+    ([f"seed={2**63}"], f"seed: found {2**63}, but it must be less than {2**63}"),
+    (["batch.global_size=0"], "batch.global_size: found 0, but it must be greater than 0"),
+    (["batch.global_size=16.0"], "batch.global_size: found 16.0, but it must be a valid integer"),
+    (["batch.micro_size=0"], "batch.micro_size: found 0, but it must be 'auto' or greater than 0"),
+    (["batch.micro_size=some"], "batch.micro_size: found 'some', but it must be 'auto' or a valid integer"),
+    (["train.duration=5"], "train.duration: found 5, but a duration is a number with its unit: '3 epochs'"),
+    (["train.duration=5 minutes"], "train.duration: found '5 minutes', but a duration is a number with its unit"),
+    (["evaluate.every=on"], "evaluate.every: found True, but a duration is a number with its unit"),
+    (["train.ema=1"], "train.ema: found 1, but it must be less than 1"),
+    (["train.label_smoothing=1.0"], "train.label_smoothing: found 1.0, but it must be less than 1"),
+    (["train.precision=fp64"], "train.precision: found 'fp64', but it must be 'auto', 'fp32', 'bf16' or 'fp16'"),
+    (["evaluate.top_k=1"], "evaluate.top_k: found 1, but it must be greater than 1"),
+    (["evaluate.metric=top5"], "evaluate.metric: found 'top5', but it must be 'top1_accuracy' or 'loss'"),
+    (["evaluate.patience=0"], "evaluate.patience: found 0, but it must be greater than 0"),
+    (["checkpoint.keep=0"], "checkpoint.keep: found 0, but it must be greater than 0"),
+    (["data.channels=2"], "data.channels: found 2, but it must be 'auto' or 1 or 3"),
+    (["data.mean=0.5"], "data.mean: found 0.5, but it must be 'auto' or a list"),
+    (["data.mean=[.nan]"], "data.mean: found [nan], but it must be 'auto' or a finite number"),
+    (["data.std=[0]"], "data.std: found [0], but it must be 'auto' or greater than 0"),
+    (["data.workers=-1"], "data.workers: found -1, but it must be 'auto' or greater than or equal to 0"),
+    (["data.augment.crop=random_resized", "data.augment.scale=[1.0, 0.5]"], "data.augment.scale: found [1.0, 0.5]"),
+    (["model.name=3"], "model.name: found 3, but it must be a valid string"),
+    (["model.channels_last=maybe"], "model.channels_last: found 'maybe', but it must be 'auto' or a valid boolean"),
+    (["parallel.device=gpu"], "parallel.device: found 'gpu', but it must be 'auto', 'cpu', 'cuda', 'mps' or 'xpu'"),
+    (["telemetry.trackers=[wandb]"], "telemetry.trackers: found 'wandb', but it must be 'tensorboard'"),
+    (["schedule.name=step", "schedule.milestones=[3]"], "schedule.milestones: found 3, but a duration is a number"),
+    (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "train.grad_scaler.growth_factor: found 1,"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), WRONG)
+def test_a_wrong_value_is_refused_in_one_sentence(overrides: list[str], said: str) -> None:
+    message = refusal(*overrides)
+    assert message.startswith(f"digits: {said}"), message
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+def test_several_wrong_values_are_all_named() -> None:
+    message = refusal("optimizer.lr=0", "seed=-1")
+    assert [line.split(":")[1].strip() for line in message.splitlines()] == ["seed", "optimizer.lr"]
+
+
+@pytest.mark.parametrize("text", ["optimizer.lr", "=3", "optimizer", ""])
+def test_an_override_is_key_equals_value(text: str) -> None:
+    assert refusal(text) == f"found '{text}', but an override is KEY=VALUE, for example optimizer.lr=0.1."
+
+
+def test_an_override_that_is_not_yaml_is_refused() -> None:
+    assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr=[1': the value is not readable")
+
+
+@pytest.mark.parametrize("written", ["0.001", "1e-3", "1.0e-3"])
+def test_numbers_as_people_write_them(written: str) -> None:
+    assert load_recipe("digits", [f"optimizer.lr={written}"]).recipe.optimizer.lr == 0.001
+
+
+# ------------------------------------------------------------------------------------ off, auto, null
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "false", "no"])
+@pytest.mark.parametrize(
+    "key", ["train.ema", "optimizer.clip_norm", "evaluate.every", "evaluate.patience", "checkpoint.every"]
+)
+def test_off(key: str, written: str) -> None:
+    recipe = load_recipe("digits", [f"{key}={written}"]).recipe
+    section, name = key.split(".")
+    assert getattr(getattr(recipe, section), name) is None
+    assert to_tree(recipe)[section][name] == "off"
+
+
+def test_zero_is_not_off() -> None:
+    assert load_recipe("digits", ["train.ema=0"]).recipe.train.ema == 0.0
+
+
+def test_null_takes_a_key_away(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "seed: 7\noptimizer: {lr: 3, momentum: 0.5}\ntrain: {ema: 0.5}\n")
+    recipe = load_recipe(path, ["seed=null", "optimizer.lr=null", "train.ema=null"]).recipe
+    assert (recipe.seed, recipe.optimizer.lr, recipe.optimizer.momentum) == (0, 0.1, 0.5)
+    assert recipe.train.ema is None
+
+
+def test_null_takes_a_section_away(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "train: {grad_scaler: {init_scale: 4}}\n")
+    assert "train.grad_scaler=null" in refusal(source=path)
+    assert load_recipe(path, ["train.grad_scaler=null"]).recipe.train.grad_scaler.init_scale == 65536.0
+
+
+def test_options_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "model: {options: {width: 4, name: null, deep: {a: off, b: [1, x]}}}\n")
+    loaded = load_recipe(path, ["model.options.stages=2"])
+    assert loaded.recipe.model.options == {"width": 4, "name": None, "deep": {"a": False, "b": [1, "x"]}, "stages": 2}
+    again = load_recipe(write(tmp_path, "again.yaml", to_yaml(loaded.recipe))).recipe
+    assert again == loaded.recipe
+
+
+# ---------------------------------------------------------------------------------- no silent configuration
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "needs"),
+    [
+        (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw"),
+        (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd"),
+        (["data.path=x"], "data.path", "data.dataset=image_folder or cifar10"),
+        (["data.samples=4"], "data.samples", "data.dataset=synthetic"),
+        (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
+        (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),
+        (["schedule.gamma=0.5"], "schedule.gamma", "schedule.name=step"),
+        (["schedule.name=constant", "schedule.end_lr=0.5"], "schedule.end_lr", "schedule.name=linear or cosine"),
+        (["train.grad_scaler.init_scale=4"], "train.grad_scaler", "train.precision=fp16"),
+    ],
+)
+def test_a_key_without_effect_is_refused(overrides: list[str], key: str, needs: str) -> None:
+    message = refusal(*overrides)
+    assert message.startswith(f"digits: '{key}' has no effect with ")
+    assert f"it needs {needs}. Remove it (on the command line: {key}=null)." in message
+
+
+def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -> None:
+    text = "optimizer: {name: adamw, betas: [0.8, 0.9], eps: 1.0e-6}\ndata: {augment: {crop: pad, padding: 2}}\n"
+    path = write(tmp_path, "mine.yaml", text)
+    loaded = load_recipe(path, ["optimizer.name=sgd", "data.augment.crop=none"])
+    assert loaded.notices == (
+        "optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",
+        "optimizer.eps=1e-06 dropped: it has no effect with optimizer.name=sgd",
+        "data.augment.padding=2 dropped: it has no effect with data.augment.crop=none",
+    )
+    assert load_recipe(path, ["optimizer.name=adamw"]).recipe.optimizer.betas == (0.8, 0.9)
+
+
+def test_what_the_same_layer_says_is_not_dropped(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "optimizer: {name: adamw, betas: [0.8, 0.9]}\n")
+    assert "has no effect" in refusal("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", source=path)
+
+
+def test_later_overrides_win() -> None:
+    assert load_recipe("digits", ["optimizer.lr=1", "optimizer.lr=2"]).recipe.optimizer.lr == 2
+
+
+# ---------------------------------------------------------------------------------------------- base
+
+
+def test_base_is_another_recipe_with_changes(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "seed: 3\noptimizer: {name: adamw, betas: [0.8, 0.9], lr: 0.5}\n")
+    path = write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd}\n")
+    loaded = load_recipe(path)
+    assert (loaded.recipe.seed, loaded.recipe.optimizer.lr, loaded.recipe.optimizer.name) == (3, 0.5, "sgd")
+    assert loaded.notices == ("optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",)
+    assert loaded.name == "mine"
+
+
+def test_base_may_be_a_shipped_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "mine.yaml", "base: digits\nseed: 5\n")).recipe
+    assert recipe == load_recipe("digits", {"seed": 5}).recipe
+
+
+def test_base_is_one_level(tmp_path: Path) -> None:
+    write(tmp_path, "first.yaml", "base: digits\n")
+    assert "one level is the limit" in refusal(source=write(tmp_path, "second.yaml", "base: first.yaml\n"))
+
+
+def test_mistakes_in_a_base_are_named_with_its_file(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "optimizr: {}\n")
+    message = refusal(source=write(tmp_path, "mine.yaml", "base: base.yaml\n"))
+    assert message.startswith(f"{tmp_path / 'base.yaml'}: unknown key 'optimizr'")
+
+
+def test_a_base_that_is_not_there(tmp_path: Path) -> None:
+    assert "no recipe 'digit'" in refusal(source=write(tmp_path, "mine.yaml", "base: digit\n"))
+
+
+# --------------------------------------------------------------------------------------------- finding
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    message = refusal(source="digit")
+    assert "no recipe 'digit'" in message
+    assert "Did you mean 'digits'?" in message
+
+
+def test_a_run_directory_is_a_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe("digits", ["seed=9"]).recipe
+    run = tmp_path / "my-run"
+    run.mkdir()
+    write(run, "recipe.yaml", to_yaml(recipe))
+    for source in (run, run / "recipe.yaml"):
+        loaded = load_recipe(source)
+        assert (loaded.recipe, loaded.name) == (recipe, "my-run")
+
+
+# ------------------------------------------------------------------------------------------ round trip
+
+DURATIONS = st.one_of(
+    st.integers(1, 10**10).map(lambda n: f"{n} samples"),
+    st.integers(1, 10**8).map(lambda n: f"{n} steps"),
+    st.floats(0.001, 1e6).map(lambda x: f"{x!r} epochs"),
+    st.floats(0.001, 100).map(lambda x: f"{x!r}%"),
+)
+OFF_OR_DURATION = st.one_of(st.just("off"), DURATIONS)
+RATES = st.floats(1e-30, 1e30)
+FREE = {
+    "seed": st.integers(0, 2**63 - 1),
+    "task": st.sampled_from(["image_classification", "my.tasks:Counting"]),
+    "model.name": st.sampled_from(["small_resnet", "off", "null", "resnet50", "1e3", "yes", "ünïcode: #1"]),
+    "model.pretrained": st.booleans(),
+    "model.channels_last": st.sampled_from(["auto", True, False]),
+    "model.options": st.dictionaries(
+        st.sampled_from(["a", "b", "off"]),
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)),
+        max_size=2,
+    ),
+    "data.workers": st.one_of(st.just("auto"), st.integers(0, 64)),
+    "data.mean": st.one_of(st.just("auto"), st.lists(st.floats(-9, 9), min_size=1, max_size=3)),
+    "data.augment.flip": st.floats(0, 1),
+    "batch.global_size": st.integers(1, 10**7),
+    "batch.micro_size": st.one_of(st.just("auto"), st.integers(1, 10**7)),
+    "optimizer.lr": RATES,
+    "optimizer.weight_decay": st.floats(0, 10),
+    "optimizer.clip_norm": st.one_of(st.just("off"), RATES),
+    "schedule.warmup": DURATIONS,
+    "train.duration": DURATIONS,
+    "train.ema": st.one_of(st.just("off"), st.floats(0, 1, exclude_max=True)),
+    "evaluate.every": OFF_OR_DURATION,
+    "checkpoint.every": OFF_OR_DURATION,
+    "telemetry.trackers": st.sampled_from([[], ["tensorboard"]]),
+}
+CHOICES = st.sampled_from(
+    [
+        {},
+        {"optimizer.name": "adamw", "optimizer.betas": [0.5, 0.75], "optimizer.eps": 1e-12},
+        {"schedule.name": "step", "schedule.milestones": ["3 epochs", "50%", "1500000 samples"], "schedule.gamma": 0.3},
+        {"train.precision": "fp16", "train.grad_scaler.growth_interval": 7},
+        {"data.dataset": "image_folder", "data.path": "/a b/c"},
+        {"data.dataset": "synthetic", "data.samples": 5, "data.classes": 3},
+        {"data.augment.crop": "pad", "data.augment.padding_mode": "reflect"},
+        {"data.augment.crop": "random_resized", "data.augment.scale": [0.1, 0.2]},
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(overrides=st.fixed_dictionaries({}, optional=FREE), choice=CHOICES)
+def test_what_is_written_is_what_is_read(overrides: dict[str, Any], choice: dict[str, Any]) -> None:
+    recipe = load_recipe("digits", {**overrides, **choice}).recipe
+    again = stored_recipe(yaml.safe_load(to_yaml(recipe)), "stored")
+    assert again == recipe
+    assert recipe_digest(again) == recipe_digest(recipe)
+    assert differences(recipe, again) == {}
+
+
+def test_the_resolved_recipe_leaves_out_what_has_no_effect() -> None:
+    tree = to_tree(load_recipe("digits").recipe)
+    assert "betas" not in tree["optimizer"]
+    assert "path" not in tree["data"]
+    assert "grad_scaler" not in tree["train"]
+    assert tree["train"]["duration"] == "3 epochs"
+
+
+def test_differences_are_dotted() -> None:
+    old, new = load_recipe("digits").recipe, load_recipe("digits", ["optimizer.name=adamw", "seed=1"]).recipe
+    found = differences(old, new)
+    assert found["seed"] == (0, 1)
+    assert found["optimizer.momentum"] == (0.9, None)
+    assert found["optimizer.betas"] == (None, [0.9, 0.999])
+
+
+def test_a_field_says_what_it_is() -> None:
+    recipe = load_recipe("digits", {"train.duration": "1281167 samples"}).recipe
+    assert recipe.train.duration == Duration(1_281_167, "samples")
+    with pytest.raises(AttributeError):
+        recipe.seed = 3  # type: ignore[misc]
+
+
+def test_shipped_recipes_are_found_by_name() -> None:
+    assert {"digits"} <= set(shipped_recipes())
+    for name in shipped_recipes():
+        assert load_recipe(name).name == name

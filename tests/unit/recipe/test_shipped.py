@@ -1,0 +1,65 @@
+"""Every recipe that ships loads, and comes to a plan for one process and for 64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.recipe.load import SHIPPED, load_recipe, shipped_recipes, stored_recipe, to_tree, to_yaml
+from paceline.trainer.train import plan_only
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder that stands for whatever data a recipe needs: two classes, both splits."""
+    root = tmp_path_factory.mktemp("photos")
+    noise = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for number in range(4):
+                Image.fromarray(noise[number]).save(folder / f"{number}.png")
+    return root
+
+
+def test_there_are_recipes_and_they_lie_by_task() -> None:
+    assert "digits" in shipped_recipes()
+    for path in shipped_recipes().values():
+        assert path.parent.parent == SHIPPED
+        assert load_recipe(path).recipe.task == path.parent.name
+
+
+@pytest.mark.parametrize("world_size", [1, 64])
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_it_plans(name: str, world_size: int, photos: Path) -> None:
+    recipe = load_recipe(name).recipe
+    overrides = {"data.path": str(photos)} if recipe.data.dataset in ("image_folder", "cifar10") else {}
+    if recipe.batch.global_size % 64 or recipe.batch.micro_size != "auto":
+        # Written for fewer processes; on 64 the batch is for its user to choose.
+        overrides |= {"batch.global_size": 64 * world_size, "batch.micro_size": "auto"}
+    plan = plan_only(load_recipe(name, overrides), world_size=world_size)
+    assert plan.world_size == plan.logical_ranks == world_size
+    assert plan.total_steps >= 1
+    assert plan.warmup_steps < plan.total_steps
+    assert plan.learning_rates[0].step == 0
+    assert plan.learning_rates[-1].step == plan.total_steps - 1
+    assert all(point.learning_rate >= 0 for point in plan.learning_rates)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_it_is_written_and_read_back(name: str) -> None:
+    loaded = load_recipe(name)
+    assert not loaded.notices
+    assert stored_recipe(to_tree(loaded.recipe), name) == loaded.recipe
+    assert to_yaml(loaded.recipe)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_its_head_says_what_it_is(name: str) -> None:
+    head = shipped_recipes()[name].read_text().splitlines()[0]
+    assert head.startswith("# ")
+    assert len(head) > 20
