@@ -53,7 +53,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def write_result(claim: str, result: dict[str, Any], lines: Sequence[str]) -> Path:
     """Write ``results/<claim>_<hardware>_<yyyy-mm>`` as JSON, and as Markdown for people."""
     known = facts()
-    hardware = "".join(c if c.isalnum() else "-" for c in str(known["device"] if known["device"] != "cpu" else known["cpu"]))
+    hardware = "".join(
+        c if c.isalnum() else "-" for c in str(known["device"] if known["device"] != "cpu" else known["cpu"])
+    )
     name = f"{claim}_{hardware.strip('-').lower()}_{str(known['date'])[:7]}"
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

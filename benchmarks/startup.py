@@ -57,7 +57,12 @@ def own_seconds() -> float:
     """Seconds to Paceline's first step, by the time in its first step record."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
-        overrides = ["train.duration=1 steps", "evaluate.every=off", "telemetry.log_every=1 steps", "schedule.warmup=null"]
+        overrides = [
+            "train.duration=1 steps",
+            "evaluate.every=off",
+            "telemetry.log_every=1 steps",
+            "schedule.warmup=null",
+        ]
         begun = time.time()
         subprocess.run(
             [sys.executable, "-m", "paceline", "train", "digits", *overrides, "--run-dir", str(run)],
@@ -91,8 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spread([b for _, b in pairs]),
     )
     line = (
-        f"First optimizer step of digits after {ratio['median']:.3f} times the plain script's time (median of "
-        f"{ratio['runs']} pairs, {ratio['minimum']:.2f} to {ratio['maximum']:.2f}; plain script {plain['median']:.1f} s)."
+        f"First optimizer step of digits after {ratio['median']:.3f} times the plain script's time (median "
+        f"of {ratio['runs']} pairs, {ratio['minimum']:.2f} to {ratio['maximum']:.2f}; the plain "
+        f"script takes {plain['median']:.1f} s)."
     )
     print(line)
     if not options.dry_run:

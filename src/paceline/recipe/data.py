@@ -58,9 +58,9 @@ class Data:
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*."""
     backend: Literal["auto", "memory", "pytorch", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers."""
-    workers: Auto | NonNegativeInt = "auto"
-    """Loader processes per rank for the `pytorch` back-end; 0 reads in the training process."""
-    prefetch: PositiveInt = 2
+    workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch"))] = "auto"
+    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process."""
+    prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch"))] = 2
     """Batches each worker keeps ready."""
     image_size: Auto | PositiveInt = "auto"
     """Height and width in pixels that the model sees."""

@@ -77,9 +77,13 @@ class GradScaler:
     """Loss scaling for fp16 (torch.amp.GradScaler)."""
 
     init_scale: PositiveFloat = 65536.0
+    """Scale of the loss at the first step."""
     growth_factor: Annotated[PositiveFloat, Field(gt=1)] = 2.0
+    """Factor on the scale after `growth_interval` steps without overflow."""
     backoff_factor: Annotated[PositiveFloat, Field(lt=1)] = 0.5
+    """Factor on the scale after an overflow; that step is not taken."""
     growth_interval: PositiveInt = 2000
+    """Steps without overflow before the scale grows."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

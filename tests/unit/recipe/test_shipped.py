@@ -37,12 +37,14 @@ def test_there_are_recipes_and_they_lie_by_task() -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_it_plans(name: str, world_size: int, photos: Path) -> None:
     recipe = load_recipe(name).recipe
-    overrides = {"data.path": str(photos)} if recipe.data.dataset in ("image_folder", "cifar10") else {}
-    if recipe.batch.global_size % 64 or recipe.batch.micro_size != "auto":
+    overrides: dict[str, object] = {"data.path": str(photos)} if recipe.data.dataset in ("image_folder", "cifar10") else {}
+    micro = 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
+    if recipe.batch.global_size % (micro * world_size):
         # Written for fewer processes; on 64 the batch is for its user to choose.
-        overrides |= {"batch.global_size": 64 * world_size, "batch.micro_size": "auto"}
+        overrides["batch.global_size"] = micro * world_size
     plan = plan_only(load_recipe(name, overrides), world_size=world_size)
-    assert plan.world_size == plan.logical_ranks == world_size
+    assert plan.world_size == world_size
+    assert plan.micro_batch_size * plan.logical_ranks == plan.global_batch_size
     assert plan.total_steps >= 1
     assert plan.warmup_steps < plan.total_steps
     assert plan.learning_rates[0].step == 0

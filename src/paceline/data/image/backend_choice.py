@@ -35,6 +35,8 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
         return "synthetic", "noise is read from nowhere"
+    if data.workers not in ("auto", 0):
+        return "pytorch", f"data.workers={data.workers} asks for loader processes"
     if data.augment.crop == "random_resized":
         return "pytorch", "crop=random_resized needs each image at its full size"
     total, text = _decoded(dataset)

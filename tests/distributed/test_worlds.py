@@ -1,0 +1,311 @@
+"""The world is a detail: any number of processes, however started, sees the same batches and measures the same."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.distributed.environment import read_launch
+from paceline.errors import LaunchError
+from paceline.records.ledger import read_ledger
+from paceline.world import World
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+# Without BatchNorm, which sees only a rank's own samples, and so small that one sample is a batch.
+PLAIN = """
+from torch import nn
+
+def plain(num_classes, in_channels):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(in_channels * 144, num_classes))
+"""
+PLAIN_MODEL = ("model.name=plain:plain", "model.options=null", "data.workers=0", "train.precision=fp32")
+
+
+@pytest.fixture
+def train(studio: Path, run: Callable[..., Any], summary: Callable[[Path], Any]) -> Callable[..., dict[str, Any]]:
+    """Train in the studio to the end, and return what summary.json says."""
+    (studio / "plain.py").write_text(PLAIN)
+
+    def trainer(run_dir: Path, *arguments: object, **options: Any) -> dict[str, Any]:
+        done = run("train", "recipe.yaml", *arguments, "--run-dir", run_dir, where=studio, **options)
+        assert done.code == 0, done.err
+        found: dict[str, Any] = summary(run_dir)
+        assert found["status"] == "completed"
+        return found
+
+    return trainer
+
+
+@pytest.fixture
+def audited(run: Callable[..., Any]) -> Callable[[Path], dict[str, Any]]:
+    """Audit a run directory; it must pass."""
+
+    def auditor(run_dir: Path) -> dict[str, Any]:
+        done = run("audit", run_dir, "--json")
+        assert done.code == 0, done.out
+        document: dict[str, Any] = json.loads(done.out)
+        return document
+
+    return auditor
+
+
+def batches(run_dir: Path) -> dict[int, list[int]]:
+    """Samples of each step over all ranks, sorted."""
+    used: dict[int, list[int]] = {}
+    for path in (run_dir / "ledger").glob("rank-*.ids"):
+        for entry in read_ledger(path):
+            used.setdefault(entry.step, []).extend(entry.ids.tolist())
+    return {step: sorted(ids) for step, ids in sorted(used.items())}
+
+
+def losses(run_dir: Path) -> list[float]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] in ("step", "evaluation")]
+
+
+@linux
+@pytest.mark.world_size(3)
+@pytest.mark.slow
+def test_evaluation_is_exact_in_any_world(studio: Path, undisturbed: Path, run: Callable[..., Any]) -> None:
+    """33 samples in five batches over 1, 2 and 3 processes: the same numbers, each sample once."""
+    answers, predictions = [], []
+    for processes in (1, 2, 3):
+        file = studio / f"predictions-{processes}.jsonl"
+        arguments = ("--processes", processes, "--json", "--predictions", file)
+        done = run("evaluate", undisturbed, *arguments, where=studio)
+        assert (done.code, done.err) == (0, "")
+        answers.append(json.loads(done.out))
+        predictions.append([json.loads(line) for line in file.read_text().splitlines()])
+    assert [line["id"] for line in predictions[0]] == list(range(33))
+    assert predictions[1:] == predictions[:1] * 2
+    exact = ("samples", "top1_accuracy", "top1_correct", "path", "weights", "broken")
+    assert [{key: answer[key] for key in exact} for answer in answers] == [{key: answers[0][key] for key in exact}] * 3
+    assert answers[0]["samples"] == 33
+    assert answers[0]["top1_correct"] == sum(line["prediction"] == line["target"] for line in predictions[0])
+    assert [answer["loss"] for answer in answers] == pytest.approx([answers[0]["loss"]] * 3, rel=1e-9)
+
+
+@linux
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_fewer_samples_than_processes(
+    studio: Path, tmp_path: Path, undisturbed: Path, run: Callable[..., Any], processes: int
+) -> None:
+    """Three samples in two batches: the third process has nothing to score, and nobody waits for it."""
+    for split in ("train", "val"):
+        for level, name in enumerate(("blue", "green", "red")):
+            (tmp_path / "few" / split / name).mkdir(parents=True)
+            pixels = np.full((12, 12, 3), 60 * level, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "few" / split / name / "0.png")
+    arguments = (f"data.path={tmp_path / 'few'}", "evaluate.batch_size=2", "--processes", processes, "--json")
+    done = run("evaluate", undisturbed, *arguments, where=studio)
+    assert done.code == 0, done.err
+    answer = json.loads(done.out)
+    assert answer["samples"] == 3
+    assert answer["top1_accuracy"] == pytest.approx(100 * answer["top1_correct"] / 3)
+
+
+@linux
+@pytest.mark.world_size(2)
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(
+    studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]
+) -> None:
+    """The same slots of the same batches with the same dropout: equal but for the order of sums."""
+    alone, both, halves = studio / "as-one", studio / "as-two", studio / "as-two-halves"
+    changes = (*PLAIN_MODEL, "train.duration=12 steps", "data.workers=0")
+    train(alone, *changes)
+    train(both, *changes, "--processes", "2")
+    train(halves, *changes, "batch.micro_size=auto", "--processes", "2")
+    assert batches(alone) == batches(both) == batches(halves)
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(halves) == pytest.approx(losses(alone), rel=0.2)  # other slots, so other dropout
+    for run_dir in (alone, both, halves):
+        assert audited(run_dir)["epochs_complete"] == 2
+
+
+@linux
+@pytest.mark.world_size(2)
+@pytest.mark.slow
+def test_an_epoch_may_end_with_fewer_samples_than_processes(
+    studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]
+) -> None:
+    """90 samples in batches of 89: the last step has one sample, so the second rank has none to train on."""
+    alone, both = studio / "rest-as-one", studio / "rest-as-two"
+    changes = (*PLAIN_MODEL, "batch.global_size=88", "train.duration=3 epochs", "schedule.warmup=1 steps")
+    # 22 slots of four samples; the two samples that are left fill the first two, which are the first rank's.
+    train(alone, *changes)
+    train(both, *changes, "--processes", "2")
+    assert [len(ids) for ids in batches(both).values()] == [88, 2] * 3
+    assert batches(alone) == batches(both)
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
+    document = audited(both)
+    assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (3, 0, 0)
+
+
+@linux
+@pytest.mark.world_size(2)
+@pytest.mark.slow
+def test_going_on_in_another_world(studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]) -> None:
+    """Two processes, then one, then two: each sample of each epoch still once."""
+    run_dir = studio / "worlds"
+    for steps, processes in ((9, 2), (20, 1), (30, 2)):
+        outcome = train(run_dir, "data.workers=0", f"train.duration={steps} steps", "--processes", processes)
+        assert (outcome["step"], outcome["world_size"]) == (steps, processes)
+        document = audited(run_dir)
+        assert (document["steps"], document["duplicates"], document["missing"]) == (steps, 0, 0)
+    assert outcome["resumes"] == 2
+    assert outcome["ledger"] == {"epochs_complete": 5, "duplicates": 0, "missing": 0, "broken": 0}
+
+
+@linux
+@pytest.mark.world_size(2)
+def test_a_changed_number_of_slots_is_said(
+    studio: Path, run: Callable[..., Any], audited: Callable[[Path], Any]
+) -> None:
+    """Another micro-batch uses the same samples, but in other sums; the user is told."""
+    run_dir = studio / "slots"
+    command = ("train", "recipe.yaml", "data.workers=0", "--run-dir", run_dir)
+    assert run(*command, "train.duration=8 steps", where=studio).code == 0
+    done = run(*command, "train.duration=12 steps", "batch.micro_size=8", where=studio)
+    assert done.code == 0, done.err
+    assert "micro-batches per step: 4 before, 2 now" in done.out
+    audited(run_dir)
+
+
+@linux
+@pytest.mark.world_size(2)
+@pytest.mark.slow
+def test_slurm_starts_what_our_launcher_starts(
+    studio: Path, train: Callable[..., Any], start: Callable[..., Any], summary: Callable[[Path], Any]
+) -> None:
+    """Two tasks as srun starts them, each with its variables; no launcher, no torchrun."""
+    changes = ("data.workers=0", "train.duration=12 steps")
+    ours = train(studio / "ours", *changes, "--processes", "2")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_dir = studio / "slurm"
+    tasks = [
+        start(
+            "train", "recipe.yaml", *changes, "--run-dir", run_dir, where=studio,
+            variables={
+                **SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+                "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_SRUN_COMM_HOST": "10.0.0.1",
+                "SLURM_NODEID": "0", "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [task.wait(120) for task in tasks]
+    assert [end.code for end in ends] == [0, 0], ends[0].err + ends[1].err
+    assert "Completed after 12 steps" in ends[0].out
+    assert ends[1].out == ""
+    assert summary(run_dir)["weights_sha256"] == ours["weights_sha256"]
+    assert json.loads((run_dir / "environment.json").read_text())["launched_by"] == "slurm"
+
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "30001",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "11",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_NNODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "node[003-005]",
+}
+
+
+def test_nobody_started_us() -> None:
+    launch = read_launch({})
+    assert (launch.world, launch.source) == (World(), "alone")
+
+
+def test_torchrun_variables() -> None:
+    launch = read_launch(TORCHRUN)
+    assert launch.world == World(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    assert (launch.rendezvous, launch.source) == ("env://", "torchrun")
+
+
+def test_slurm_variables() -> None:
+    launch = read_launch(SLURM)
+    assert launch.world == World(rank=9, local_rank=1, world_size=11, local_world_size=3)
+    assert (launch.rendezvous, launch.source) == ("tcp://node003:30001", "slurm")
+
+
+@pytest.mark.parametrize(
+    ("layout", "node", "local"),
+    [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2), ("1,2(x3)", 3, 2), ("16(x128)", 127, 16)],
+)
+def test_slurm_tasks_on_this_node(layout: str, node: int, local: int) -> None:
+    variables = SLURM | {"SLURM_NTASKS": "2048", "SLURM_STEP_TASKS_PER_NODE": layout, "SLURM_NODEID": str(node)}
+    assert read_launch(variables).world.local_world_size == local
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node003", "node003"),
+        ("node[003-005]", "node003"),
+        ("node[7,9-12],other[1-2]", "node7"),
+        ("a,b,c", "a"),
+        ("gpu-a100-n[01-02]", "gpu-a100-n01"),
+        ("dgx[1-4].example.org", "dgx1.example.org"),
+    ],
+)
+def test_slurm_first_node(nodes: str, first: str) -> None:
+    assert read_launch(SLURM | {"SLURM_STEP_NODELIST": nodes}).rendezvous == f"tcp://{first}:30001"
+
+
+def test_slurm_on_one_node_meets_at_home() -> None:
+    variables = SLURM | {"SLURM_NNODES": "1", "SLURM_SRUN_COMM_HOST": "10.1.2.3", "SLURM_STEP_TASKS_PER_NODE": "11"}
+    assert read_launch(variables | {"SLURM_NODEID": "0"}).rendezvous.startswith("tcp://127.0.0.1:")
+
+
+def test_the_user_may_name_the_meeting_place() -> None:
+    variables = SLURM | {"MASTER_ADDR": "login1", "MASTER_PORT": "4711"}
+    assert read_launch(variables).rendezvous == "tcp://login1:4711"
+
+
+def test_a_shell_inside_an_allocation_is_alone() -> None:
+    """salloc's shell, and a batch script outside srun, have the job's variables but are no task of a step."""
+    variables = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert read_launch(variables).world == World()
+    assert read_launch(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world == World()
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        (TORCHRUN | {"RANK": "8"}, "rank 8"),
+        (TORCHRUN | {"RANK": "two"}, "RANK"),
+        (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE"),
+        (TORCHRUN | {"WORLD_SIZE": "-1"}, "WORLD_SIZE"),
+        (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "9"),
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        (SLURM | {"SLURM_PROCID": "11"}, "rank 11"),
+        (SLURM | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS"),
+        (SLURM | {"SLURM_NNODES": "few", "SLURM_SRUN_COMM_HOST": "10.1.2.3"}, "SLURM_NNODES"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST"),
+        (SLURM | {"MASTER_PORT": "none"}, "MASTER_PORT"),
+    ],
+)
+def test_contradictions_are_named(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(LaunchError, match=named) as caught:
+        read_launch(variables)
+    assert str(caught.value).count("\n") == 0

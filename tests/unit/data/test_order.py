@@ -1,0 +1,177 @@
+"""Whatever the number of processes and micro-batches, a step has the same samples, and an epoch each one once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.data.order import StepGeometry, epoch_order, evaluation_slices
+from paceline.data.slices import SampleSlice
+from paceline.world import World
+
+WORLDS = (1, 2, 3, 8)
+
+
+def worlds(size: int) -> list[World]:
+    return [World(rank=rank, world_size=size) for rank in range(size)]
+
+
+def geometry(samples: int, batch: int, logical_ranks: int, seed: int = 7) -> StepGeometry:
+    return StepGeometry(seed=seed, samples=samples, global_batch_size=batch, logical_ranks=logical_ranks)
+
+
+def used(slices: list[SampleSlice]) -> list[int]:
+    """Samples that count, in logical order."""
+    real = sorted((each for each in slices if not each.phantom), key=lambda each: each.logical_rank)
+    return [sample for each in real for sample in each.ids.tolist()]
+
+
+def step_of_all(shape: StepGeometry, step: int, world_size: int) -> list[SampleSlice]:
+    return [each for world in worlds(world_size) for each in shape.slices(step, world)]
+
+
+# ---------------------------------------------------------------------------------------- the permutation
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.integers(1, 500))
+def test_an_epochs_order_is_a_permutation(seed: int, epoch: int, samples: int) -> None:
+    order = epoch_order(seed, epoch, samples)
+    assert sorted(order.tolist()) == list(range(samples))
+    assert order.dtype == np.int64
+
+
+def test_orders_differ_by_seed_and_epoch() -> None:
+    orders = [tuple(epoch_order(seed, epoch, 100)) for seed in range(5) for epoch in range(5)]
+    assert len(set(orders)) == 25
+
+
+def test_the_order_is_fixed_for_good() -> None:
+    """A change of these would change the samples of every run that is resumed by a later version."""
+    assert epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert epoch_order(2**63 - 1, 5, 10).tolist() == [8, 5, 3, 6, 9, 1, 7, 0, 2, 4]
+
+
+def test_no_place_is_favoured() -> None:
+    first = Counter(int(epoch_order(3, epoch, 10)[0]) for epoch in range(2000))
+    assert min(first.values()) > 130
+    assert max(first.values()) < 270
+
+
+def test_an_order_cannot_be_changed_by_its_user() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(0, 0, 10)[0] = 3
+
+
+# --------------------------------------------------------------------------------------------- the steps
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 23, 24, 25, 47, 48, 100])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_each_sample_once_per_epoch(samples: int, world_size: int) -> None:
+    shape = geometry(samples, 24, 24)
+    for epoch in (0, 1, 4):
+        first = epoch * shape.steps_per_epoch
+        slices = [each for step in range(first, first + shape.steps_per_epoch) for each in step_of_all(shape, step, world_size)]
+        assert Counter(sample for each in slices for sample in used([each])) == Counter(range(samples))
+        assert {each.epoch for each in slices} == {epoch}
+
+
+@given(
+    samples=st.integers(1, 300),
+    world_size=st.sampled_from(WORLDS),
+    accumulation=st.integers(1, 5),
+    micro=st.integers(1, 6),
+    step=st.integers(0, 60),
+)
+def test_a_step_has_the_same_samples_in_every_world(
+    samples: int, world_size: int, accumulation: int, micro: int, step: int
+) -> None:
+    batch = world_size * accumulation * micro
+    alone = geometry(samples, batch, 1).slices(step, World())
+    apart = step_of_all(geometry(samples, batch, world_size * accumulation), step, world_size)
+    assert used(apart) == used(alone)
+
+
+@given(samples=st.integers(1, 300), logical=st.sampled_from([24, 48]), micro=st.integers(1, 3), step=st.integers(0, 40))
+def test_a_logical_rank_has_the_same_samples_in_every_world(samples: int, logical: int, micro: int, step: int) -> None:
+    shape = geometry(samples, logical * micro, logical)
+    parts = [
+        {each.logical_rank: each.ids.tolist() for each in step_of_all(shape, step, size) if not each.phantom}
+        for size in WORLDS
+    ]
+    assert all(one == other for one, other in pairwise(parts))
+
+
+@given(
+    samples=st.integers(1, 200),
+    world_size=st.sampled_from(WORLDS),
+    accumulation=st.integers(1, 4),
+    micro=st.integers(1, 4),
+    step=st.integers(0, 60),
+)
+def test_what_every_rank_is_told(samples: int, world_size: int, accumulation: int, micro: int, step: int) -> None:
+    shape = geometry(samples, world_size * accumulation * micro, world_size * accumulation)
+    weight = len(used(step_of_all(shape, step, world_size)))
+    for world in worlds(world_size):
+        slices = shape.slices(step, world)
+        assert slices, "a rank without a micro-batch would leave the others waiting"
+        assert [each.is_last for each in slices] == [False] * (len(slices) - 1) + [True]
+        owned = range(world.rank * accumulation, (world.rank + 1) * accumulation)
+        assert all(each.logical_rank in owned for each in slices)
+        for each in slices:
+            assert (each.step, each.epoch, each.step_weight) == (step, step // shape.steps_per_epoch, weight)
+            assert len(each.ids) >= 1
+        phantoms = [each for each in slices if each.phantom]
+        assert not phantoms or (len(slices) == 1 and len(phantoms[0].ids) == 1)
+
+
+@given(samples=st.integers(1, 200), logical=st.integers(1, 16), micro=st.integers(1, 8))
+def test_parts_are_as_equal_as_they_can_be(samples: int, logical: int, micro: int) -> None:
+    shape = geometry(samples, logical * micro, logical)
+    sizes = [len(each.ids) for each in shape.slices(shape.steps_per_epoch - 1, World())]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert min(sizes) == shape.smallest_part()
+
+
+def test_a_stream_is_its_steps_from_anywhere() -> None:
+    shape = geometry(50, 16, 4)
+    world = World(rank=1, world_size=2)
+    whole = [(each.step, each.logical_rank, each.ids.tolist()) for each in shape.stream(0, 20, world)]
+    for first in range(20):
+        rest = [(each.step, each.logical_rank, each.ids.tolist()) for each in shape.stream(first, 20, world)]
+        assert rest == [each for each in whole if each[0] >= first]
+
+
+def test_a_batch_larger_than_the_data_is_the_data() -> None:
+    shape = geometry(5, 64, 1)
+    assert shape.steps_per_epoch == 1
+    assert sorted(used(shape.slices(3, World()))) == list(range(5))
+
+
+# ---------------------------------------------------------------------------------------- the evaluation
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("samples", [0, 1, 7, 21, 1000])
+@pytest.mark.parametrize("batch", [1, 4, 256])
+def test_evaluation_takes_each_sample_once(samples: int, batch: int, world_size: int) -> None:
+    slices = [each for world in worlds(world_size) for each in evaluation_slices(samples, batch, world)]
+    assert sorted(sample for each in slices for sample in each.ids.tolist()) == list(range(samples))
+    assert all(each.step_weight == len(each.ids) <= batch and not each.phantom for each in slices)
+
+
+@given(samples=st.integers(0, 300), batch=st.integers(1, 64), world_size=st.integers(1, 9))
+def test_a_sample_is_scored_in_the_same_company(samples: int, batch: int, world_size: int) -> None:
+    alone = {each.logical_rank: each.ids.tolist() for each in evaluation_slices(samples, batch, World())}
+    apart = {
+        each.logical_rank: each.ids.tolist()
+        for world in worlds(world_size)
+        for each in evaluation_slices(samples, batch, world)
+    }
+    assert apart == alone
