@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no reason to fail: what is too slow is found by its own tests.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")
 
 TINY = """
 model: {name: small_resnet, channels_last: false, options: {width: 4, stages: 1, depth: 1}}

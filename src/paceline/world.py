@@ -28,6 +28,10 @@ class World:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside a world of {self.world_size}")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ValueError(f"local rank {self.local_rank} is outside a machine of {self.local_world_size} processes")
+        if self.local_world_size > self.world_size:
+            raise ValueError(f"{self.local_world_size} processes on this machine, but {self.world_size} in all")
 
     @property
     def is_first(self) -> bool:

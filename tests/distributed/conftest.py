@@ -81,7 +81,7 @@ class Launched:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env={**environment, MARK: self._mark, "TMPDIR": str(self.temporary)},
+                env={"TMPDIR": str(self.temporary), **environment, MARK: self._mark},
             )
 
     def family(self) -> set[int]:
@@ -191,7 +191,7 @@ def parent_of(pid: int) -> int:
 
 def _environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("TMPDIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
     return inherited | {
         "PYTHONPATH": str(SOURCES),

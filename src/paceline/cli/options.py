@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from paceline.distributed.environment import read_launch
+
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on standard output and nothing else."
 )
@@ -31,19 +33,14 @@ best_option: Callable[[Any], Any] = click.option(
 )
 
 
-def is_launched() -> bool:
-    """Whether torchrun, Slurm or our own launcher has started this process as one of several."""
-    return "RANK" in os.environ or ("SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1")
-
-
 def is_first_process() -> bool:
     """Whether this process is the one that prints."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" or not is_launched()
+    return read_launch(os.environ).world.is_first
 
 
 def launch_if_asked(processes: int | None, arguments: Sequence[str], *, device: str) -> int | None:
     """Start several ranks where that was asked, or where there are several GPUs; None means: go on in this process."""
-    if is_launched():
+    if read_launch(os.environ).source != "alone":
         if processes is not None:
             raise click.UsageError(
                 "--processes starts ranks of its own, but this process is one of several already; leave it out under "

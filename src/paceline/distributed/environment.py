@@ -33,10 +33,17 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     Raises:
         LaunchError: If the variables contradict one another or are incomplete.
     """
+    alone = environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0"
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rendezvous = environ.get(RENDEZVOUS_VARIABLE)
         return Launch(_torchrun_world(environ), rendezvous or "env://", "paceline" if rendezvous else "torchrun")
-    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+    if not alone:
+        missing, present = ("WORLD_SIZE", "RANK") if "RANK" in environ else ("RANK", "WORLD_SIZE")
+        raise LaunchError(
+            f"environment variable {present} is {environ[present]} but {missing} is not set; start the processes with "
+            f"torchrun or --processes, or unset {present}."
+        )
+    if _number(environ, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return Launch(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{_slurm_port(environ)}", "slurm")
     return Launch(World(), "", "alone")
 
@@ -85,16 +92,16 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
 def _slurm_host(environ: Mapping[str, str]) -> str:
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
-    if "SLURM_SRUN_COMM_HOST" in environ and int(environ.get("SLURM_NNODES", "1")) == 1:
+    if "SLURM_SRUN_COMM_HOST" in environ and _number(environ, "SLURM_NNODES", 1) == 1:
         return "127.0.0.1"
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
-    # "node[003-005,9],other" -> "node003": the first name of Slurm's compressed host list.
-    first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    # "node[003-005,9].site,other" -> "node003.site": the first name of Slurm's compressed host list.
+    first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
     if first is None:
         raise LaunchError(
             "Slurm names no nodes (SLURM_STEP_NODELIST is empty); set MASTER_ADDR to the first node's name."
         )
-    return first[1] + (first[2] or "")
+    return first[1] + (first[2] or "") + (first[3] or "")
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:

@@ -32,6 +32,7 @@ from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
 from paceline.trainer.summarise import summarise
+from paceline.units import format_count
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
@@ -161,7 +162,18 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
         total_steps=plan.total_steps,
         start_step=run.progress.step,
         steps_per_epoch=plan.steps_per_epoch,
-        title=f"{loaded.name} on {plan.device_name}",
+        title=f"{loaded.name} in {run.directory.root}",
+        lines=_plan_in_words(run),
+    )
+
+
+def _plan_in_words(run: Run) -> tuple[str, str]:
+    plan = run.plan
+    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    return (
+        f"{plan.device_name}, {processes}, {plan.precision}, {format_count(plan.parameters or 0)} parameters",
+        f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples, "
+        f"{format_count(plan.total_steps)} steps of {format_count(plan.global_batch_size)} ({plan.total_epochs:g} epochs)",
     )
 
 

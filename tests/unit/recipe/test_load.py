@@ -363,7 +363,7 @@ CHOICES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(overrides=st.fixed_dictionaries({}, optional=FREE), choice=CHOICES)
 def test_what_is_written_is_what_is_read(overrides: dict[str, Any], choice: dict[str, Any]) -> None:
     recipe = load_recipe("digits", {**overrides, **choice}).recipe

@@ -63,7 +63,7 @@ def test_a_given_micro_batch_is_accumulated() -> None:
     assert (made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (8, 8, 32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(batch=st.integers(1, 300), micro=st.integers(1, 300), world=st.integers(1, 64), samples=st.integers(1, 5000))
 def test_every_plan_adds_up(batch: int, micro: int, world: int, samples: int) -> None:
     overrides = (f"batch.global_size={batch}", f"batch.micro_size={micro}", "train.duration=2 epochs")

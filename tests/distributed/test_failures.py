@@ -1,0 +1,174 @@
+"""What goes wrong on one rank ends all of them soon, with that rank's reason first and said once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+    pytest.mark.world_size(2),
+]
+
+SECONDS_TO_END = 25
+
+# Fails on the rank and in the training forward pass that the environment names, in the way it names.
+FRAIL = """
+import os
+from torch import nn
+
+class Frail(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == 9 and os.environ.get("RANK") == os.environ.get("FAIL_ON"):
+            match os.environ["FAIL_HOW"]:
+                case "raise":
+                    raise ZeroDivisionError("the ninth is too many")
+                case "exit":
+                    os._exit(3)
+                case "nan":
+                    x = x * float("nan")
+        return self.body(x)
+
+class Unused(Frail):
+    def __init__(self, num_classes, in_channels):
+        super().__init__(num_classes, in_channels)
+        self.forgotten = nn.Linear(3, 3)
+"""
+FRAIL_MODEL = ("model.name=frail:Frail", "model.options=null", "data.workers=0", "train.precision=fp32")
+TRAIN = ("train", "recipe.yaml", "--processes", "2", *FRAIL_MODEL, "train.duration=12 steps", "--run-dir")
+
+
+@pytest.fixture
+def frail(studio: Path, start: Callable[..., Any]) -> Callable[..., Any]:
+    """Train with a failure, which must come soon, and return how it ended."""
+    (studio / "frail.py").write_text(FRAIL)
+
+    def trainer(run_dir: Path, rank: int, how: str) -> Any:
+        launched = start(*TRAIN, run_dir, where=studio, variables={"FAIL_ON": str(rank), "FAIL_HOW": how})
+        # From here on the step is a matter of milliseconds: what is measured is the end.
+        launched.wait_for((run_dir / "events.jsonl").exists)
+        begun = time.monotonic()
+        done = launched.wait(SECONDS_TO_END)
+        print(f"ended after {time.monotonic() - begun:.1f} s\n{done.err}")
+        launched.seconds_until_alone(5)
+        assert launched.leftovers() == []
+        return done
+
+    return trainer
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank(
+    studio: Path,
+    frail: Callable[..., Any],
+    run: Callable[..., Any],
+    summary: Callable[[Path], Any],
+    rank: int,
+) -> None:
+    run_dir = studio / f"raise-{rank}"
+    done = frail(run_dir, rank, "raise")
+    assert done.code == 1
+    lines = done.err.splitlines()
+    assert lines[0] == f"paceline: rank {rank} failed first:"
+    assert lines[1].startswith("Traceback")
+    assert done.err.count("Traceback") == 1
+    assert "ZeroDivisionError: the ninth is too many" in done.err
+    assert 'frail.py", line' in done.err
+    assert summary(run_dir)["status"] == "failed"
+    # The fault repaired, the same command goes on from the checkpoint before it.
+    again = run(*TRAIN, run_dir, where=studio)
+    assert again.code == 0, again.err
+    assert "resumed from step-00000004" in again.out
+    assert run("audit", run_dir).code == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any], rank: int) -> None:
+    done = frail(studio / f"exit-{rank}", rank, "exit")
+    assert done.code not in (0, 2, 75)
+    assert f"rank {rank}" in done.err.splitlines()[0]
+    assert "3" in done.err.splitlines()[0]
+
+
+def test_a_loss_that_is_no_number(studio: Path, frail: Callable[..., Any], summary: Callable[[Path], Any]) -> None:
+    run_dir = studio / "nan"
+    done = frail(run_dir, 1, "nan")
+    assert done.code == 1
+    assert done.err.startswith("paceline: the training loss became nan at step ")
+    assert done.err.count("\n") == 1
+    assert summary(run_dir)["status"] == "failed"
+    # No checkpoint may hold what the failed step made of the weights.
+    assert not list((run_dir / "checkpoints").glob("step-*"))
+
+
+def test_an_unused_parameter_is_named(studio: Path, run: Callable[..., Any]) -> None:
+    """DistributedDataParallel would wait for its gradient; the user learns which one, before or at step one."""
+    (studio / "frail.py").write_text(FRAIL)
+    done = run(*TRAIN, studio / "unused", "model.name=frail:Unused", where=studio)
+    assert done.code in (1, 2)
+    assert "forgotten.weight" in done.err
+    assert done.err.count("Traceback") <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (("batch.global_size=15", "batch.micro_size=auto"), "batch.global_size=15 over 2 processes"),
+        (("model.name=no_such_net", "model.options=null"), "no_such_net"),
+        (("optimizer.learning_rate=1",), "optimizer.learning_rate"),
+        (("data.path=nowhere",), "nowhere"),
+        (("parallel.strategy=single",), "parallel.strategy=single"),
+        (("batch.global_size=88", "batch.micro_size=4"), "batch.global_size"),
+    ],
+)
+def test_a_mistake_is_told_once(
+    studio: Path, run: Callable[..., Any], changes: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
+    done = run("train", "recipe.yaml", *changes, "--processes", "2", "--run-dir", tmp_path / "run", where=studio)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("paceline: ")
+    assert done.err.count("\n") == 1, done.err
+    assert named in done.err
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_a_broken_image_is_told_once(studio: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+    broken = studio / "photos" / "train" / "green" / "007.png"
+    whole = broken.read_bytes()
+    try:
+        broken.write_bytes(whole[:200].ljust(len(whole), b"?"))
+        command = ("train", "recipe.yaml", "--processes", "2", "--run-dir", tmp_path / "run")
+        refused = run(*command, "train.duration=1 epochs", where=studio)
+        allowed = run(*command, "train.duration=2 epochs", "data.max_broken=1", where=studio)
+    finally:
+        broken.write_bytes(whole)
+    assert (refused.code, refused.err.count("\n"), refused.err.count("007.png")) == (2, 1, 1), refused.err
+    assert "data.max_broken" in refused.err
+    assert allowed.code == 0, allowed.err
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    incidents = [event for event in events if event["event"] == "incident"]
+    assert [event["path"].endswith("007.png") for event in incidents] == [True]
+    audit = json.loads(run("audit", tmp_path / "run", "--json").out)
+    assert (audit["passed"], audit["broken"], audit["missing"]) == (True, 2, 0)
+
+
+@pytest.mark.world_size(1)
+def test_a_long_temporary_directory(studio: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+    """Clusters name it at length, and a socket's path may have 107 characters: it works, or is refused in words."""
+    long = tmp_path / ("t" * 90)
+    long.mkdir()
+    command = ("train", "recipe.yaml", "train.duration=6 steps", "--run-dir", tmp_path / "run")
+    done = run(*command, where=studio, timeout=60, variables={"TMPDIR": str(long)})
+    assert done.code == 0 or (done.code == 2 and "TMPDIR" in done.err and done.err.count("\n") == 1)

@@ -1,0 +1,76 @@
+"""What a world of one does: the collectives are the identity, and one process has nothing to agree on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.distributed.collectives import Collectives, join, leave
+from paceline.distributed.device import available_devices, choose_device, describe_machine
+from paceline.distributed.environment import read_launch
+from paceline.distributed.strategy import SingleProcess, build_strategy
+from paceline.errors import DataError, RecipeError
+from paceline.world import World
+
+CPU = torch.device("cpu")
+
+
+def test_collectives_are_the_identity() -> None:
+    alone = Collectives(World())
+    tensor = torch.tensor([1.0, 2.0])
+    assert alone.reduce_sum(tensor) is tensor
+    assert alone.broadcast([1]) == [1]
+    assert alone.gather("x") == ["x"]
+    assert alone.on_first(lambda: 3) == 3
+    alone.broadcast_tensors([tensor])
+    alone.barrier()
+
+
+def test_an_error_on_the_first_rank_is_that_error() -> None:
+    def fail() -> None:
+        raise DataError("no such data")
+
+    with pytest.raises(DataError, match="no such data"):
+        Collectives(World()).on_first(fail)
+
+
+def test_no_process_group_is_formed_alone() -> None:
+    assert join(read_launch({}), CPU).world == World()
+    assert not torch.distributed.is_initialized()
+    leave()
+
+
+def test_one_process_votes_for_itself() -> None:
+    network = nn.Linear(2, 2)
+    strategy = build_strategy("single", network, Collectives(World()), CPU, bucket_cap_mb=25)
+    assert isinstance(strategy, SingleProcess)
+    assert strategy.model is network
+    assert not strategy.agreed_stop()
+    loss = torch.ones(())
+    with strategy.gradient_sync(is_last=False):
+        assert strategy.with_vote(loss, stop=False, is_last=True) is loss
+    assert not strategy.agreed_stop()
+    strategy.with_vote(loss, stop=True, is_last=True)
+    assert strategy.agreed_stop()
+    strategy.sync_buffers([network])
+
+
+def test_the_processor_is_always_there() -> None:
+    assert available_devices()["cpu"] == "available"
+    assert choose_device("cpu", World()) == CPU
+    facts = describe_machine(CPU)
+    assert facts.device == "cpu"
+    assert facts.device_name
+    assert facts.cores >= 1
+    assert facts.reasons["fast_bf16"]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_a_device_that_is_not_there_is_refused_with_the_reason(kind: str) -> None:
+    reason = available_devices()[kind]
+    if "available" in reason or "device(s)" in reason:
+        pytest.skip(f"this machine has {kind}")
+    with pytest.raises(RecipeError) as caught:
+        choose_device(kind, World())
+    assert str(caught.value) == f"parallel.device={kind}: {reason}; use parallel.device=auto or one of: cpu."

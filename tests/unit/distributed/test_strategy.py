@@ -1,0 +1,68 @@
+"""Data parallelism as the step calls it, in a process group of one: gradients, the vote, and the network's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.strategy import DataParallel, build_strategy
+from paceline.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Collectives]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield Collectives(World())
+    torch.distributed.destroy_process_group()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collectives) -> None:
+    ours, plain = net(), net()
+    strategy = build_strategy("ddp", ours, group, CPU, bucket_cap_mb=1)
+    assert isinstance(strategy, DataParallel)
+    batches = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        ours.zero_grad(set_to_none=True)
+        plain.zero_grad(set_to_none=True)
+        for index, batch in enumerate(batches):
+            last = index == 2
+            with strategy.gradient_sync(is_last=last):
+                loss = strategy.model(batch).square().mean() / 3
+                strategy.with_vote(loss, stop=False, is_last=last).backward()
+            (plain(batch).square().mean() / 3).backward()
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectives) -> None:
+    strategy = build_strategy("ddp", net(), group, CPU, bucket_cap_mb=25)
+    batch = torch.randn(6, 4)
+    assert not strategy.agreed_stop()
+    for wish in (False, True, False, True):
+        loss = strategy.model(batch).square().mean()
+        strategy.with_vote(loss, stop=wish, is_last=True).backward()
+        assert strategy.agreed_stop() is wish
+
+
+def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
+    network = net()
+    names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]
+    strategy = build_strategy("ddp", network, group, CPU, bucket_cap_mb=25)
+    loss = strategy.model(torch.randn(6, 4)).square().mean()
+    assert strategy.with_vote(loss, stop=True, is_last=True).item() == loss.item()
+    assert strategy.with_vote(loss, stop=True, is_last=False) is loss
+    assert set(network.state_dict()) == names
+    assert all(torch.equal(a, b) for a, b in zip(tensors, network.parameters(), strict=True))
+    strategy.sync_buffers([network])

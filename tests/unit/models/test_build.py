@@ -1,0 +1,147 @@
+"""Every way to name a network gives one that fits the data, and a wrong name is answered with the nearest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.models.build import build_model, model_names, parameter_count
+from paceline.recipe.model import Model
+
+OWN = """
+import torch
+from torch import nn
+
+def plain(num_classes, in_channels):
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 64, num_classes))
+
+def choosy(num_classes, *, width=3):
+    return nn.Linear(width, num_classes)
+
+def anything(**sizes):
+    net = nn.Linear(2, 2)
+    net.sizes = sizes
+    return net
+
+def nothing(**sizes):
+    return "a network"
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's own in the current directory."""
+    (tmp_path / "my_networks.py").write_text(OWN)
+    (tmp_path / "my_broken.py").write_text("import not_there_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield "my_networks"
+    sys.path[:] = path
+    for name in ("my_networks", "my_broken"):
+        sys.modules.pop(name, None)
+
+
+def refusal(model: Model) -> str:
+    with pytest.raises(ModelError) as caught:
+        build_model(model, num_classes=5, in_channels=3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("in_channels", [1, 3])
+@pytest.mark.parametrize("name", ["small_resnet", "torchvision:squeezenet1_1", "test_vit", "torchvision:resnet18"])
+def test_it_fits_the_data(name: str, in_channels: int) -> None:
+    torch.manual_seed(0)
+    if name == "torchvision:squeezenet1_1":
+        network = build_model(Model(name=name), num_classes=5, in_channels=in_channels)
+        side = 64
+    else:
+        options = {"img_size": 32} if name == "test_vit" else {}
+        network = build_model(Model(name=name, options=options), num_classes=5, in_channels=in_channels)
+        side = 32
+    assert network.eval()(torch.zeros(2, in_channels, side, side)).shape == (2, 5)
+
+
+def test_options_reach_the_factory() -> None:
+    small = build_model(Model(options={"width": 4, "stages": 1}), num_classes=5, in_channels=1)
+    large = build_model(Model(options={"width": 8, "stages": 1}), num_classes=5, in_channels=1)
+    assert parameter_count(small) < parameter_count(large)
+
+
+def test_unknown_options_are_refused() -> None:
+    message = refusal(Model(options={"widht": 4}))
+    assert message.startswith("model.name=small_resnet: model.options {'widht': 4} do not fit: ")
+    assert "widht" in message.split("do not fit")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("resnet51", "unknown model 'resnet51'. Did you mean 'resnet50'"),
+        ("small_resnt", "unknown model 'small_resnt'. Did you mean 'small_resnet'"),
+        ("torchvision:resnet51", "unknown torchvision model 'resnet51'. Did you mean 'resnet50'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name: str, said: str) -> None:
+    assert refusal(Model(name=name)).startswith(said)
+
+
+def test_a_factory_of_ones_own(own: str) -> None:
+    network = build_model(Model(name=f"{own}:plain"), num_classes=5, in_channels=3)
+    assert network(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+
+
+def test_it_is_given_what_it_takes(own: str) -> None:
+    choosy = build_model(Model(name=f"{own}:choosy", options={"width": 7}), num_classes=5, in_channels=3)
+    assert (choosy.in_features, choosy.out_features) == (7, 5)
+    assert build_model(Model(name=f"{own}:anything"), num_classes=5, in_channels=3).sizes == {
+        "num_classes": 5,
+        "in_channels": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("my_networks:plan", "'my_networks:plan': module 'my_networks' has no 'plan'. Did you mean 'plain'?"),
+        ("my_netwroks:plain", "'my_netwroks:plain': there is no module 'my_netwroks'; it must be importable or lie in"),
+        ("my_networks:nothing", "model.name=my_networks:nothing: the factory returned a str, not a torch.nn.Module."),
+        ("my_networks:constant", "model.name=my_networks:constant: "),
+    ],
+)
+def test_a_reference_that_leads_nowhere(reference: str, said: str, own: str) -> None:
+    assert refusal(Model(name=reference)).startswith(said)
+
+
+def test_an_import_error_inside_ones_own_module_is_shown_as_it_is(own: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        build_model(Model(name="my_broken:net"), num_classes=5, in_channels=3)
+
+
+@pytest.mark.parametrize("name", ["small_resnet", "my_networks:plain"])
+def test_published_weights_of_what_has_none(name: str, own: str) -> None:
+    assert refusal(Model(name=name, pretrained=True)).startswith(
+        f"model.pretrained=true has no effect with model.name={name}: "
+    )
+
+
+def test_names_are_found_by_pattern() -> None:
+    assert model_names("small_res*") == ["small_resnet"]
+    assert "resnet50" in model_names("resnet50")
+    assert "torchvision:resnet18" in model_names("torchvision:resnet1?")
+    assert model_names("no_such_network_at_all") == []
+
+
+def test_parameters_are_counted_once_and_only_trainable_ones() -> None:
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    assert parameter_count(tied) == 9 + 3 + 3
+    tied[0].bias.requires_grad_(requires_grad=False)
+    assert parameter_count(tied) == 9 + 3

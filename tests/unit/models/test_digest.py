@@ -1,0 +1,56 @@
+"""Anyone can recompute the digest of a set of weights with nothing but the written rule."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+from torch import nn
+
+from paceline.models.digest import weights_sha256
+
+
+def by_the_rule(entries: dict[str, bytes]) -> str:
+    return hashlib.sha256(b"".join(key.encode() + entries[key] for key in sorted(entries))).hexdigest()
+
+
+def test_the_rule() -> None:
+    state = {
+        "b.weight": torch.tensor([[1.0, -2.5], [3.0, 0.0]]),
+        "a.steps": torch.tensor(7),
+        "ünïcode": torch.tensor([1.5], dtype=torch.float64),
+        "half": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+        "flag": torch.tensor([True, False]),
+    }
+    expected = {
+        "b.weight": struct.pack("<4f", 1.0, -2.5, 3.0, 0.0),
+        "a.steps": struct.pack("<q", 7),
+        "ünïcode": struct.pack("<d", 1.5),
+        "half": struct.pack("<2H", 0x3F80, 0x4000),
+        "empty": b"",
+        "flag": b"\x01\x00",
+    }
+    assert weights_sha256(state) == by_the_rule(expected)
+    assert weights_sha256(dict(reversed(state.items()))) == by_the_rule(expected)
+
+
+def test_memory_layout_is_invisible() -> None:
+    weight = torch.randn(4, 3, 5, 5)
+    other = weight.to(memory_format=torch.channels_last)
+    assert weights_sha256({"w": weight}) == weights_sha256({"w": other})
+    assert weights_sha256({"w": weight.t().contiguous().t() if weight.ndim == 2 else weight}) == weights_sha256({"w": weight})
+
+
+def test_every_bit_counts() -> None:
+    network = nn.Linear(3, 2)
+    before = weights_sha256(network.state_dict())
+    with torch.no_grad():
+        network.bias[0] = torch.nextafter(network.bias[0], torch.tensor(9.0))
+    assert weights_sha256(network.state_dict()) != before
+    assert weights_sha256({"w": torch.tensor([0.0])}) != weights_sha256({"w": torch.tensor([-0.0])})
+
+
+def test_names_count() -> None:
+    assert weights_sha256({"a": torch.zeros(1)}) != weights_sha256({"b": torch.zeros(1)})

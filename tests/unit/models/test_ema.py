@@ -1,0 +1,78 @@
+"""The moving average is its formula, for parameters and buffers alike, and leaves the model alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.models.ema import ExponentialMovingAverage
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def shaken(model: nn.Module, step: int) -> None:
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor))
+            else:
+                tensor.add_(1)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
+def test_the_formula(decay: float) -> None:
+    model = net()
+    average = ExponentialMovingAverage(model, decay)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    for step in range(30):
+        shaken(model, step)
+        average.update(step)
+        kept = min(decay, (1 + step) / (10 + step))
+        for key, value in model.state_dict().items():
+            expected[key] = kept * expected[key] + (1 - kept) * value if value.is_floating_point() else value.clone()
+    for key, value in average.module.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12)
+
+
+def test_it_begins_as_the_model_and_is_its_own() -> None:
+    model = net()
+    average = ExponentialMovingAverage(model, 0.9)
+    before = copy.deepcopy(average.module.state_dict())
+    shaken(model, 1)
+    assert all(torch.equal(value, before[key]) for key, value in average.module.state_dict().items())
+
+
+def test_it_leaves_the_model_alone() -> None:
+    model = net().train()
+    average = ExponentialMovingAverage(model, 0.9)
+    shaken(model, 1)
+    before = copy.deepcopy(model.state_dict())
+    average.update(0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.training
+    assert all(each.requires_grad for each in model.parameters())
+
+
+def test_it_is_for_evaluation_and_has_no_gradients() -> None:
+    average = ExponentialMovingAverage(net(), 0.9)
+    assert not any(module.training for module in average.module.modules())
+    assert not any(each.requires_grad for each in average.module.parameters())
+
+
+def test_shared_weights_stay_shared() -> None:
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    average = ExponentialMovingAverage(tied, 0.5)
+    with torch.no_grad():
+        tied[0].weight.fill_(1.0)
+    start = average.module[0].weight.clone()
+    average.update(10)
+    assert average.module[1].weight is average.module[0].weight
+    torch.testing.assert_close(average.module[0].weight, start * 0.5 + 0.5)
