@@ -72,7 +72,9 @@ def run(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"\nTry `{context.command_path} --help`." if context is not None else ""
+        click.echo(f"paceline: {error.format_message()}{hint}", err=True)
         return error.exit_code
     except click.Abort:
         return 130

@@ -12,7 +12,7 @@ from paceline.recipe.load import load_recipe, shipped_recipes, to_tree
 
 
 @click.command("recipes", short_help="List the shipped recipes, or show one.")
-@click.argument("action", required=False, type=click.Choice(["show"]))
+@click.argument("action", required=False, metavar="[show]")
 @click.argument("name", required=False)
 @json_option
 def command(action: str | None, name: str | None, as_json: bool) -> None:
@@ -21,6 +21,11 @@ def command(action: str | None, name: str | None, as_json: bool) -> None:
     Copy what it prints to a file of your own, change it, and train the file.
     """
     if action is not None:
+        if action != "show":
+            known = action if action in shipped_recipes() else "NAME"
+            raise click.UsageError(
+                f"found '{action}', but this is `paceline recipes` or `paceline recipes show {known}`."
+            )
         if name is None:
             raise click.UsageError(f"'recipes show' needs a name: {', '.join(shipped_recipes())}.")
         _show(name, as_json=as_json)

@@ -82,7 +82,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     from paceline.telemetry.display import choose_display
     from paceline.trainer.train import Options, train_recipe
 
-    display = choose_display(sys.stderr if as_json else sys.stdout)
+    display = choose_display(sys.stderr if as_json else sys.stdout, unit="images")
     result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display))
     if is_first_process():
         if as_json:

@@ -67,8 +67,14 @@ def describe_machine(device: torch.device) -> MachineFacts:
         device_name=_device_name(device),
         fast_bf16=fast_bf16,
         cores=available_cores(),
+        threads=_threads_asked(),
         reasons={"fast_bf16": why},
     )
+
+
+def _threads_asked() -> int | None:
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def available_cores() -> int:

@@ -50,6 +50,9 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
         dotted = f"{path}{key}"
         if key not in known:
             place = f"'{path.rstrip('.')}'" if path else "a recipe"
+            homes = _homes(str(key)) if not path else []
+            if homes:
+                raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {' or '.join(homes)}?")
             raise RecipeError(
                 f"{where}: unknown key '{dotted}'.{did_you_mean(str(key), known)} Keys of {place}: {', '.join(known)}."
             )
@@ -61,6 +64,18 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
                 keys = ", ".join(field_types(inner))
                 raise RecipeError(f"{where}: '{dotted}' is a section, found {value!r}; set one of its keys: {keys}.")
             check_known(value, where, inner, f"{dotted}.")
+
+
+def _homes(name: str, section: type[Any] = Recipe, path: str = "") -> list[str]:
+    """Dotted keys that end in a name: a user's `lr` is the schema's `optimizer.lr`."""
+    found = []
+    for key in field_types(section):
+        inner = subsection(section, key)
+        if inner is not None:
+            found += _homes(name, inner, f"{path}{key}.")
+        elif key == name and path:
+            found.append(f"'{path}{key}'")
+    return found
 
 
 def update(tree: Tree, more: Mapping[str, Any]) -> None:

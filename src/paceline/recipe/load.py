@@ -223,10 +223,7 @@ def _sentences(error: ValidationError, where: str) -> str:
             if isinstance(part, str) and part.isidentifier() and not part.startswith("constrained")
         ]
         key = _field_path(known)
-        if item["type"] == "missing":
-            # A list that is too short: pydantic names the first place that has nothing.
-            item["msg"], item["input"] = "a list with more numbers", item["input"]
-        rule = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        rule = _RULES.get(item["type"], item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
         rule = (
             rule.split(", but ", 1)[1] if item["type"] == "value_error" and ", but " in rule else f"it must be {rule}"
         )
@@ -234,6 +231,16 @@ def _sentences(error: ValidationError, where: str) -> str:
     return "\n".join(
         f"{where}: {key}: found {_show(found)}, but {_either(texts)}." for key, (found, texts) in rules.items()
     )
+
+
+# Where pydantic's own words would not help.
+_RULES = {
+    "float_parsing": "Input should be a number",
+    "int_parsing": "Input should be a whole number",
+    "int_type": "Input should be a whole number",
+    "bool_type": "Input should be true or false",
+    "missing": "Input should be a list with two numbers",
+}
 
 
 def _either(texts: Sequence[str]) -> str:

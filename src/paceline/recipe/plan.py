@@ -42,6 +42,7 @@ class MachineFacts:
         device_name: What the device calls itself.
         fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
         cores: CPU cores this machine lends to the run.
+        threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
         reasons: Why, by dotted key or by ``fast_bf16``.
     """
 
@@ -49,6 +50,7 @@ class MachineFacts:
     device_name: str
     fast_bf16: bool
     cores: int
+    threads: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -248,7 +250,7 @@ def resolve_channels_last(recipe: Recipe, machine: MachineFacts, reasons: dict[s
 def _strategy(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> str:
     asked = recipe.parallel.strategy
     if asked == "auto":
-        reasons["parallel.strategy"] = f"{world_size} process{'es' if world_size > 1 else ''}"
+        reasons["parallel.strategy"] = _plural(world_size, "process")
         return "ddp" if world_size > 1 else "single"
     if asked == "single" and world_size > 1:
         raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, auto, or one process.")
@@ -262,7 +264,10 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
     asked = recipe.parallel.threads
     if asked != "auto":
         return asked
-    reasons["parallel.threads"] = f"{machine.cores} cores over {local_world_size} process(es) on this machine"
+    if machine.threads is not None:
+        reasons["parallel.threads"] = "as OMP_NUM_THREADS says"
+        return machine.threads
+    reasons["parallel.threads"] = f"{_plural(machine.cores, 'core')} for {_plural(local_world_size, 'process')} here"
     return max(1, machine.cores // local_world_size)
 
 
@@ -274,3 +279,7 @@ def resolve_evaluation_batch(recipe: Recipe, reasons: dict[str, str]) -> int:
     size = min(256, recipe.batch.global_size)
     reasons["evaluate.batch_size"] = "independent of the number of processes, so that every sample is scored alike"
     return size
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -21,8 +21,8 @@ class Evaluate:
     """Samples per forward pass."""
     top_k: Annotated[int, Field(gt=1, strict=True)] = 5
     """The k of the top-k accuracy reported beside top-1."""
-    metric: Literal["top1_accuracy", "loss"] = "top1_accuracy"
-    """What `best` means."""
+    metric: str = "top1_accuracy"
+    """The metric that decides what is best: `top1_accuracy`, `loss`, or one that the task brings."""
     patience: Annotated[PositiveInt | None, Off] = None
     """Stop after this many evaluations without a better metric, or `off`."""
 

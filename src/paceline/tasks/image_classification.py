@@ -32,6 +32,7 @@ class ImageClassification(Task):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
+        self._top_k: Metric | None = None
         self._backend = ""
         self._workers = 0
 
@@ -101,8 +102,8 @@ class ImageClassification(Task):
             "loss": F.cross_entropy(logits, batch.targets, reduction="none"),
             "top1_accuracy": rank < 1,
         }
-        if len(self.metrics) > 2:
-            values[self.metrics[2].name] = rank < self.recipe.evaluate.top_k
+        if self._top_k is not None:
+            values[self._top_k.name] = rank < self.recipe.evaluate.top_k
         return values
 
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
@@ -113,8 +114,8 @@ class ImageClassification(Task):
     def _choose_metrics(self, reasons: dict[str, str]) -> None:
         top_k, classes = self.recipe.evaluate.top_k, len(self.dataset.classes)
         if top_k < classes:
-            top = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
-            self.metrics = (*self.metrics[:2], top)
+            self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
+            self.metrics = (*self.metrics, self._top_k)
         else:
             reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {classes} classes"
 

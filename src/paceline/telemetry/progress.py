@@ -81,9 +81,9 @@ class RunProgress:
         record = self.record
         parts = []
         if record.get("loss") is not None:
-            parts.append(f"loss {record['loss']:.4g}")
+            parts.append(f"training loss {record['loss']:.4g}")
         elif "loss" in record:
-            parts.append("loss not finite")
+            parts.append("training loss not finite")
         if record.get("lr") is not None:
             parts.append(f"lr {record['lr']:.3g}")
         if record.get("throughput_samples_per_second") is not None:

@@ -35,6 +35,6 @@ def train(
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    display = None if quiet else choose_display(sys.stdout)
+    display = None if quiet else choose_display(sys.stdout, unit="images")
     options = Options(run_dir=None if run_dir is None else Path(run_dir), resume=resume, display=display, task=task)
     return train_recipe(load_recipe(recipe, overrides), options)

@@ -30,9 +30,9 @@ from paceline.recipe.plan import (
 )
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task
-from paceline.trainer.build import build_task, place
 from paceline.trainer.evaluate import Evaluation, Evaluator
 from paceline.trainer.precision import Precision
+from paceline.trainer.preparation import build_task, place
 
 PREDICTION_FORMATS = (".jsonl", ".csv")
 

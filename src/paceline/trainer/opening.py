@@ -74,7 +74,8 @@ class Opening:
 class RunLock:
     """Keeps two launches from writing one run directory; released by the system even after SIGKILL."""
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
+        self._root, self._is_new = directory.root, is_new
         self._descriptor = os.open(directory.root / ".lock", os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +88,10 @@ class RunLock:
             pass  # a file system without locks: the check is a courtesy
 
     def release(self) -> None:
-        """Let others in."""
+        """Let others in; a directory made for this run in which nothing was written goes again."""
+        if self._is_new and os.listdir(self._root) == [".lock"]:
+            (self._root / ".lock").unlink()
+            self._root.rmdir()
         os.close(self._descriptor)
 
 
@@ -171,9 +175,10 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
             f"the data of the run in '{directory.root}' has changed since it began: other files, names or sizes; "
             "restore them, or begin in another --run-dir."
         )
-    if plan["logical_ranks"] != asked.plan.logical_ranks:
-        before, now = plan["logical_ranks"], asked.plan.logical_ranks
-        return (f"micro-batches per step: {before} before, {now} now: the same samples, but not the same bits",)
+    for number, name in (("logical_ranks", "micro-batches per step"), ("world_size", "processes")):
+        before, now = plan[number], getattr(asked.plan, number)
+        if before != now:
+            return (f"{name}: {before} before, {now} now: the same samples, but not the same bits",)
     return ()
 
 

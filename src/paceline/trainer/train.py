@@ -25,9 +25,10 @@ from paceline.records.run_directory import RunDirectory, default_run_directory, 
 from paceline.records.summary import Summary
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
-from paceline.trainer.build import Setting, build_run, build_task, plan_run
+from paceline.trainer.build import Setting, build_run
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
+from paceline.trainer.preparation import Prepared, build_task, plan_run, prepare
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
@@ -94,27 +95,19 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     """
     started = time.perf_counter()
     recipe, launch = loaded.recipe, read_launch(os.environ)
-    device = choose_device(recipe.parallel.device, launch.world)
     task = build_task(recipe) if options.task is None else options.task(recipe)
-    plan = plan_run(recipe, task, describe_machine(device), launch.world)
-    torch.set_num_threads(plan.threads_per_process)
-    if recipe.train.deterministic:
-        # Only when asked: the call imports torch's compiler, which takes seconds.
-        torch.use_deterministic_algorithms(mode=True)
-    with StopRequest() as stop, _joined(launch, device) as collectives:
-        directory = RunDirectory(collectives.on_first(lambda: _directory(options.run_dir, loaded.name)))
-        asked = Asked(recipe=recipe, plan=plan, resume=options.resume, device_facts=_device_facts(device, launch))
-        with _locked(directory, collectives):
-            opening = collectives.on_first(lambda: open_directory(directory, asked))
+    with StopRequest() as stop:
+        prepared = prepare(recipe, task, launch.world)
+        with (
+            _joined(launch, prepared.device) as collectives,
+            _directory(options, loaded.name, collectives) as directory,
+        ):
+            opening = collectives.on_first(lambda: open_directory(directory, _asked(prepared, options, launch)))
             if opening.completed:
                 summary = collectives.on_first(lambda: read_summary(directory))
                 return TrainResult(status="completed", run_dir=directory.root, summary=summary, was_complete=True)
             setting = Setting(
-                recipe=recipe,
-                plan=plan,
-                task=task,
-                world=launch.world,
-                device=device,
+                prepared=prepared,
                 collectives=collectives,
                 directory=directory,
                 display=options.display if options.display and launch.world.is_first else SilentDisplay(),
@@ -170,10 +163,13 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
 def _plan_in_words(run: Run) -> tuple[str, str]:
     plan = run.plan
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    samples = (
+        f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples"
+    )
+    steps = f"{format_count(plan.total_steps)} steps of {format_count(plan.global_batch_size)}"
     return (
         f"{plan.device_name}, {processes}, {plan.precision}, {format_count(plan.parameters or 0)} parameters",
-        f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples, "
-        f"{format_count(plan.total_steps)} steps of {format_count(plan.global_batch_size)} ({plan.total_epochs:g} epochs)",
+        f"{samples}, {steps} ({plan.total_epochs:g} epochs)",
     )
 
 
@@ -204,10 +200,9 @@ def _conclude_failed(run: Run) -> None:
         write_json(run.directory.summary, summary.to_json())
 
 
-def _directory(asked: Path | None, name: str) -> Path:
-    directory = RunDirectory(asked if asked is not None else default_run_directory(name))
-    directory.create()
-    return directory.root
+def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:
+    facts = _device_facts(prepared.device, launch)
+    return Asked(recipe=prepared.recipe, plan=prepared.plan, resume=options.resume, device_facts=facts)
 
 
 @contextlib.contextmanager
@@ -220,11 +215,21 @@ def _joined(launch: Launch, device: torch.device) -> Iterator[Collectives]:
 
 
 @contextlib.contextmanager
-def _locked(directory: RunDirectory, collectives: Collectives) -> Iterator[None]:
+def _directory(options: Options, name: str, collectives: Collectives) -> Iterator[RunDirectory]:
+    """The run directory, made if need be and held by the first rank; a new one that was not used goes again."""
     held: list[RunLock] = []
-    collectives.on_first(lambda: held.append(RunLock(directory)))
+
+    def take() -> Path:
+        is_new = options.run_dir is None or not options.run_dir.exists()
+        root = options.run_dir if options.run_dir is not None else default_run_directory(name)
+        directory = RunDirectory(root)
+        directory.create()
+        held.append(RunLock(directory, is_new=is_new))
+        return root
+
+    root = collectives.on_first(take)
     try:
-        yield
+        yield RunDirectory(root)
     finally:
         for lock in held:
             lock.release()

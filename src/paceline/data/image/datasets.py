@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from paceline.data.image.splits import stratified_split
 from paceline.data.image.synthetic import SyntheticSource
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
+from paceline.references import load_reference
 
 LARGEST_SMALL_IMAGE = 64
 _FOLDER_SIZE = 224
@@ -183,20 +183,7 @@ def _open_synthetic(data: Data) -> ImageDataset:
 
 
 def _from_factory(data: Data) -> ImageDataset:
-    module_name, _, factory_name = data.dataset.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"data.dataset is {data.dataset!r}, but no module {error.name!r} can be imported: install it, or "
-            "put its folder on PYTHONPATH."
-        ) from error
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise DataError(
-            f"data.dataset is {data.dataset!r}, but {module_name!r} has no function {factory_name!r}."
-            f"{did_you_mean(factory_name, vars(module))}"
-        )
+    factory = load_reference(data.dataset, DataError)
     dataset = factory(data)
     if not isinstance(dataset, ImageDataset):
         raise DataError(

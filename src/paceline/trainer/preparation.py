@@ -1,0 +1,146 @@
+"""What is known and checked before the processes of a run meet: task, plan, network, batches.
+
+Everything that a recipe can get wrong is found here, on every process alike, before a process group forms and
+before the run directory is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.weights import read_weights
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import RecipeError, did_you_mean
+from paceline.models.build import parameter_count
+from paceline.optim.schedules import LearningRate
+from paceline.recipe.plan import MachineFacts, Plan, make_plan
+from paceline.recipe.schema import Recipe
+from paceline.references import is_reference, load_reference
+from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import Task
+from paceline.world import World
+
+TASKS = {"image_classification": ImageClassification}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that could begin, on this process."""
+
+    recipe: Recipe
+    plan: Plan
+    task: Task
+    world: World
+    device: torch.device
+    network: nn.Module
+    pipeline: Pipeline
+    geometry: StepGeometry
+
+
+def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
+    """Resolve device and plan, build the network and open the data.
+
+    Raises:
+        PacelineError: For every mistake that can be known before training.
+    """
+    device = choose_device(recipe.parallel.device, world)
+    plan = plan_run(recipe, task, describe_machine(device), world)
+    torch.set_num_threads(plan.threads_per_process)
+    if recipe.train.deterministic:
+        # Only when asked: the call imports torch's compiler, which takes seconds.
+        torch.use_deterministic_algorithms(mode=True)
+    placement = Placement(device=device, channels_last=plan.channels_last)
+    network = build_network(recipe, task, placement)
+    geometry = StepGeometry(
+        seed=recipe.seed,
+        samples=plan.train_samples,
+        global_batch_size=plan.global_batch_size,
+        logical_ranks=plan.logical_ranks,
+    )
+    prepared = Prepared(
+        recipe=recipe,
+        plan=replace(plan, parameters=parameter_count(network)),
+        task=task,
+        world=world,
+        device=device,
+        network=network,
+        pipeline=task.open_pipeline(placement),
+        geometry=geometry,
+    )
+    _check_tail(prepared)
+    return prepared
+
+
+def build_task(recipe: Recipe) -> Task:
+    """Make the task a recipe names.
+
+    Raises:
+        RecipeError: If there is none of that name, or the reference does not give a task.
+    """
+    if recipe.task in TASKS:
+        return TASKS[recipe.task](recipe)
+    if not is_reference(recipe.task):
+        raise RecipeError(
+            f"unknown task '{recipe.task}'.{did_you_mean(recipe.task, TASKS)} Tasks: {', '.join(TASKS)}, or "
+            "package.module:factory of your own."
+        )
+    task = load_reference(recipe.task, RecipeError)(recipe)
+    if not isinstance(task, Task):
+        raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, which is no paceline.Task.")
+    return task
+
+
+def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
+    """The plan of a recipe on its data, with the learning rate at each phase boundary."""
+    facts = task.data_facts(world)
+    plan = make_plan(recipe, facts, machine, world_size=world.world_size, local_world_size=world.local_world_size)
+    names = [metric.name for metric in task.metrics]
+    if recipe.evaluate.metric not in names:
+        raise RecipeError(
+            f"evaluate.metric={recipe.evaluate.metric} is not measured; choose one of: {', '.join(names)}."
+        )
+    return replace(plan, learning_rates=LearningRate.of(recipe.optimizer, recipe.schedule, plan).phases())
+
+
+def build_network(recipe: Recipe, task: Task, placement: Placement) -> nn.Module:
+    """The network with its first weights, on the device, the same on every rank."""
+    torch.manual_seed(recipe.seed)
+    network = task.build_model()
+    if recipe.model.initialize_from is not None:
+        saved = read_weights(Path(recipe.model.initialize_from))
+        check_inventory(network.state_dict(), saved.state, where="model.initialize_from")
+        network.load_state_dict(saved.state)
+    return place(network, placement)
+
+
+def place(network: nn.Module, placement: Placement) -> nn.Module:
+    """Move a network to the device and give its filters the batches' memory format."""
+    memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
+    return network.to(device=placement.device, memory_format=memory_format)  # type: ignore[call-overload,no-any-return]  # torch's stub lacks it
+
+
+def _check_tail(prepared: Prepared) -> None:
+    """Find out before training whether BatchNorm can take a single sample, if an epoch's last batch will bring one."""
+    plan, network = prepared.plan, prepared.network
+    normalised = any(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for m in network.modules())
+    reached = plan.total_steps >= plan.steps_per_epoch and plan.evaluation_samples > 0
+    if not normalised or not reached or prepared.geometry.smallest_part() > 1:
+        return
+    sample = next(iter(prepared.pipeline.evaluation_batches(1, World())))
+    trial = copy.deepcopy(network).train()
+    try:
+        with torch.no_grad():
+            prepared.task.loss(trial, sample)
+    except ValueError as error:
+        raise RecipeError(
+            f"an epoch's last batch has {plan.last_step_samples} sample(s) over {plan.logical_ranks} micro-batch(es), "
+            f"and this model cannot train on a single one ({error}); choose another batch.global_size."
+        ) from None

@@ -1,0 +1,109 @@
+"""The command line as a user calls it, small runs to call it on, and a folder of images."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.cli.main import run as run_command_line
+
+SOURCES = Path(__file__).parents[2] / "src"
+# Digits with a net so small that starting takes longer than training.
+TINY = (
+    "model.options={width: 4, stages: 1, dropout: 0.1}",
+    "batch.global_size=128",
+    "train.duration=6 steps",
+    "train.ema=0.9",
+    "evaluate.every=3 steps",
+    "checkpoint.every=2 steps",
+    "telemetry.log_every=2 steps",
+    "telemetry.trackers=[]",
+    "parallel.device=cpu",
+    "parallel.threads=1",
+)
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def _call(*arguments: object, cwd: Path, timeout: float = 120, interpreter: tuple[str, ...] = ()) -> Done:
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, *interpreter, "-m", "paceline", *map(str, arguments)],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=inherited | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def paceline(tmp_path: Path) -> Callable[..., Done]:
+    """Run ``python -m paceline ARGUMENTS`` in a process of its own, by default in the test's directory."""
+    return lambda *arguments, cwd=tmp_path, **options: _call(*arguments, cwd=cwd, **options)
+
+
+@pytest.fixture
+def paceline_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Run the command line in this process: torch's import, paid once, is nearly all that a mistake costs."""
+    monkeypatch.chdir(tmp_path)
+    for name in _LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: object) -> Done:
+        capfd.readouterr()
+        code = run_command_line([str(each) for each in arguments])
+        out, err = capfd.readouterr()
+        return Done(code, out, err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[str, ...]:
+    """Overrides that make any recipe a matter of milliseconds."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a completed run; to be read only."""
+    root = tmp_path_factory.mktemp("finished")
+    done = _call("train", "digits", *TINY, "--run-dir", "run", cwd=root)
+    assert done.code == 0, done.err
+    return root / "run"
+
+
+def _write_images(folder: Path, count: int = 4, *, size: int = 12) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(len(folder.name))
+    for number in range(count):
+        Image.fromarray(generator.integers(0, 256, (size, size, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def write_images() -> Callable[..., Path]:
+    """Fill a folder with small images."""
+    return _write_images

@@ -1,0 +1,442 @@
+"""A mistake costs one sentence: what was found, the rule, the change to make. No traceback, nothing destroyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = ("image_folder", "parallel.device=cpu", "telemetry.trackers=[]")
+
+
+def assert_refused(done: Any, *words: str) -> None:
+    """One sentence on standard error with these words in it, exit code 2, and nothing else."""
+    assert (done.code, done.out) == (2, ""), done
+    assert "Traceback" not in done.err
+    assert done.err.startswith("paceline: "), done.err
+    assert done.err.count("\n") == 1, done.err
+    for word in words:
+        assert word in done.err
+    print(done.err, end="")
+
+
+def everything_in(root: Path) -> dict[str, bytes]:
+    """All files under a directory with their contents."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+# --------------------------------------------------------------------------------------- recipes and overrides
+
+OVERRIDES = {
+    "a misspelt key": (("optimiser.lr=0.1",), ("optimiser", "Did you mean 'optimizer'?")),
+    "a misspelt key of a section": (("optimizer.momentun=0.9",), ("optimizer.momentun", "Did you mean 'momentum'?")),
+    "a misspelt key two deep": (("data.augment.flipp=0.5",), ("data.augment.flipp", "Did you mean 'flip'?")),
+    "a key too deep": (("optimizer.lr.value=1",), ("optimizer.lr", "{'value': 1}")),
+    "a section for a value": (("optimizer=sgd",), ("'optimizer' is a section", "'sgd'")),
+    "a word for a number": (("optimizer.lr=fast",), ("optimizer.lr", "'fast'", "number")),
+    "a number for a word": (("data.dataset=7",), ("data.dataset", "7", "string")),
+    "a fraction for a count": (("batch.global_size=12.5",), ("batch.global_size", "12.5", "integer")),
+    "a negative rate": (("optimizer.lr=-1",), ("optimizer.lr", "-1", "greater than 0")),
+    "a zero batch": (("batch.global_size=0",), ("batch.global_size", "0", "greater than 0")),
+    "a rate that is no number": (("optimizer.lr=.nan",), ("optimizer.lr", "nan")),
+    "an unknown choice": (("train.precision=fp8",), ("train.precision", "'fp8'", "'bf16'")),
+    "a key without effect": (("optimizer.betas=[0.9, 0.99]",), ("optimizer.betas", "optimizer.name=adamw")),
+    "no value at all": (("optimizer.lr",), ("'optimizer.lr'", "KEY=VALUE")),
+    "no key": (("=3",), ("'=3'", "KEY=VALUE")),
+    "unreadable YAML": (("optimizer.betas=[0.9",), ("optimizer.betas=[0.9", "not readable")),
+    "a length without unit": (("train.duration=3",), ("train.duration", "3", "'3 epochs'")),
+    "a length of its own share": (("train.duration=10%",), ("train.duration", "10%", "epochs, steps or samples")),
+    "a length of nothing": (("train.duration=0 steps",), ("train.duration", "0 steps", "at least")),
+    "a warm-up past the end": (("schedule.warmup=99 epochs",), ("schedule.warmup", "99 epochs", "train.duration")),
+    "an interval of nothing": (("evaluate.every=0 steps",), ("evaluate.every", "0 steps")),
+    "an impossible batch": (("batch.global_size=10", "batch.micro_size=4"), ("batch.global_size=10", "micro_size=5")),
+    "an unknown model": (("model.name=resnet5O",), ("'resnet5O'", "'resnet50'")),
+    "an unknown torchvision model": (("model.name=torchvision:resnet19",), ("'resnet19'", "'resnet18'")),
+    "no such module": (("model.name=nomodule:net",), ("nomodule",)),
+    "no such factory": (("model.name=math:sqroot",), ("sqroot", "Did you mean 'sqrt'?")),
+    "an option the model lacks": (("model.options.widht=4",), ("model.options", "widht")),
+    "an option out of range": (("model.options.width=0",), ("model.options.width=0", "at least 1")),
+    "an unknown data set": (("data.dataset=digts",), ("'digts'", "Did you mean 'digits'?")),
+    "an unknown task": (
+        ("task=image_clasification",),
+        ("'image_clasification'", "Did you mean 'image_classification'?"),
+    ),
+    "an unknown metric": (("evaluate.metric=accuracy",), ("evaluate.metric", "'accuracy'", "top1_accuracy")),
+    "a device that is not there": (("parallel.device=mps",), ("parallel.device=mps", "parallel.device=auto")),
+    "an unknown device": (("parallel.device=tpu",), ("parallel.device", "'tpu'", "'cuda'")),
+    "a strategy for nobody": (("parallel.strategy=ddp",), ("parallel.strategy=ddp", "--processes")),
+    "weights that are not there": (("model.initialize_from=no.safetensors",), ("no.safetensors",)),
+    "pretrained weights of one's own": (("model.pretrained=true",), ("model.pretrained", "small_resnet")),
+    "a crop the back-end lacks": (
+        ("data.backend=memory", "data.augment.crop=random_resized"),
+        ("random_resized", "data.backend=pytorch"),
+    ),
+    "too many means": (("data.mean=[0.5, 0.5]",), ("data.mean", "2 values", "1 channels")),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override(paceline_here: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    overrides, words = OVERRIDES[name]
+    done = paceline_here("train", "digits", "parallel.device=cpu", *overrides, "--run-dir", "run")
+    assert_refused(done, *words)
+    # Refused before training, it leaves no run behind that the corrected command would trip over.
+    assert everything_in(tmp_path) == {}
+
+
+FILES = {
+    "not YAML": ("train: [", ("recipe.yaml", "not readable as YAML")),
+    "a list": ("- train\n", ("recipe.yaml", "mapping of sections", "list")),
+    "a key at the top": ("optimizr: {lr: 0.1}\n", ("recipe.yaml", "optimizr", "Did you mean 'optimizer'?")),
+    "a key twice": ("train: {ema: 0.9, ema: 0.8}\n", ("recipe.yaml", "ema", "twice")),
+    "a tab": ("train:\n\tema: 0.9\n", ("recipe.yaml", "not readable as YAML")),
+    "bytes": ("\x80\x81", ("recipe.yaml", "not readable as YAML")),
+    "a tag that makes objects": (
+        "train: !!python/object/apply:os.getcwd []\n",
+        ("recipe.yaml", "not readable as YAML"),
+    ),
+    "a base that is not there": ("base: nothing\n", ("nothing", "digits")),
+    "a base with a base": ("base: middle.yaml\n", ("middle.yaml", "one level")),
+    "a base that is a number": ("base: 7\n", ("7",)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_file(paceline_here: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    text, words = FILES[name]
+    (tmp_path / "recipe.yaml").write_bytes(text.encode("latin-1"))
+    (tmp_path / "middle.yaml").write_text("base: digits\n")
+    assert_refused(paceline_here("train", "recipe.yaml", "--run-dir", "run"), *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "digit"), ("'digit'", "Did you mean 'digits'?")),
+        (("train", "recipes/mine.yaml"), ("'recipes/mine.yaml'", "neither a file nor a shipped recipe")),
+        (("recipes", "show", "digit"), ("'digit'", "Did you mean 'digits'?")),
+        (("models", "resnet5O"), ("'resnet5O'", "Did you mean 'resnet50'")),
+        (("evaluate", "nowhere"), ("'nowhere'", "does not exist")),
+        (("evaluate", "nowhere.safetensors"), ("nowhere.safetensors",)),
+        (("audit", "nowhere"), ("'nowhere'", "no run")),
+        (("predict", "nowhere", "."), ("'.'", "no image")),
+    ],
+)
+def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert_refused(paceline_here(*arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("trian", "digits"), ("'trian'", "Did you mean 'train'?")),
+        (("train",), ("RECIPE",)),
+        (("train", "digits", "--run-dri", "x"), ("--run-dri", "--run-dir")),
+        (("train", "digits", "--processes", "0"), ("--processes", "0")),
+        (("train", "digits", "--processes", "two"), ("--processes", "two")),
+        (("evaluate", "x", "--weights", "average"), ("--weights", "average", "ema")),
+        (("recipes", "show"), ("digits",)),
+        (("recipes", "list"), ("list", "show")),
+        (("predict", "x"), ("FILE-OR-FOLDER",)),
+        ((), ("train",)),
+    ],
+)
+def test_the_command_itself(
+    paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(paceline_here(*arguments), *words)
+
+
+# ------------------------------------------------------------------------------------------------------- data
+
+
+def test_a_folder_that_is_not_there(paceline_here: Callable[..., Any]) -> None:
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "photos")
+
+
+def test_no_folder_named(paceline_here: Callable[..., Any]) -> None:
+    assert_refused(paceline_here("train", *FOLDER, "data.path=null"), "data.path")
+
+
+def test_a_file_for_a_folder(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "photos").write_text("")
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "photos")
+
+
+def test_an_empty_folder(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "photos")
+
+
+def test_an_empty_class(paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]) -> None:
+    write_images(tmp_path / "photos" / "cat")
+    write_images(tmp_path / "photos" / "dog")
+    (tmp_path / "photos" / "eel").mkdir()
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "eel")
+
+
+def test_one_class(paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]) -> None:
+    write_images(tmp_path / "photos" / "cat")
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "cat")
+
+
+def test_a_class_of_one_split_only(
+    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]
+) -> None:
+    for name in ("train/cat", "train/dog", "val/cat", "val/fox"):
+        write_images(tmp_path / "photos" / name)
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "fox")
+
+
+@pytest.mark.parametrize("backend", ["memory", "pytorch"])
+@pytest.mark.parametrize("content", [b"this is no image", b""])
+def test_a_file_that_is_no_image(
+    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path], backend: str, content: bytes
+) -> None:
+    write_images(tmp_path / "photos" / "cat")
+    write_images(tmp_path / "photos" / "dog")
+    (tmp_path / "photos" / "dog" / "9.png").write_bytes(content)
+    shape = ("data.image_size=12", "data.channels=3", f"data.backend={backend}", "data.workers=null", "data.mean=auto")
+    net = (
+        "model={name: small_resnet, options: {width: 4, stages: 1}}",
+        "model.pretrained=false",
+        "batch.global_size=4",
+    )
+    brief = ("train.duration=1 epochs", "schedule.warmup=0 steps", "data.validation_fraction=0.2", "train.ema=off")
+    done = paceline_here("train", *FOLDER, "data.path=photos", *shape, *net, *brief, "--run-dir", "run")
+    # Found while it trains, so there are lines of progress; the rest is as for any mistake.
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "Traceback" not in done.err
+    for word in ("9.png", "data.max_broken"):
+        assert word in done.err
+    print(done.err)
+
+
+# ---------------------------------------------------------------------------------------------- run directories
+
+
+def test_a_run_of_another_recipe(
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    before = everything_in(tmp_path)
+    done = paceline_here("train", "digits", *tiny, "optimizer.lr=0.05", "--run-dir", "run")
+    assert_refused(done, "optimizer.lr was 0.1 and is now 0.05", "--run-dir")
+    assert everything_in(tmp_path) == before
+
+
+def test_a_directory_of_something_else(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", "run"), "not empty", "empty directory")
+    assert everything_in(tmp_path).pop("run/thesis.tex") == b"years of work"
+    assert set(everything_in(tmp_path)) <= {"run/thesis.tex", "run/.lock"}
+
+
+@pytest.mark.parametrize("place", ["file/run", "file", "/proc/run", "/dev/null/run"])
+def test_a_directory_that_cannot_be(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", place), place)
+    assert everything_in(tmp_path) == {"file": b"mine"}
+
+
+def test_resume_never(paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    before = everything_in(tmp_path)
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--resume", "never")
+    assert_refused(done, "--resume=never", "--run-dir")
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("wanted", ["nowhere", "/etc", "best", "run/checkpoints/step-00000099"])
+def test_resume_from_elsewhere(
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, wanted: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    before = everything_in(tmp_path)
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--resume", wanted)
+    assert_refused(done, wanted.rpartition("/")[2])
+    assert everything_in(tmp_path) == before
+
+
+def test_resume_without_a_run(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--resume", "run/checkpoints/step-00000002")
+    assert_refused(done, "no run")
+
+
+def unfinished_copy(finished: Path, run_dir: Path) -> list[Path]:
+    """A copy of a run as a kill after its last save leaves it; returns its checkpoints, the newest last."""
+    shutil.copytree(finished, run_dir)
+    (run_dir / "summary.json").unlink()
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip one bit in the middle of the weights."""
+    path = checkpoint / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_newest_checkpoint_is_damaged(
+    paceline: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The one before it is whole: the run says so, goes on from there, and ends where it would have."""
+    *_, previous, newest = unfinished_copy(finished, tmp_path / "run")
+    damage(newest)
+    done = paceline("train", "digits", *tiny, "--run-dir", "run")
+    assert (done.code, done.err) == (0, "")
+    assert "damaged checkpoint" in done.out
+    assert newest.name in done.out
+    assert f"resumed from {previous.name}" in done.out
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (finished, tmp_path / "run")]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+
+
+def test_all_checkpoints_are_damaged(
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    """To begin again must be the user's decision."""
+    for checkpoint in unfinished_copy(finished, tmp_path / "run"):
+        damage(checkpoint)
+    before = everything_in(tmp_path)
+    assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", "run"), "no checkpoint", "--run-dir")
+    assert_refused(paceline_here("evaluate", "run"), "model.safetensors")
+    assert {**everything_in(tmp_path), "run/.lock": b""} == {**before, "run/.lock": b""}
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "plan.json", "summary.json", "events.jsonl"])
+def test_a_damaged_record(
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / name).write_text("[{\n" * 2)
+    longer = "train.duration=8 steps"
+    done = paceline_here("train", "digits", *tiny, longer, "--run-dir", "run")
+    assert_refused(done, name)
+
+
+# ------------------------------------------------------------------------------------------ evaluate and predict
+
+
+class _Exploit:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("exploited",)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.pt", "weights.safetensors", "run/checkpoints/step-00000002/model.safetensors"]
+)
+@pytest.mark.parametrize("command", ["evaluate", "predict", "train"])
+def test_a_pickle_is_never_opened(
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str, command: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(_Exploit()))
+    arguments = {
+        "evaluate": ("evaluate", path),
+        "predict": ("predict", path, Path(__file__).parent),
+        "train": ("train", "digits", *tiny, f"model.initialize_from={path}", "--run-dir", "new"),
+    }
+    (tmp_path / "0.png").write_bytes(b"")
+    if command == "predict":
+        arguments["predict"] = ("predict", path, tmp_path)
+    assert_refused(paceline_here(*arguments[command]), path.name)
+    assert not (tmp_path / "exploited").exists()
+
+
+def test_weights_that_are_not_there(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert_refused(paceline_here("evaluate", "empty"), "empty")
+    checkpoint = finished / "checkpoints" / "step-00000006"
+    (tmp_path / "bare").mkdir()
+    shutil.copytree(checkpoint, tmp_path / "bare" / checkpoint.name)
+    (tmp_path / "bare" / checkpoint.name / "ema.safetensors").unlink()
+    assert_refused(paceline_here("evaluate", f"bare/{checkpoint.name}"), "ema.safetensors")
+
+
+@pytest.mark.parametrize(("file", "words"), [("p.txt", (".jsonl", "p.txt")), ("no/p.csv", ("no", "directory"))])
+def test_predictions_that_cannot_be_written(
+    paceline_here: Callable[..., Any], finished: Path, file: str, words: tuple[str, ...]
+) -> None:
+    assert_refused(paceline_here("evaluate", finished, "--predictions", file), *words)
+
+
+def test_evaluation_on_other_classes(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, write_images: Callable[..., Path]
+) -> None:
+    write_images(tmp_path / "photos" / "cat")
+    write_images(tmp_path / "photos" / "dog")
+    shape = ("data.image_size=8", "data.channels=1")
+    done = paceline_here("evaluate", finished, "data.dataset=image_folder", "data.path=photos", *shape)
+    assert_refused(done, "classifier")
+
+
+def test_prediction_of_nothing(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    assert_refused(paceline_here("predict", finished, "nowhere.png"), "nowhere.png")
+    assert_refused(paceline_here("predict", finished, "bare"), "'bare'", "no image")
+
+
+def test_prediction_of_a_broken_image(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, write_images: Callable[..., Path]
+) -> None:
+    """The others are labelled all the same."""
+    write_images(tmp_path / "photos", 2)
+    (tmp_path / "photos" / "1a.png").write_bytes(b"this is no image")
+    told, as_json = (paceline_here("predict", finished, "photos", *more) for more in ((), ("--json",)))
+    assert (told.code, as_json.code, told.err, as_json.err) == (1, 1, "", "")
+    assert [line.split()[0] for line in told.out.splitlines()] == [f"photos/{n}.png" for n in ("0", "1", "1a")]
+    assert "unreadable" in told.out.splitlines()[2]
+    rows = json.loads(as_json.out)
+    assert [row["error"] is None for row in rows] == [True, True, False]
+    assert [len(row["labels"]) for row in rows] == [3, 3, 0]
+
+
+# ------------------------------------------------------------------------------------------------------- worlds
+
+
+@pytest.mark.parametrize("command", [("train", "digits"), ("evaluate", "run")])
+def test_ranks_within_ranks(
+    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert_refused(paceline_here(*command, "--processes", "2"), "--processes", "torchrun")
+
+
+def test_an_impossible_world(
+    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(paceline_here("train", "digits", *tiny), "rank 2", "2")
+
+
+def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("train", "digits", "batch.global_size=96", "--plan-only", "--processes", "64")
+    assert_refused(done, "batch.global_size=96", "64 processes", "96")
+
+
+# -------------------------------------------------------------------------------------------- a process of its own
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="exit codes of POSIX")
+def test_the_exit_code_leaves_the_process(paceline: Callable[..., Any]) -> None:
+    assert_refused(paceline("train", "digits", "optimizer.momentun=0.9"), "Did you mean 'momentum'?")
+    assert_refused(paceline("train", "digits", "data.dataset=digts"), "Did you mean 'digits'?")
