@@ -37,8 +37,10 @@ class Duration:
         match = _DURATION.match(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"found {text!r}, but {DURATION_RULE}")
-        unit = _UNITS[match[2].removesuffix("s")]
-        return cls(float(match[1]), unit)
+        value = float(match[1])
+        if not math.isfinite(value):
+            raise ValueError(f"found {text!r}, but no run is that long")
+        return cls(value, _UNITS[match[2].removesuffix("s")])
 
     def to_steps(self, *, samples_per_epoch: int, global_batch_size: int, total_steps: int | None = None) -> int:
         """Convert to a whole number of optimizer steps: rounded to nearest; for samples, enough to use them all.

@@ -56,11 +56,11 @@ OVERRIDES = {
     "a length of nothing": (("train.duration=0 steps",), ("train.duration", "0 steps", "at least")),
     "a warm-up past the end": (("schedule.warmup=99 epochs",), ("schedule.warmup", "99 epochs", "train.duration")),
     "an interval of nothing": (("evaluate.every=0 steps",), ("evaluate.every", "0 steps")),
-    "an impossible batch": (("batch.global_size=10", "batch.micro_size=4"), ("batch.global_size=10", "micro_size=5")),
+    "an impossible batch": (("batch.global_size=10", "batch.micro_size=4"), ("batch.global_size=10", "for example 5")),
     "an unknown model": (("model.name=resnet5O",), ("'resnet5O'", "'resnet50'")),
     "an unknown torchvision model": (("model.name=torchvision:resnet19",), ("'resnet19'", "'resnet18'")),
     "no such module": (("model.name=nomodule:net",), ("nomodule",)),
-    "no such factory": (("model.name=math:sqroot",), ("sqroot", "Did you mean 'sqrt'?")),
+    "no such factory": (("model.name=math:sqroot",), ("sqroot", "Did you mean 'sqrt'")),
     "an option the model lacks": (("model.options.widht=4",), ("model.options", "widht")),
     "an option out of range": (("model.options.width=0",), ("model.options.width=0", "at least 1")),
     "an unknown data set": (("data.dataset=digts",), ("'digts'", "Did you mean 'digits'?")),
@@ -193,7 +193,7 @@ def test_a_class_of_one_split_only(
 ) -> None:
     for name in ("train/cat", "train/dog", "val/cat", "val/fox"):
         write_images(tmp_path / "photos" / name)
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "fox")
+    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "dog")
 
 
 @pytest.mark.parametrize("backend", ["memory", "pytorch"])
@@ -314,7 +314,7 @@ def test_all_checkpoints_are_damaged(
     for checkpoint in unfinished_copy(finished, tmp_path / "run"):
         damage(checkpoint)
     before = everything_in(tmp_path)
-    assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", "run"), "no checkpoint", "--run-dir")
+    assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", "run"), "no checkpoint", "another run directory")
     assert_refused(paceline_here("evaluate", "run"), "model.safetensors")
     assert {**everything_in(tmp_path), "run/.lock": b""} == {**before, "run/.lock": b""}
 

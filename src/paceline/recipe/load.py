@@ -215,7 +215,8 @@ def _validate(tree: layers.Tree, where: str) -> Recipe:
 
 def _sentences(error: ValidationError, where: str) -> str:
     """One sentence per wrong key; a union's several complaints are joined by 'or'."""
-    rules: dict[str, tuple[Any, list[str]]] = {}
+    sentences: dict[str, str] = {}
+    rules: dict[str, list[str]] = {}
     for item in error.errors():
         known = [
             str(part)
@@ -223,14 +224,13 @@ def _sentences(error: ValidationError, where: str) -> str:
             if isinstance(part, str) and part.isidentifier() and not part.startswith("constrained")
         ]
         key = _field_path(known)
-        rule = _RULES.get(item["type"], item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-        rule = (
-            rule.split(", but ", 1)[1] if item["type"] == "value_error" and ", but " in rule else f"it must be {rule}"
-        )
-        rules.setdefault(key, (item["input"], []))[1].append(rule)
-    return "\n".join(
-        f"{where}: {key}: found {_show(found)}, but {_either(texts)}." for key, (found, texts) in rules.items()
-    )
+        if item["type"] == "value_error":  # one of our own rules, whose message is a whole sentence
+            sentences[key] = item["msg"].removeprefix("Value error, ")
+            continue
+        rule = _RULES.get(item["type"], item["msg"]).removeprefix("Input should be ")
+        rules.setdefault(key, []).append(f"it must be {rule}")
+        sentences[key] = f"found {item['input']!r}, but {_either(rules[key])}"
+    return "\n".join(f"{where}: {key}: {sentence}." for key, sentence in sentences.items())
 
 
 # Where pydantic's own words would not help.
@@ -246,10 +246,6 @@ _RULES = {
 def _either(texts: Sequence[str]) -> str:
     joined = " or ".join(dict.fromkeys(texts)).replace(" or it must be ", " or ")
     return joined.replace("a valid tuple", "a list")
-
-
-def _show(found: Any) -> str:
-    return repr(str(found)) if dataclasses.is_dataclass(found) else repr(found)
 
 
 def _field_path(parts: Sequence[str]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
@@ -54,6 +54,12 @@ class Optimizer:
     """Added to the denominator."""
     clip_norm: Annotated[PositiveFloat | None, Off] = None
     """Largest L2 norm of the whole gradient, or `off`."""
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> Self:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("found nesterov=true with momentum=0, but Nesterov's form needs a momentum above 0")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -29,6 +29,7 @@ from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import build_trackers
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.precision import Precision
+from paceline.trainer.preparation import Prepared
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run

@@ -18,7 +18,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
-from paceline.errors import RecipeError, did_you_mean
+from paceline.errors import ModelError, RecipeError, did_you_mean
 from paceline.models.build import parameter_count
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan
@@ -59,6 +59,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         torch.use_deterministic_algorithms(mode=True)
     placement = Placement(device=device, channels_last=plan.channels_last)
     network = build_network(recipe, task, placement)
+    if parameter_count(network) == 0:
+        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     geometry = StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,

@@ -1,0 +1,46 @@
+"""A network that counts its steps, so that a test can say beforehand what each evaluation will find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+COUNTING = {"optimizer.lr": 1.0, "optimizer.momentum": 0, "schedule.name": "constant"}
+
+
+class Counting(nn.Module):
+    """Its one weight is the number of steps taken, if the loss is minus the weight and the rate is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.steps.float().expand(len(x), 3)
+
+
+@pytest.fixture
+def scripted(tiny_task: Callable[..., Any], train_tiny: Callable[..., Any]) -> Callable[..., Any]:
+    """``scripted("a", [10, 30, 20], {...})`` trains one step after another, each evaluated to the next number."""
+
+    def train(name: str, script: Sequence[float], overrides: Any = None, metric: str = "top1_accuracy", **more: Any) -> Any:
+        made: list[Counting] = []
+
+        def network() -> Counting:
+            made.append(Counting())
+            return made[-1]
+
+        def on_score(model: Counting, _: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            value = script[round(model.steps.item()) - 1]
+            scale = 100 if metric == "top1_accuracy" else 1
+            return {**values, metric: torch.full_like(values["loss"], value / scale, dtype=torch.float64)}
+
+        task = tiny_task(make_network=network, on_loss=lambda *_: -made[-1].steps, on_score=on_score)
+        common = {**COUNTING, "evaluate.every": "1 steps", "train.duration": f"{len(script)} steps"}
+        return train_tiny(name, {**common, **(overrides or {})}, task=task, **more)
+
+    return train
