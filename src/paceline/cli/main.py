@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
-        hint = f"\nTry `{context.command_path} --help`." if context is not None else ""
+        hint = f" See `{context.command_path} --help`." if context is not None else ""
         click.echo(f"paceline: {error.format_message()}{hint}", err=True)
         return error.exit_code
     except click.Abort:

@@ -54,13 +54,13 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int) -> int
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
         ranks = [_start(arguments, rank, processes, Path(scratch), cores) for rank in range(processes)]
         try:
-            _supervise(ranks)
+            died = _supervise(ranks)
         finally:
             for process in ranks:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        return _conclude([process.returncode for process in ranks], read_errors(Path(scratch)))
+        return _conclude([process.returncode for process in ranks], died, read_errors(Path(scratch)))
 
 
 def _start(arguments: Sequence[str], rank: int, processes: int, scratch: Path, cores: int) -> subprocess.Popen[bytes]:
@@ -80,8 +80,10 @@ def _start(arguments: Sequence[str], rank: int, processes: int, scratch: Path, c
     return subprocess.Popen([sys.executable, "-m", "paceline", *arguments], env=environment, start_new_session=True)
 
 
-def _supervise(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _supervise(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all ranks; returns those that failed by themselves, in the order in which they ended."""
     received: list[int] = []
+    died: list[int] = []
 
     def remember(number: int, _: FrameType | None) -> None:
         received.append(number)
@@ -92,14 +94,18 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> None:
         while any(process.poll() is None for process in ranks):
             while received:
                 _signal_all(ranks, received.pop(0))
-            if failed_at is None and any(p.returncode not in (None, 0, STOPPED_EXIT_CODE) for p in ranks):
+            failed = [rank for rank, p in enumerate(ranks) if p.returncode not in (None, 0, STOPPED_EXIT_CODE)]
+            died += [rank for rank in failed if rank not in died]
+            if failed_at is None and died:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > _GRACE_SECONDS:
                 _signal_all(ranks, signal.SIGKILL)
+                break
             time.sleep(_POLL_SECONDS)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    return died
 
 
 def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
@@ -108,23 +114,34 @@ def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _conclude(codes: list[int], errors: list[RankError]) -> int:
-    if all(code == 0 for code in codes):
-        return 0
+def _conclude(codes: list[int], died: list[int], errors: list[RankError]) -> int:
+    """Say what went wrong, its cause first, and return the exit code of the whole."""
     if all(code in (0, STOPPED_EXIT_CODE) for code in codes):
-        return STOPPED_EXIT_CODE
-    for rank, code in enumerate(codes):
-        if (code < 0 and code != -signal.SIGKILL) or (code == -signal.SIGKILL and not errors):
-            print(f"paceline: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        return max(codes)
+    spoke = {error.rank for error in errors}
+    silent = [rank for rank in died if rank not in spoke]
+    for rank in silent:
+        print(f"paceline: rank {rank} {_ending_of(codes[rank])}", file=sys.stderr)
     if not errors:
         return 1
-    first = errors[0]
-    label = f"rank {first.rank} failed first:\n" if first.is_traceback else ""
-    print(f"paceline: {label}{first.message}", file=sys.stderr)
-    for error in errors[1:]:
-        if error.message != first.message:
+    first, *others = errors
+    if silent:
+        # A rank that died without a word is the cause; what the others say is that they miss it.
+        others = errors
+    else:
+        label = f"rank {first.rank} failed first:\n" if first.is_traceback else ""
+        print(f"paceline: {label}{first.message}", file=sys.stderr)
+    for error in others:
+        if error.message != first.message or silent:
             print(f"paceline: rank {error.rank} then: {error.message.strip().splitlines()[-1]}", file=sys.stderr)
-    return first.exit_code
+    return 1 if silent else first.exit_code
+
+
+def _ending_of(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} and left no message"
+    hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 def read_errors(directory: Path) -> list[RankError]:

@@ -59,7 +59,7 @@ def read_recipe(run: RunDirectory) -> dict[str, Any]:
     try:
         document = yaml.safe_load(_read_text(run.recipe))
     except yaml.YAMLError as error:
-        raise RunDirectoryError(f"'{run.recipe}' is damaged: {error}") from error
+        raise RunDirectoryError(f"'{run.recipe}' is damaged: {' '.join(str(error).split())}") from error
     return _mapping(document, run.recipe)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.trainer.evaluate import evaluate_run
+from paceline.trainer.rehearsal import rehearse
 from paceline.trainer.saving import save_checkpoint
 from paceline.trainer.step import train_step
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def fit(run: Run) -> str:
     """Train from where the run stands to its end, or to an agreed stop; returns why it ended."""
     plan, progress = run.plan, run.progress
-    batches = run.train_batches()
+    batches = rehearse(run, run.train_batches())
     ending = run.ending()
     while not ending:
         stepped = train_step(run, batches)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from paceline.data.batch import BrokenSample
-from paceline.errors import DataError, TrainingError
+from paceline.errors import DataError
 from paceline.records.events import EvaluationEvent, Event, IncidentEvent, StepEvent
 from paceline.records.ledger import LedgerWriter
 from paceline.records.writer import EventWriter
 from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import Tracker
+from paceline.trainer.window import check_finite
 
 if TYPE_CHECKING:
     from paceline.trainer.evaluate import Evaluation
@@ -47,11 +47,7 @@ class Recorder:
         self.write(event)
         self._report_broken(run, broken)
         self.flush()
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the training loss became {loss} at step {progress.step} (learning rate {event.lr:.3g}); "
-                "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm."
-            )
+        check_finite(loss, progress.step)
 
     def write_evaluation(self, run: Run, evaluation: Evaluation, *, seconds: float) -> None:
         """Write one record for each set of weights."""

@@ -76,7 +76,8 @@ class Run:
 
     def train_batches(self) -> Iterator[Batch]:
         """This process's micro-batches from where the run stands to its end."""
-        return self.pipeline.train_batches(self.geometry, self.progress.position, self.plan.total_steps, self.world)
+        first, last = self.progress.position, self.plan.total_steps
+        return self.pipeline.train_batches(self.geometry, first, last, self.world)
 
     def models(self) -> dict[str, nn.Module]:
         """The sets of weights by name."""

@@ -13,6 +13,7 @@ from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
 from paceline.records.run_directory import RunDirectory
 from paceline.records.writer import truncate_after
+from paceline.trainer.window import check_finite
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -38,6 +39,9 @@ def save_checkpoint(run: Run) -> None:
 
 
 def _write(run: Run, states: dict[str, Any]) -> None:
+    for loss, samples, *_ in states["window"]["ranks"]:
+        # Weights behind a loss that is no number must not push out the last good checkpoint.
+        check_finite(loss / max(samples, 1), run.progress.step)
     store = CheckpointStore(run.directory.checkpoints)
     plan, progress = run.plan, run.progress
     facts = {

@@ -31,7 +31,9 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
                 run.precision.backward(run.strategy.with_vote(share, stop=run.stop.requested, is_last=is_last))
         run.window.add(loss, batch)
     with run.clock.span("optimizer"):
-        return _update(run)
+        stepped = _update(run)
+    run.window.end_step(stepped=stepped)
+    return stepped
 
 
 def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.distributed.collectives import Collectives
+from paceline.errors import TrainingError
 from paceline.records.ledger import LedgerWriter
 
 
@@ -26,14 +28,16 @@ class Window:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._loss = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
+        self._step_loss = torch.zeros_like(self._loss)
+        self._step_samples = 0
         self.grad_norm: torch.Tensor | None = None
         self.new_broken: list[BrokenSample] = []
         self.broken_ids: set[int] = set()
 
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
         """Take note of one micro-batch: its loss (left on the device) and the samples it used up."""
-        self._loss.add_(loss.detach(), alpha=batch.weight)
-        self._samples += batch.weight
+        self._step_loss.add_(loss.detach(), alpha=batch.weight)
+        self._step_samples += batch.weight
         if batch.broken:
             self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
             self.broken_ids.update(each.id for each in batch.broken)
@@ -41,6 +45,14 @@ class Window:
             piece = batch.slice
             broken = [each.id for each in batch.broken]
             self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
+
+    def end_step(self, *, stepped: bool) -> None:
+        """Close the step; the loss of one that fp16 skipped, which may be no number, does not count."""
+        if stepped:
+            self._loss.add_(self._step_loss)
+            self._samples += self._step_samples
+        self._step_loss.zero_()
+        self._step_samples = 0
 
     def drain(self) -> tuple[float, list[BrokenSample]]:
         """Mean loss since the last record and newly broken samples, over all processes; waits for the device."""
@@ -76,3 +88,16 @@ class Window:
         self._samples = sum(each[1] for each in mine)
         self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
         self.broken_ids = {sample for each in ranks for sample in each[3]}
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Refuse to go on from a training loss that is no number.
+
+    Raises:
+        TrainingError: With what to change.
+    """
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the training loss became {loss} by step {step}; lower optimizer.lr, lengthen schedule.warmup, or set "
+            "optimizer.clip_norm. Checkpoints from before it are kept."
+        )

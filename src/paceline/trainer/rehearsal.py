@@ -1,0 +1,48 @@
+"""Do the replicas fit together? One batch through all of them before the first step, and nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.data.batch import Batch
+from paceline.errors import ModelError
+from paceline.trainer.step import seed_forward
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Send the first batch through forward, backward and reduction, and return the stream with it in front again.
+
+    DDP packs its gradient buckets anew after its first backward pass, in the order in which gradients arrived. With
+    three or more processes the packing decides in which order a ring adds up, and so the last bits: a resumed run
+    must have done it before its first step, as the uninterrupted one had.
+
+    Raises:
+        ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
+    """
+    first = next(batches, None)
+    if first is None or run.world.world_size == 1:
+        return batches if first is None else chain([first], batches)
+    buffers = [(buffer, buffer.clone()) for buffer in run.network.buffers()]
+    seed_forward(run.recipe.seed, first.slice, run.device)
+    with run.precision.autocast():
+        loss = run.task.loss(run.strategy.model, first)
+    run.strategy.with_vote(loss * 0, stop=False, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
+    unused = [name for name, p in run.network.named_parameters() if p.requires_grad and p.grad is None]
+    run.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    if unused:
+        raise ModelError(
+            f"{len(unused)} parameter(s) took no part in the loss: {', '.join(unused[:5])}"
+            f"{', …' if len(unused) > 5 else ''}; with several processes every trainable parameter must: remove them, "
+            "use them, or set requires_grad=False."
+        )
+    return chain([first], batches)

@@ -1,0 +1,451 @@
+"""What each command prints and writes: the contract that people's scripts rely on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import paceline as package
+from paceline.cli.main import COMMANDS
+
+SUMMARY_KEYS = {
+    "status",
+    "step",
+    "epoch",
+    "samples",
+    "world_size",
+    "weights_sha256",
+    "ema_sha256",
+    "metrics",
+    "train_seconds",
+    "total_seconds",
+    "throughput_samples_per_second",
+    "data_wait_fraction",
+    "peak_memory_bytes",
+    "parameters",
+    "ledger",
+    "resumes",
+}
+STEP_KEYS = {
+    "step",
+    "epoch",
+    "samples",
+    "loss",
+    "lr",
+    "grad_norm",
+    "grad_scale",
+    "throughput_samples_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "optimizer_seconds",
+}
+EVALUATION_KEYS = {"split", "weights", "samples", "loss", "top1_accuracy", "top5_accuracy"}
+
+
+def strict_json(text: str) -> Any:
+    """One JSON document and nothing else, without the words JSON does not have."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [strict_json(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def sha256_of_file(path: Path) -> str:
+    """The digest that interface.md defines, from the file alone: sorted keys, key bytes, tensor bytes."""
+    digest = hashlib.sha256()
+    with safe_open(path, framework="numpy") as tensors:
+        for key in sorted(tensors.keys()):
+            digest.update(key.encode())
+            digest.update(tensors.get_tensor(key).tobytes())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, ""])
+def test_every_command_explains_itself(paceline_here: Callable[..., Any], name: str) -> None:
+    done = paceline_here(*([name] if name else []), "--help")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"Usage: paceline {name}".rstrip())
+    assert "--help" in done.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_speaks_json(paceline_here: Callable[..., Any], name: str) -> None:
+    assert "--json" in paceline_here(name, "--help").out
+
+
+def test_the_list_of_commands_and_their_help_agree(paceline_here: Callable[..., Any]) -> None:
+    listed = " ".join(paceline_here("--help").out.split())
+    for name, line in COMMANDS.items():
+        assert f"{name} {line}" in listed
+        command = importlib.import_module(f"paceline.cli.{name}").command
+        assert command.get_short_help_str(limit=200) == line
+
+
+def test_version(paceline_here: Callable[..., Any]) -> None:
+    assert paceline_here("--version").out == f"paceline, version {package.__version__}\n"
+
+
+def test_help_loads_no_torch_and_is_there_at_once(paceline: Callable[..., Any]) -> None:
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        done = paceline("--help")
+        seconds.append(time.perf_counter() - begun)
+        assert done.code == 0
+    traced = paceline("--help", interpreter=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip() for line in traced.err.splitlines()}
+    assert "paceline.cli.main" in imported
+    assert not imported & {"torch", "numpy", "pydantic", "timm", "torchvision", "rich"}
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("arguments", [("recipes",), ("recipes", "show", "digits"), ("audit", "nowhere")])
+def test_what_needs_no_torch_loads_none(paceline: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    traced = paceline(*arguments, interpreter=("-X", "importtime"))
+    assert not re.search(r"\|\s+torch$", traced.err, re.MULTILINE)
+
+
+# --------------------------------------------------------------------------------------------- what is there
+
+
+def test_recipes(paceline_here: Callable[..., Any]) -> None:
+    told, as_json = paceline_here("recipes"), paceline_here("recipes", "--json")
+    rows = strict_json(as_json.out)
+    assert {"name", "task", "description"} == set(rows[0])
+    assert {"digits", "image_folder"} <= {row["name"] for row in rows}
+    for row in rows:
+        assert row["name"] in told.out
+        assert row["description"]
+
+
+def test_a_recipe_shown_can_be_saved_and_trained(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    shown = paceline_here("recipes", "show", "digits")
+    (tmp_path / "mine.yaml").write_text(shown.out)
+    resolved = strict_json(paceline_here("recipes", "show", "digits", "--json").out)
+    plan = strict_json(paceline_here("train", "mine.yaml", "--plan-only", "--json").out)
+    assert plan["recipe"] == resolved
+    assert resolved["data"]["dataset"] == "digits"
+
+
+def test_every_shipped_recipe_is_valid(paceline_here: Callable[..., Any]) -> None:
+    for row in strict_json(paceline_here("recipes", "--json").out):
+        assert paceline_here("recipes", "show", row["name"], "--json").code == 0
+
+
+def test_models(paceline_here: Callable[..., Any]) -> None:
+    names = strict_json(paceline_here("models", "resnet5*", "--json").out)
+    assert "resnet50" in names
+    assert all(name.startswith("resnet5") for name in names)
+    assert paceline_here("models", "resnet5*").out.split() == names
+    everything = paceline_here("models").out.split()
+    assert {"small_resnet", "vit_base_patch16_224", "torchvision:resnet18"} <= set(everything)
+
+
+def test_environment(paceline_here: Callable[..., Any]) -> None:
+    document = strict_json(paceline_here("environment", "--json").out)
+    assert document["versions"]["torch"]
+    assert set(document["devices"]) == {"cpu", "cuda", "mps", "xpu"}
+    assert all(document["devices"].values())  # what is not there says why
+    told = paceline_here("environment")
+    assert told.code == 0
+    assert "devices" in told.out
+
+
+# ----------------------------------------------------------------------------------------------- what a run is
+
+
+def test_the_run_directory_holds_what_is_promised(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    promised = ("recipe.yaml", "plan.json", "environment.json", "events.jsonl", "checkpoints", "summary.json", "ledger")
+    assert names >= set(promised)
+    assert not [name for name in names if name.endswith(".tmp")]
+    assert (finished / "checkpoints" / "step-00000006" / "manifest.json").is_file()
+    best = strict_json((finished / "checkpoints" / "best.json").read_text())
+    assert (finished / "checkpoints" / f"step-{best['step']:08d}").is_dir()
+
+
+def test_summary(finished: Path) -> None:
+    summary = strict_json((finished / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert (summary["status"], summary["step"], summary["epoch"], summary["samples"]) == ("completed", 6, 1, 768)
+    assert summary["ledger"] == {"epochs_complete": 0, "duplicates": 0, "missing": 0, "broken": 0}
+    assert summary["metrics"].keys() >= {"top1_accuracy", "loss", "best", "last"}
+    assert summary["metrics"]["last"].keys() == {"model", "ema"}
+    assert 0 <= summary["metrics"]["top1_accuracy"] <= 100
+    assert summary["peak_memory_bytes"] > 10_000_000
+    assert summary["total_seconds"] > summary["train_seconds"] > 0
+
+
+def test_plan(finished: Path) -> None:
+    plan = strict_json((finished / "plan.json").read_text())
+    assert (plan["global_batch_size"], plan["steps_per_epoch"], plan["total_steps"]) == (128, 12, 6)
+    assert plan["steps_per_epoch"] == -(-plan["train_samples"] // 128)
+    assert (plan["evaluate_every_steps"], plan["checkpoint_every_steps"], plan["log_every_steps"]) == (3, 2, 2)
+    assert plan["parameters"] == strict_json((finished / "summary.json").read_text())["parameters"]
+    assert plan["learning_rates"][0].keys() == {"step", "learning_rate", "phase"}
+    for name in ("data.backend", "batch.micro_size", "train.precision", "evaluate.batch_size"):
+        assert plan["reasons"][name]
+
+
+def test_events(finished: Path) -> None:
+    events = events_of(finished)
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == [2, 4, 6]
+    assert [event["samples"] for event in steps] == [256, 512, 768]
+    for event in steps:
+        assert event.keys() >= STEP_KEYS
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    assert [(event["step"], event["weights"]) for event in evaluations] == [
+        (3, "model"),
+        (3, "ema"),
+        (6, "model"),
+        (6, "ema"),
+    ]
+    for event in evaluations:
+        assert event.keys() >= EVALUATION_KEYS
+        assert (event["split"], event["samples"]) == ("validation", 359)
+    assert [event["step"] for event in events if event["event"] == "checkpoint"][-1] == 6
+    assert (events[0]["event"], events[-1]["event"]) == ("start", "finish")
+    assert [event["step"] for event in events] == sorted(event["step"] for event in events)
+
+
+@pytest.mark.parametrize("weights", ["model", "ema"])
+def test_the_digest_can_be_recomputed_by_anyone(finished: Path, weights: str) -> None:
+    summary = strict_json((finished / "summary.json").read_text())
+    digest = sha256_of_file(finished / "checkpoints" / "step-00000006" / f"{weights}.safetensors")
+    assert digest == summary["weights_sha256" if weights == "model" else "ema_sha256"]
+
+
+def test_environment_of_a_run(finished: Path) -> None:
+    facts = strict_json((finished / "environment.json").read_text())
+    assert facts.keys() >= {"versions", "python", "host", "cpu", "git", "command", "torch", "device", "world_size"}
+    assert "train digits" in facts["command"]
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def test_train_says_what_it_did(
+    paceline: Callable[..., Any], tiny: tuple[str, ...], finished: Path, tmp_path: Path
+) -> None:
+    """Not on a terminal: plain lines on standard output, nothing on standard error; the run directory is made."""
+    done = paceline("train", "digits", *tiny)
+    assert (done.code, done.err) == (0, "")
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("digits-")
+    assert "Completed after 6 steps" in done.out
+    assert f"paceline evaluate {run_dir.relative_to(tmp_path)}" in done.out
+    assert "\x1b" not in done.out
+    assert summary_of(run_dir)["weights_sha256"] == summary_of(finished)["weights_sha256"]
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = strict_json((run_dir / "summary.json").read_text())
+    return found
+
+
+def test_train_as_json(paceline: Callable[..., Any], tiny: tuple[str, ...], finished: Path, tmp_path: Path) -> None:
+    """Progress goes to standard error, so that standard output is one document."""
+    done = paceline("train", "digits", *tiny, "--run-dir", "run", "--json")
+    document = strict_json(done.out)
+    assert done.code == 0
+    assert document.keys() == {"run_dir", *summary_of(tmp_path / "run")}
+    assert document["run_dir"] == "run"
+    assert document["weights_sha256"] == summary_of(finished)["weights_sha256"]
+    again = paceline("train", "digits", *tiny, "--run-dir", "run", "--json")
+    assert (again.code, strict_json(again.out)["weights_sha256"]) == (0, document["weights_sha256"])
+
+
+@pytest.mark.parametrize("form", ["recipe.yaml", "."])
+def test_a_run_can_be_repeated_from_its_directory(
+    paceline: Callable[..., Any], finished: Path, tmp_path: Path, form: str
+) -> None:
+    done = paceline("train", finished / form, "--run-dir", "again")
+    assert done.code == 0, done.err
+    first, second = summary_of(finished), summary_of(tmp_path / "again")
+    for key in ("weights_sha256", "ema_sha256", "metrics", "samples"):
+        assert first[key] == second[key]
+    assert (finished / "recipe.yaml").read_text() == (tmp_path / "again" / "recipe.yaml").read_text()
+
+
+def test_a_completed_run_says_so(paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...]) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    done = paceline_here("train", "digits", *tiny, "--run-dir", finished)
+    assert (done.code, done.err) == (0, "")
+    assert "is complete (6 steps): nothing to do" in done.out
+    assert before == {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+
+
+def test_a_completed_run_can_be_trained_longer(
+    paceline: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = ("train", "digits", *tiny, "--run-dir", "run")
+    assert paceline(*command).code == 0
+    done = paceline(*command, "train.duration=9 steps")
+    assert done.code == 0, done.err
+    assert "resumed from step-00000006" in done.out
+    assert [event["step"] for event in events_of(tmp_path / "run") if event["event"] == "step"] == [2, 4, 6, 8, 9]
+    assert summary_of(tmp_path / "run")["step"] == 9
+
+
+def test_resume_from_an_older_checkpoint(
+    paceline: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The run goes back in time: records and later checkpoints with it; the end is the same."""
+    command = ("train", "digits", *tiny, "--run-dir", "run")
+    assert paceline(*command).code == 0
+    done = paceline(*command, "--resume", "run/checkpoints/step-00000004")
+    assert done.code == 0, done.err
+    assert "resumed from step-00000004" in done.out
+    assert summary_of(tmp_path / "run")["weights_sha256"] == summary_of(finished)["weights_sha256"]
+    assert [event["step"] for event in events_of(tmp_path / "run") if event["event"] == "step"] == [2, 4, 6]
+
+
+def test_the_plan_for_a_cluster_needs_no_cluster(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = ("train", "digits", "batch.global_size=640", "--plan-only", "--processes", "64")
+    told, as_json = paceline_here(*arguments), paceline_here(*arguments, "--json")
+    plan = strict_json(as_json.out)["plan"]
+    assert (plan["world_size"], plan["micro_batch_size"], plan["logical_ranks"]) == (64, 10, 64)
+    assert plan["strategy"] == "ddp"
+    assert (told.code, told.err) == (0, "")
+    assert "640 = 64 processes x 1 micro-batches x 10" in told.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+    answer = strict_json(paceline_here("evaluate", finished, "--json").out)
+    last = summary_of(finished)["metrics"]["last"]
+    assert (answer["weights"], answer["samples"]) == ("ema", 359)
+    assert answer["top1_accuracy"] == last["ema"]["top1_accuracy"]
+    assert answer["top1_correct"] == round(answer["top1_accuracy"] * 359 / 100)
+    model = strict_json(paceline_here("evaluate", finished, "--json", "--weights", "model").out)
+    assert model["top1_accuracy"] == last["model"]["top1_accuracy"]
+    checkpoint = finished / "checkpoints" / "step-00000006"
+    for target in (checkpoint, checkpoint / "ema.safetensors"):
+        assert strict_json(paceline_here("evaluate", target, "--json").out) == answer
+    told = paceline_here("evaluate", finished)
+    assert (told.code, told.err) == (0, "")
+    assert f"{answer['top1_accuracy']:.2f} %" in told.out
+
+
+def test_evaluate_the_best(paceline_here: Callable[..., Any], finished: Path) -> None:
+    best = strict_json((finished / "checkpoints" / "best.json").read_text())
+    done = paceline_here("evaluate", finished, "--best", "--weights", best["weights"], "--json")
+    assert strict_json(done.out)[best["metric"]] == best["value"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_predictions_file(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"predictions.{suffix}"
+    answer = strict_json(paceline_here("evaluate", finished, "--json", "--predictions", file).out)
+    lines = file.read_text().splitlines()
+    if suffix == "csv":
+        assert lines.pop(0) == "id,sample,prediction,probability,target"
+        pairs = [line.split(",")[2:5:2] for line in lines]
+    else:
+        rows = [strict_json(line) for line in lines]
+        assert rows[0].keys() == {"id", "sample", "prediction", "probability", "target"}
+        pairs = [[row["prediction"], row["target"]] for row in rows]
+    assert len(pairs) == 359
+    assert sum(left == right for left, right in pairs) == answer["top1_correct"]
+
+
+def test_predict(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, write_images: Callable[..., Path]
+) -> None:
+    write_images(tmp_path / "photos", 3)
+    rows = strict_json(paceline_here("predict", finished, "photos", "--json").out)
+    assert [row["path"] for row in rows] == [f"photos/{number}.png" for number in range(3)]
+    for row in rows:
+        assert len(row["labels"]) == len(row["probabilities"]) == 3
+        assert row["probabilities"] == sorted(row["probabilities"], reverse=True)
+        assert set(row["labels"]) <= {str(digit) for digit in range(10)}
+    everything = strict_json(paceline_here("predict", finished, "photos/1.png", "--top-k", "99", "--json").out)
+    assert sum(everything[0]["probabilities"]) == pytest.approx(1)
+    told = paceline_here("predict", finished, "photos")
+    assert (told.code, told.err, len(told.out.splitlines())) == (0, "", 3)
+
+
+def test_audit(paceline_here: Callable[..., Any], finished: Path) -> None:
+    document = strict_json(paceline_here("audit", finished, "--json").out)
+    assert document["passed"] is True
+    assert document["objections"] == []
+    told = paceline_here("audit", finished)
+    assert (told.code, told.err) == (0, "")
+    assert "Passed" in told.out
+
+
+def test_a_reader_that_leaves_early_is_no_error(finished: Path) -> None:
+    """`paceline models | head -1`"""
+    command = f"{sys.executable} -m paceline models | head -1; echo ${{PIPESTATUS[0]}}"
+    source = str(Path(package.__file__).parents[1])
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin"},
+    )
+    assert done.stderr == ""
+    assert done.stdout == "small_resnet\n0\n"
+
+
+# ------------------------------------------------------------------------------------------------------ Python
+
+
+def test_public_names_can_be_had() -> None:
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    assert sorted(package.__all__) == dir(package)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        package.no_such_name  # noqa: B018  # the access is the test
+
+
+def test_importing_costs_no_torch() -> None:
+    program = "import sys, paceline; assert paceline.PacelineError; sys.exit('torch' in sys.modules)"
+    source = str(Path(package.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": source})
+
+
+def test_training_from_python_is_the_command(finished: Path, tiny: tuple[str, ...], tmp_path: Path) -> None:
+    program = f"""
+import paceline
+result = paceline.train("digits", overrides={list(tiny)!r}, run_dir="runs/mine", quiet=True)
+print(result.status, result.summary.weights_sha256, result.metrics["top1_accuracy"], result.run_dir)
+"""
+    source = str(Path(package.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = summary_of(finished)
+    words = ["completed", expected["weights_sha256"], str(expected["metrics"]["top1_accuracy"]), "runs/mine"]
+    assert done.stdout.split() == words
