@@ -19,7 +19,11 @@ SOURCES = Path(__file__).parents[2] / "src"
 # Digits with a net so small that starting takes longer than training.
 TINY = (
     "model.options={width: 4, stages: 1, dropout: 0.1}",
+    "data.validation_fraction=0.2",
+    "data.augment=null",
     "batch.global_size=128",
+    "optimizer={name: sgd, lr: 0.1}",
+    "schedule.warmup=0 steps",
     "train.duration=6 steps",
     "train.ema=0.9",
     "evaluate.every=3 steps",

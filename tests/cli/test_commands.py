@@ -89,6 +89,12 @@ def test_every_command_explains_itself(paceline_here: Callable[..., Any], name: 
     assert "--help" in done.out
 
 
+def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here()
+    assert done.code in (0, 2)
+    assert (done.out + done.err).startswith("Usage: paceline")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_speaks_json(paceline_here: Callable[..., Any], name: str) -> None:
     assert "--json" in paceline_here(name, "--help").out

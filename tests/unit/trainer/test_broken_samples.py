@@ -1,0 +1,163 @@
+"""An image that cannot be read stops the run by its name, or is left out and reported once, also over a resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import paceline
+from paceline.data.batch import Batch
+from paceline.errors import DataError
+from paceline.insight.audit import audit_run
+
+PER_CLASS = 12
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    noise = np.random.default_rng(0).integers(0, 256, (2, PER_CLASS, 8, 8), dtype=np.uint8)
+    for split in ("train", "val"):
+        for label, images in zip(("cat", "dog"), noise, strict=True):
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for number, image in enumerate(images):
+                Image.fromarray(image).save(folder / f"{number:02d}.png")
+    return root
+
+
+def spoil(*files: Path) -> list[str]:
+    for file in files:
+        file.write_bytes(file.read_bytes()[:40])
+    return sorted(map(str, files))
+
+
+@pytest.fixture
+def train_photos(tiny_recipe: Path, photos: Path, runs: Path, train_tiny: Any) -> Callable[..., Any]:
+    def train(name: str, overrides: dict[str, Any], *, on_loss: Any = None) -> Any:
+        class Watched(paceline.ImageClassification):
+            def loss(self, model: Any, batch: Batch) -> Any:
+                if on_loss is not None:
+                    on_loss(batch)
+                return super().loss(model, batch)
+
+        given = {
+            "data.dataset": "image_folder",
+            "data.path": str(photos),
+            **({"data.workers": 0} if overrides.get("data.backend") == "pytorch" else {}),
+            "batch.global_size": 8,
+            "telemetry.log_every": "2 steps",
+            "evaluate.every": "off",
+            "train.duration": "9 steps",
+            **overrides,
+        }
+        return paceline.train(tiny_recipe, overrides=given, run_dir=runs / name, task=Watched, quiet=True)
+
+    return train
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["memory", "pytorch"])
+
+
+@BACKENDS
+def test_by_default_the_run_stops_and_names_the_file(
+    backend: str, train_photos: Callable[..., Any], photos: Path, runs: Path, events: Callable[..., Any]
+) -> None:
+    (broken,) = spoil(photos / "train/dog/05.png")
+    with pytest.raises(DataError) as caught:
+        train_photos("run", {"data.backend": backend})
+    message = str(caught.value)
+    assert message.startswith(f"'{broken}' could not be read: ")
+    assert "1 broken sample(s) so far, and data.max_broken=0; repair or remove the file, or raise" in message
+    (incident,) = events(runs / "run", "incident")
+    assert (incident["incident"], incident["path"], incident["split"]) == ("broken_sample", broken, "train")
+
+
+@BACKENDS
+def test_asked_to_it_leaves_them_out_and_says_so_once(
+    backend: str, train_photos: Callable[..., Any], photos: Path, events: Callable[..., Any]
+) -> None:
+    broken = spoil(photos / "train/dog/05.png", photos / "train/cat/01.png", photos / "train/cat/02.png")
+    result = train_photos("run", {"data.backend": backend, "data.max_broken": 3})
+    found = events(result.run_dir, "incident")
+    assert sorted(event["path"] for event in found) == broken
+    assert all("could not be read" in event["message"] and "was left out" in event["message"] for event in found)
+    ledger = result.summary.ledger
+    assert (ledger.epochs_complete, ledger.duplicates, ledger.missing, ledger.broken) == (3, 0, 0, 9)
+    assert audit_run(result.run_dir).passed
+
+
+@BACKENDS
+def test_one_too_many(backend: str, train_photos: Callable[..., Any], photos: Path) -> None:
+    spoil(photos / "train/dog/05.png", photos / "train/cat/01.png")
+    with pytest.raises(DataError, match=r"2 broken sample\(s\) so far, and data.max_broken=1"):
+        train_photos("run", {"data.backend": backend, "data.max_broken": 1})
+
+
+@BACKENDS
+def test_the_same_over_any_resume(
+    backend: str, train_photos: Callable[..., Any], photos: Path, course: Callable[..., Any]
+) -> None:
+    spoil(photos / "train/dog/05.png", photos / "train/cat/01.png", photos / "val/cat/03.png")
+    overrides = {"data.backend": backend, "data.max_broken": 3, "evaluate.every": "2 steps", "batch.micro_size": 2}
+    whole = train_photos("whole", overrides)
+    assert sum(event["event"] == "incident" for event in course(whole.run_dir)) == 3
+    for step in range(1, 9, 1 if backend == "memory" else 3):
+
+        def stop(batch: Batch, step: int = step) -> None:
+            if batch.slice.step == step - 1 and batch.slice.is_last:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        name = f"stopped-{step}"
+        assert train_photos(name, overrides, on_loss=stop).status == "stopped"
+        pieces = train_photos(name, overrides)
+        assert course(pieces.run_dir) == course(whole.run_dir)
+        assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
+        assert pieces.summary.ledger == whole.summary.ledger
+
+
+@BACKENDS
+def test_back_ends_leave_out_the_same(
+    backend: str, train_photos: Callable[..., Any], photos: Path, course: Callable[..., Any]
+) -> None:
+    spoil(photos / "train/dog/05.png", photos / "val/cat/01.png")
+    overrides = {"data.max_broken": 2, "evaluate.every": "3 steps", "data.augment.flip": 0.5}
+    result = train_photos("run", {**overrides, "data.backend": backend})
+    other = train_photos("other", {**overrides, "data.backend": "memory"})
+    assert result.summary.weights_sha256 == other.summary.weights_sha256
+    assert course(result.run_dir) == course(other.run_dir)
+
+
+@BACKENDS
+def test_a_micro_batch_of_broken_images_alone_changes_nothing(
+    backend: str, train_photos: Callable[..., Any], photos: Path, events: Callable[..., Any]
+) -> None:
+    """With one image per micro-batch, a broken one leaves its forward pass without a sample."""
+    spoil(photos / "train/dog/05.png")
+    overrides = {"data.backend": backend, "data.max_broken": 1, "telemetry.log_every": "1 steps", "batch.micro_size": 1}
+    result = train_photos("run", {**overrides, "model.options.width": 2})
+    assert result.summary.ledger.broken == 3
+    assert all(event["loss"] is not None and event["loss"] > 0 for event in events(result.run_dir, "step"))
+
+
+def test_held_out_images_are_left_out_of_the_count(
+    train_photos: Callable[..., Any], photos: Path, events: Callable[..., Any]
+) -> None:
+    (broken,) = spoil(photos / "val/cat/03.png")
+    result = train_photos("run", {"data.max_broken": 1, "evaluate.every": "3 steps"})
+    assert {event["samples"] for event in events(result.run_dir, "evaluation")} == {2 * PER_CLASS - 1}
+    (incident,) = events(result.run_dir, "incident")
+    assert (incident["path"], incident["split"]) == (broken, "validation")
+
+
+def test_a_broken_held_out_image_stops_the_run_too(train_photos: Callable[..., Any], photos: Path) -> None:
+    (broken,) = spoil(photos / "val/cat/03.png")
+    with pytest.raises(DataError, match=f"'{broken}' could not be read"):
+        train_photos("run", {"evaluate.every": "3 steps"})

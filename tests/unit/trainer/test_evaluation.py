@@ -1,0 +1,263 @@
+"""Evaluation scores each sample once, believes no tied or undefined answer, and leaves the models as they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.data.pipeline import Placement
+from paceline.distributed.collectives import Collectives
+from paceline.metrics.accumulator import Accumulator
+from paceline.recipe.load import load_recipe
+from paceline.recipe.training import GradScaler
+from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.precision import Precision
+from paceline.world import World
+
+CPU = torch.device("cpu")
+
+
+class Linear(nn.Module):
+    """A network without BatchNorm, different for every image."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(x)
+        return logits
+
+
+@pytest.fixture
+def opened(tiny_task: Callable[..., Any], tiny_recipe: Any) -> Callable[..., Any]:
+    """Open a tiny task as the trainer does: facts first, then the pipeline."""
+
+    def make(overrides: Any = None, **changes: Any) -> Any:
+        task = tiny_task(**changes)(load_recipe(tiny_recipe, overrides or {}).recipe)
+        task.data_facts(World())
+        return task, task.open_pipeline(Placement(device=CPU))
+
+    return make
+
+
+def evaluator(task: Any, pipeline: Any, batch_size: int = 16, precision: str = "fp32") -> Evaluator:
+    return Evaluator(
+        task=task,
+        pipeline=pipeline,
+        precision=Precision(precision, CPU, GradScaler()),
+        collectives=Collectives(World()),
+        device=CPU,
+        batch_size=batch_size,
+    )
+
+
+# ------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("samples", [1, 7, 21, 1000])
+def test_any_number_of_processes_finds_the_same(samples: int, opened: Callable[..., Any]) -> None:
+    task, pipeline = opened(evaluation_images=samples, classes=7)
+    model = Linear(7).eval()
+    images = task.dataset.validation.images
+    inputs = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25
+    targets = torch.from_numpy(task.dataset.validation.labels)
+    with torch.no_grad():
+        logits = model(inputs)
+    expected = {
+        "loss": nn.functional.cross_entropy(logits.double(), targets).item(),
+        "top1_accuracy": 100 * (logits.argmax(1) == targets).double().mean().item(),
+        "top5_accuracy": 100 * (logits.topk(5).indices == targets[:, None]).any(1).double().mean().item(),
+    }
+    whole = evaluator(task, pipeline)({"model": model})
+    assert whole.samples == samples
+    assert whole.results["model"] == pytest.approx(expected, rel=1e-5)
+    for world_size in (1, 2, 3, 8):
+        totals = []
+        for rank in range(world_size):
+            part = Accumulator(task.metrics, CPU)
+            for batch in pipeline.evaluation_batches(16, World(rank=rank, world_size=world_size)):
+                with torch.no_grad():
+                    part.add(task.score(model, batch))
+            totals.append(part.totals())
+        count, results = part.results(torch.stack(totals).sum(dim=0))
+        assert count == samples
+        assert results["top1_accuracy"] == whole.results["model"]["top1_accuracy"]
+        assert results["top5_accuracy"] == whole.results["model"]["top5_accuracy"]
+        assert results["loss"] == pytest.approx(whole.results["model"]["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 21, 64])
+def test_the_batch_size_is_invisible(batch_size: int, opened: Callable[..., Any]) -> None:
+    task, pipeline = opened()
+    model = Linear(3)
+    found = evaluator(task, pipeline, batch_size)({"model": model}).results["model"]
+    expected = evaluator(task, pipeline, 16)({"model": model}).results["model"]
+    assert found["top1_accuracy"] == expected["top1_accuracy"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_every_set_of_weights_is_scored_on_its_own(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened()
+    first, second = Linear(3), Linear(3)
+    nn.init.zeros_(second.layers[1].weight)
+    together = evaluator(task, pipeline)({"model": first, "ema": second}).results
+    assert together["model"] == evaluator(task, pipeline)({"x": first}).results["x"]
+    assert together["ema"] == evaluator(task, pipeline)({"x": second}).results["x"]
+    assert together["model"] != together["ema"]
+
+
+def test_the_training_loss_is_smoothed_and_the_evaluations_is_not(opened: Callable[..., Any]) -> None:
+    model = Linear(3)
+    plain, smooth = opened(), opened({"train.label_smoothing": 0.5})
+    assert evaluator(*smooth)({"m": model}).results == evaluator(*plain)({"m": model}).results
+    batch = next(plain[1].evaluation_batches(8, World()))
+    assert smooth[0].loss(model, batch).item() != pytest.approx(plain[0].loss(model, batch).item())
+
+
+def test_a_run_records_what_it_found(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+    result = train_tiny("run", {"train.ema": 0.5, "evaluate.every": "3 steps"})
+    found = events(result.run_dir, "evaluation")
+    assert [(event["step"], event["weights"]) for event in found] == [
+        (step, weights) for step in (3, 6, 8) for weights in ("model", "ema")
+    ]
+    for event in found:
+        assert (event["split"], event["samples"]) == ("validation", 21)
+        assert 0 <= event["top1_accuracy"] <= 100
+        # There are three classes: whatever is said, the answer is among the top five.
+        assert "top5_accuracy" not in event
+    assert result.metrics["top1_accuracy"] == found[-1]["top1_accuracy"]
+    assert result.metrics["last"]["model"]["loss"] == found[-2]["loss"]
+
+
+def test_without_held_out_samples_there_is_no_evaluation(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    result = train_tiny("run", task=tiny_task(evaluation_images=0))
+    assert result.status == "completed"
+    assert not events(result.run_dir, "evaluation")
+    assert result.metrics == {}
+
+
+# ------------------------------------------------------------------------------------ undefined answers
+
+
+class Fixed(nn.Module):
+    """Answers the same to everything."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(len(x), -1)
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("logits", "right", "among_two"),
+    [
+        ([NAN, NAN, NAN, NAN], [], []),
+        ([0, 0, 0, 0], [0], [0, 1]),
+        ([5, 5, 5, 5], [0], [0, 1]),
+        ([1, 2, 2, 0], [1], [1, 2]),
+        ([3, NAN, 1, 0], [], [0]),
+        ([NAN, NAN, 1, 0], [], []),
+        ([INF, 0, 1, 2], [0], [0, 3]),
+        ([INF, INF, 1, 2], [0], [0, 1]),
+        ([-INF, -INF, -INF, -INF], [0], [0, 1]),
+        ([0, 1, 2, 3], [3], [2, 3]),
+    ],
+)
+def test_what_counts_as_an_answer(
+    logits: list[float], right: list[int], among_two: list[int], opened: Callable[..., Any]
+) -> None:
+    """Of four classes with five samples each: ties go to the lower index, and what is no number is never right."""
+    task, pipeline = opened({"evaluate.top_k": 2}, classes=4, evaluation_images=20)
+    found = evaluator(task, pipeline)({"model": Fixed(logits)}).results["model"]
+    assert found["top1_accuracy"] == 25.0 * len(right)
+    assert found["top2_accuracy"] == 25.0 * len(among_two)
+
+
+# ---------------------------------------------------------------------------------------- modes restored
+
+
+def half_frozen() -> nn.Module:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3))
+    network[1].eval()
+    return network
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_each_module_gets_its_own_mode_back(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened()
+    model = half_frozen()
+    before, seen = modes(model), []
+    task.on_score = lambda m, *_: seen.append(any(modes(m)))
+    evaluator(task, pipeline)({"model": model})
+    assert modes(model) == before == [True, True, False, True, True, True]
+    assert seen == [False, False]
+
+
+def test_also_after_an_error(opened: Callable[..., Any]) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a metric of one's own is wrong")
+
+    task, pipeline = opened()
+    task.on_score = fail
+    first, second = half_frozen(), half_frozen().eval()
+    before = modes(first), modes(second)
+    with pytest.raises(RuntimeError, match="of one's own"):
+        evaluator(task, pipeline)({"model": first, "ema": second})
+    assert (modes(first), modes(second)) == before
+    assert torch.is_grad_enabled()
+
+
+def test_a_frozen_batchnorm_stays_frozen_through_a_run(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., Any]
+) -> None:
+    made: list[nn.Module] = []
+    task = tiny_task(make_network=lambda: made.append(half_frozen()) or made[-1])
+    result = train_tiny("run", {"evaluate.every": "1 steps", "train.ema": 0.9}, task=task)
+    assert modes(made[-1]) == modes(half_frozen())
+    for which in ("model", "ema"):
+        saved = weights(result, which)
+        assert saved["1.num_batches_tracked"].item() == 0
+        assert torch.equal(saved["1.running_mean"], torch.zeros(4))
+        assert torch.equal(saved["1.running_var"], torch.ones(4))
+
+
+def test_evaluation_leaves_gradients_and_buffers_alone(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened()
+    model = half_frozen()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    evaluator(task, pipeline, precision="bf16")({"model": model})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+
+
+def test_predictions_are_observed_for_each_batch(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened()
+    seen: dict[int, int] = {}
+
+    def observe(which: str, batch: Any, values: dict[str, torch.Tensor]) -> None:
+        assert which == "model"
+        assert set(values) == {"prediction", "probability", "target"}
+        assert ((values["probability"] > 0) & (values["probability"] <= 1)).all()
+        seen.update(zip(batch.ids.tolist(), values["target"].tolist(), strict=True))
+
+    evaluator(task, pipeline)({"model": Linear(3)}, observe)
+    assert seen == dict(enumerate(task.dataset.validation.labels.tolist()))

@@ -1,0 +1,182 @@
+"""A run that cannot go on says why, leaves its records whole, and leaves the process as it found it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.data.batch import Batch
+from paceline.errors import RecipeError, TrainingError
+from paceline.trainer.signals import STOP_SIGNALS, StopRequest
+
+
+def spoiled_from(step: int) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
+    return lambda batch, loss: loss * float("nan") if batch.slice.step >= step - 1 else loss
+
+
+def test_a_loss_that_is_no_number_ends_the_run(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any]
+) -> None:
+    with pytest.raises(TrainingError) as caught:
+        train_tiny("run", task=tiny_task(on_loss=spoiled_from(5)))
+    assert str(caught.value).startswith(
+        "the training loss became nan by step 6; lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm."
+    )
+    assert events(runs / "run", "step")[-1]["loss"] is None
+    assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_spoiled_weights_are_never_saved(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
+) -> None:
+    """A checkpoint is due before the record that would find out: to go on from it would fail for ever."""
+    overrides = {"checkpoint.every": "1 steps", "telemetry.log_every": "8 steps", "evaluate.every": "off"}
+    with pytest.raises(TrainingError, match="the training loss became nan"):
+        train_tiny("run", overrides, task=tiny_task(on_loss=spoiled_from(3)))
+    whole = train_tiny("whole", overrides)
+    assert train_tiny("run", overrides).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_an_error_of_ones_own_task_comes_out_as_it_is(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], runs: Path
+) -> None:
+    def fail(batch: Batch, _: torch.Tensor) -> None:
+        if batch.slice.step == 4:
+            raise KeyError("of one's own")
+
+    with pytest.raises(KeyError, match="of one's own"):
+        train_tiny("run", task=tiny_task(on_loss=fail))
+    assert [event["step"] for event in events(runs / "run", "step")] == [2, 4]
+
+
+def test_an_error_before_training_leaves_nothing_open(train_tiny: Callable[..., Any], tiny_task: Any) -> None:
+    """Warnings of files left open are errors here."""
+
+    def no_network() -> nn.Module:
+        raise MemoryError("too large")
+
+    with pytest.raises(MemoryError):
+        train_tiny("run", task=tiny_task(make_network=no_network))
+    assert train_tiny("run").status == "completed"
+
+
+# --------------------------------------------------------------------------------------------- the tail
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3))
+
+
+def test_a_tail_batchnorm_cannot_take_is_found_before_training(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], runs: Path
+) -> None:
+    task = tiny_task(make_network=normalised, train_images=49)
+    with pytest.raises(RecipeError) as caught:
+        train_tiny("run", task=task)
+    assert str(caught.value).startswith("an epoch's last batch has 1 sample(s) over 1 micro-batch(es), and this model ")
+    assert "choose another batch.global_size" in str(caught.value)
+    with pytest.raises(RecipeError, match=r"has 4 sample\(s\) over 4 micro-batch\(es\)"):
+        train_tiny("run", {"batch.micro_size": 4}, task=tiny_task(make_network=normalised))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        ({}, {"train_images": 50}),
+        ({"train.duration": "3 steps"}, {"train_images": 49}),
+        ({}, {"train_images": 49, "make_network": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3))}),
+        ({}, {"train_images": 49, "make_network": lambda: nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))}),
+    ],
+    ids=["two samples", "never reached", "no BatchNorm", "BatchNorm over many pixels"],
+)
+def test_a_tail_that_does_no_harm_is_taken(overrides: Any, changes: Any, train_tiny: Any, tiny_task: Any) -> None:
+    task = tiny_task(**{"make_network": normalised, **changes})
+    assert train_tiny("run", overrides, task=task).status == "completed"
+
+
+# ------------------------------------------------------------------------------------------- the signals
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_remembered_by_name(number: signal.Signals) -> None:
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.signal_name == number.name
+
+
+def test_one_request_delivered_twice_is_one_request() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_name == "SIGINT"
+
+
+def test_handlers_are_put_back(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop here")
+
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with pytest.raises(RuntimeError):
+        train_tiny("run", task=tiny_task(on_loss=fail))
+    train_tiny("run")
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_a_stop_is_recorded_with_its_signal(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    def ask(batch: Batch, _: torch.Tensor) -> None:
+        if batch.slice.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    result = train_tiny("run", task=tiny_task(on_loss=ask))
+    assert (result.status, result.summary.status, result.summary.step) == ("stopped", "stopped", 3)
+    (stop,) = events(result.run_dir, "stop")
+    assert (stop["step"], stop["reason"]) == (3, "SIGUSR1")
+    assert [event["event"] for event in events(result.run_dir)][-3:] == ["checkpoint", "stop", "finish"]
+
+
+def test_asked_to_stop_in_its_last_step_it_is_complete(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+) -> None:
+    def ask(batch: Batch, _: torch.Tensor) -> None:
+        if batch.slice.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = train_tiny("run", task=tiny_task(on_loss=ask))
+    assert (result.status, result.summary.step) == ("completed", 8)
+
+
+def test_a_run_in_another_thread_trains_too(train_tiny: Callable[..., Any]) -> None:
+    """Only the main thread may handle signals; a notebook's worker still may train."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(train_tiny("run")))
+    thread.start()
+    thread.join()
+    assert results[0].status == "completed"
+
+
+def test_training_says_nothing_when_asked_to_be_quiet(
+    train_tiny: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_tiny("run")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_training_from_python_shows_its_progress(
+    tiny_recipe: Path, tiny_task: Any, runs: Path, train_tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paceline.train(tiny_recipe, run_dir=runs / "run", task=tiny_task(), overrides=["train.duration=2 steps"])
+    assert "step" in capsys.readouterr().out

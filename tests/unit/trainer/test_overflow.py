@@ -1,0 +1,158 @@
+"""fp16 with loss scaling: a step whose gradients overflow is not taken, though its samples are used up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.errors import TrainingError
+from paceline.insight.audit import audit_run
+from paceline.recipe.training import GradScaler
+from paceline.trainer.precision import Precision
+
+FP16 = {
+    "train.precision": "fp16",
+    "train.grad_scaler.init_scale": 1024.0,
+    "telemetry.log_every": "1 steps",
+    "evaluate.every": "off",
+    "schedule.name": "linear",
+    "train.duration": "10 steps",
+    "train.ema": 0.8,
+}
+
+
+def poisoned(positions: set[int]) -> Callable[[Batch, torch.Tensor], torch.Tensor | None]:
+    """Make the scaled loss overflow at these positions, counted from 1; the loss itself stays a number."""
+
+    def on_loss(batch: Batch, loss: torch.Tensor) -> torch.Tensor | None:
+        return loss * 3e38 / loss.detach() if batch.slice.step + 1 in positions else None
+
+    return on_loss
+
+
+def by_position(run: Any, events: Callable[..., Any]) -> dict[int, dict[str, Any]]:
+    return {event["position"]: event for event in events(run.run_dir, "step")}
+
+
+def test_a_skipped_step_advances_nothing_but_the_data(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    result = train_tiny("run", FP16, task=tiny_task(on_loss=poisoned({3, 4, 9})))
+    assert (result.status, result.summary.step, result.summary.samples) == ("completed", 7, 2 * 52 + 2 * 16)
+    found = by_position(result, events)
+    assert [found[position]["step"] for position in range(1, 11)] == [1, 2, 2, 2, 3, 4, 5, 6, 6, 7]
+    rates = [0.05 * (1 - step / 10) for step in range(7)]
+    assert [found[position]["lr"] for position in (1, 2, 5, 6, 7, 8, 10)] == pytest.approx(rates)
+    scales = [1024, 1024, 512, 256, 256, 256, 256, 256, 128, 128]
+    assert [found[position]["grad_scale"] for position in range(1, 11)] == scales
+    assert found[10]["samples"] == result.summary.samples
+    assert audit_run(result.run_dir).passed
+
+
+def test_neither_weights_nor_average_nor_optimizer_move(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., Any]
+) -> None:
+    """A run that skips its last steps ends where it would have ended without them."""
+    task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), on_loss=poisoned({6, 7, 8}))
+    overrides = {**FP16, "schedule.name": "constant", "train.duration": "8 steps"}
+    skipping = train_tiny("skipping", overrides, task=task)
+    short = train_tiny("short", {**overrides, "train.duration": "5 steps"}, task=task)
+    assert skipping.summary.step == short.summary.step == 5
+    assert skipping.summary.weights_sha256 == short.summary.weights_sha256
+    assert skipping.summary.ema_sha256 == short.summary.ema_sha256
+
+
+def test_the_average_counts_only_steps_taken(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., Any]
+) -> None:
+    made: list[nn.Parameter] = []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = nn.Parameter(torch.zeros(()))
+            made.append(self.steps)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.steps.expand(len(x), 3)
+
+    def on_loss(batch: Batch, _: torch.Tensor) -> torch.Tensor:
+        return -made[-1] * (3e38 if batch.slice.step in (2, 5) else 1.0)
+
+    overrides = {**FP16, "schedule.name": "constant", "optimizer.lr": 1.0, "optimizer.momentum": 0}
+    result = train_tiny("run", overrides, task=tiny_task(make_network=Counting, on_loss=on_loss))
+    assert weights(result)["steps"].item() == result.summary.step == 8
+    average = 0.0
+    for step in range(8):
+        kept = min(0.8, (1 + step) / (10 + step))
+        average = kept * average + (1 - kept) * (step + 1)
+    assert weights(result, "ema")["steps"].item() == pytest.approx(average, rel=1e-6)
+
+
+def test_a_run_that_can_take_no_step_fails(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
+) -> None:
+    """The scale falls to nothing. Not one of these steps is counted, and the run does not pretend to be complete."""
+    overrides = {**FP16, "train.duration": "200 steps", "telemetry.log_every": "50 steps"}
+    task = tiny_task(on_loss=lambda _, loss: loss * float("nan"))
+    with pytest.raises(TrainingError):
+        train_tiny("run", overrides, task=task)
+    summary = json.loads((runs / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("failed", 0)
+
+
+def test_a_record_without_a_step_has_no_loss(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    plain = by_position(train_tiny("plain", FP16), events)
+    found = by_position(train_tiny("run", FP16, task=tiny_task(on_loss=poisoned({3}))), events)
+    assert found[3]["loss"] is None
+    assert found[2]["loss"] == plain[2]["loss"]
+    assert found[4]["loss"] > 0
+
+
+def test_clipping_measures_the_true_gradient(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+    norms = []
+    for name, scale in (("small", 1.0), ("large", 4096.0)):
+        overrides = {**FP16, "train.grad_scaler.init_scale": scale, "optimizer.clip_norm": 0.1, "train.duration": "1 steps"}
+        norms.append(events(train_tiny(name, overrides).run_dir, "step")[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------ the verbs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    precision = Precision(name, CPU, GradScaler())
+    with precision.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    assert (precision.scaler is not None) == (name == "fp16")
+    assert precision.scale == (65536.0 if name == "fp16" else 1.0)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_weights_and_moments_stay_fp32(name: str, train_tiny: Callable[..., Any], weights: Callable[..., Any]) -> None:
+    result = train_tiny("run", {"train.precision": name, "train.duration": "2 steps", "train.ema": 0.5})
+    for which in ("model", "ema"):
+        dtypes = {value.dtype for key, value in weights(result, which).items() if "num_batches" not in key}
+        assert dtypes == {torch.float32}
+
+
+def test_an_unscaled_step_is_always_taken() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    precision = Precision("fp32", CPU, GradScaler())
+    precision.backward(weight.sum())
+    precision.unscale(optimizer)
+    assert precision.step(optimizer)
+    assert weight.item() == -1.0
