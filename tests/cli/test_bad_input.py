@@ -47,7 +47,10 @@ OVERRIDES = {
     "a zero batch": (("batch.global_size=0",), ("batch.global_size", "0", "greater than 0")),
     "a rate that is no number": (("optimizer.lr=.nan",), ("optimizer.lr", "nan")),
     "an unknown choice": (("train.precision=fp8",), ("train.precision", "'fp8'", "'bf16'")),
-    "a key without effect": (("optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"), ("optimizer.betas", "optimizer.name=adamw")),
+    "a key without effect": (
+        ("optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"),
+        ("optimizer.betas", "optimizer.name=adamw"),
+    ),
     "no value at all": (("optimizer.lr",), ("'optimizer.lr'", "KEY=VALUE")),
     "no key": (("=3",), ("'=3'", "KEY=VALUE")),
     "unreadable YAML": (("optimizer.betas=[0.9",), ("optimizer.betas=[0.9", "not readable")),

@@ -163,8 +163,12 @@ class Launched:
             for name in os.listdir("/dev/shm")
             if any(str(pid) in name.replace(".", "_").split("_") for pid in self._seen)
         ]
-        # torch makes itself a folder for compiled kernels whether it compiles or not.
-        return shared + [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        # Folders of torch's own, for kernels it may compile and for torchrun's logs, are not ours to remove.
+        return shared + [
+            path.name
+            for path in self.temporary.iterdir()
+            if not path.name.startswith(("torchinductor_", "torchelastic_"))
+        ]
 
 
 def _send(pid: int, number: int) -> None:

@@ -110,16 +110,14 @@ def ledger_files(run_dir: Path) -> list[Path]:
 CHAINS = {
     "launcher": [
         (to_launcher, signal.SIGTERM),
-        (to_launcher, signal.SIGUSR1),
         (to_launcher, signal.SIGUSR2),
         (to_its_group, signal.SIGINT),
     ],
     "ranks": [
         (to_last_rank, signal.SIGTERM),
-        (to_first_rank, signal.SIGINT),
+        (to_first_rank, signal.SIGUSR2),
         (to_a_rank_and_its_workers, signal.SIGUSR1),
-        (to_last_rank, signal.SIGUSR2),
-        (to_everyone, signal.SIGTERM),
+        (to_everyone, signal.SIGINT),
     ],
 }
 

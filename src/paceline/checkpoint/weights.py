@@ -62,19 +62,26 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     Raises:
         CheckpointError: If the target holds no such weights, or is damaged.
     """
-    if target.suffix == ".safetensors":
-        name = target.stem if target.stem in WEIGHTS_CHOICES else "model"
-        return _from_file(target, name)
     if not target.exists():
         raise CheckpointError(
             f"'{target}' does not exist; give a run directory, a checkpoint directory or a safetensors file."
         )
+    if target.suffix == ".safetensors":
+        name = target.stem if target.stem in WEIGHTS_CHOICES else "model"
+        return _from_file(target, name)
+    if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
+        raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
     checkpoint = _best_of(target) if best else locate(target)
     held = verify(checkpoint).components
     name = ("ema" if "ema" in held else "model") if weights == "auto" else weights
     if name not in held:
         raise CheckpointError(f"{checkpoint} holds no '{name}' weights; it holds {', '.join(held)}.")
     return _from_file(checkpoint / f"{name}.safetensors", name)
+
+
+def _has_checkpoints(target: Path) -> bool:
+    inside = target / "checkpoints"
+    return bool(CheckpointStore(inside if inside.is_dir() else target).steps())
 
 
 def _from_file(path: Path, name: str) -> SavedWeights:

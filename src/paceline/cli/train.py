@@ -163,7 +163,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         f"{plan.accumulation_steps} micro-batches x {plan.micro_batch_size}",
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
-        "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:g} epochs",
+        "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epochs",
         "last step of an epoch": f"{format_count(plan.last_step_samples)} samples",
         "warm-up": f"{format_count(plan.warmup_steps)} steps",
         "evaluation": f"{every(plan.evaluate_every_steps)}, in batches of {plan.evaluation_batch_size}",

@@ -82,6 +82,11 @@ def audit_run(run_dir: Path) -> Audit:
         global_batch_size=int(plan["global_batch_size"]),
         logical_ranks=1,
     )
+    if not directory.summary.is_file():
+        raise RunDirectoryError(
+            f"the run in '{run_dir}' has not come to a stop (no summary.json): it is under way or was killed; run its "
+            "train command again, to the end or to a stop, then audit it."
+        )
     steps = _steps_done(read_summary(directory).samples, geometry)
     try:
         counted = count_epochs(directory.ledger, geometry.samples, epochs_over=steps // geometry.steps_per_epoch)

@@ -15,6 +15,7 @@ from paceline.references import is_reference, load_reference
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_resnet": small_resnet}
 _TORCHVISION = "torchvision:"
+_SIZES = ("num_classes", "in_channels")
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
@@ -32,6 +33,13 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
     try:
         network = _factory(model)(num_classes=num_classes, in_channels=in_channels)
     except TypeError as error:
+        if model.name in OWN_MODELS:
+            known = [name for name in inspect.signature(OWN_MODELS[model.name]).parameters if name not in _SIZES]
+            wrong = [name for name in model.options if name not in known]
+            hint = did_you_mean(wrong[0], known) if wrong else ""
+            raise ModelError(
+                f"model.options {wrong} are unknown to {model.name}.{hint} It has {', '.join(known)}."
+            ) from error
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
     if not isinstance(network, nn.Module):
         raise ModelError(

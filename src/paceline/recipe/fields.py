@@ -56,6 +56,10 @@ class Applies:
     to: str
     values: tuple[object, ...]
 
+    def allow(self, choice: object) -> bool:
+        """Whether the marked field has an effect under a choice; code of one's own may use every field."""
+        return choice in self.values or (isinstance(choice, str) and ":" in choice)
+
 
 # What every section is validated under: unknown keys are refused, and field docs stand below the fields.
 STRICT: ConfigDict = ConfigDict(extra="forbid")

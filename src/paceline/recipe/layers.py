@@ -114,7 +114,7 @@ def _drop_old_choices(
         if applies is None or applies.to not in above or key in above:
             continue
         choice = above[applies.to]
-        if choice is not None and choice not in applies.values:
+        if choice is not None and not applies.allow(choice):
             notices.append(f"{path}{key}={merged.pop(key)} dropped: it has no effect with {path}{applies.to}={choice}")
 
 
@@ -125,7 +125,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
         applies = applies_of(section, key)
         if applies is not None:
             choice = getattr(recipe, applies.to)
-            if choice not in applies.values:
+            if not applies.allow(choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={choice}; it needs "
                     f"{path}{applies.to}={' or '.join(str(option) for option in applies.values)}. "
@@ -139,5 +139,5 @@ def effective_items(section_value: Any) -> Iterator[tuple[str, Any]]:
     """Fields of a section that have an effect, with their values."""
     for field in dataclasses.fields(section_value):
         applies = applies_of(type(section_value), field.name)
-        if applies is None or getattr(section_value, applies.to) in applies.values:
+        if applies is None or applies.allow(getattr(section_value, applies.to)):
             yield field.name, getattr(section_value, field.name)

@@ -71,8 +71,13 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     notices: list[str] = []
     tree = _with_base(path, notices)
     tree = _with_overrides(tree, overrides, notices)
+    recipe = _validate(tree, str(source))
+    if recipe.data.path is not None:
+        # Stored with the run, the path must mean the same from everywhere.
+        absolute = str(Path(recipe.data.path).expanduser().absolute())
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=absolute))
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
-    return LoadedRecipe(_validate(tree, str(source)), name, tuple(notices))
+    return LoadedRecipe(recipe, name, tuple(notices))
 
 
 def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()) -> Recipe:
@@ -132,6 +137,11 @@ def _locate(source: str | Path) -> Path:
         return path / "recipe.yaml"
     if path.is_file():
         return path
+    if path.is_dir():
+        raise RecipeError(
+            f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
+            f"paceline train image_folder data.path={source}"
+        )
     raise RecipeError(
         f"no recipe '{source}': it is neither a file nor a shipped recipe.{did_you_mean(str(source), shipped)} "
         f"Shipped recipes: {', '.join(shipped)}."

@@ -128,6 +128,8 @@ def make_plan(
     batch = recipe.batch.global_size
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+    if batch > data.train_samples:
+        reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
     steps_per_epoch = math.ceil(data.train_samples / batch)
     lengths = _Lengths(data.train_samples, batch)
     total = lengths.total(recipe.train.duration)

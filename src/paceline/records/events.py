@@ -96,7 +96,7 @@ class StepEvent(Event):
     Attributes:
         epoch: Epoch the step belongs to, counted from 1.
         samples: Samples seen since the start of the run.
-        loss: Mean training loss per sample, in nats.
+        loss: Mean training loss per sample, in nats; None if fp16 skipped every step.
         lr: Learning rate of this step.
         grad_norm: L2 norm of this step's gradient before clipping; None if it was not computed.
         grad_scale: Loss scale of fp16 training; 1 without one.
@@ -110,7 +110,7 @@ class StepEvent(Event):
 
     epoch: int
     samples: int
-    loss: float
+    loss: float | None
     lr: float
     grad_norm: float | None = None
     grad_scale: float | None = None

@@ -13,6 +13,7 @@ from paceline.data.batch import Backend, Batch
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import ImagePipeline
+from paceline.data.image.transforms import View
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.prefetch import Normalize
 from paceline.metrics.accumulator import Metric
@@ -44,6 +45,8 @@ class ImageClassification(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the dataset and resolve what is `auto` about it."""
         data, found = self.recipe.data, self.dataset
+        # Refuses an augmentation that images of this size cannot have.
+        View(image_size=found.image_size, channels=found.channels, augment=data.augment)
         self._backend, backend_reason = choose_backend(data, found)
         self._workers, workers_reason = choose_workers(data, self._backend, world)
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}

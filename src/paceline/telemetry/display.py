@@ -136,7 +136,9 @@ class PlainDisplay:
         text = describe(event)
         if text is not None:
             if event["event"] == "evaluation" and self._progress is not None:
-                text = "  ".join(part for part in (text, self._progress.figures, self._progress.time_left) if part)
+                text = "  ".join(
+                    part for part in (text, self._progress.take_figures(), self._progress.time_left) if part
+                )
             self.message(text)
 
     def message(self, text: str) -> None:

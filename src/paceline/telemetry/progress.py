@@ -75,6 +75,11 @@ class RunProgress:
         seconds = self.seconds_left
         return "" if seconds is None else f"{format_seconds(seconds)} left"
 
+    def take_figures(self) -> str:
+        """The last log record in words, once: told again beside a later step it would mislead."""
+        figures, self.record = self.figures, {}
+        return figures
+
     @property
     def figures(self) -> str:
         """The last log record in words; what it does not know is left out."""

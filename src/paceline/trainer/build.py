@@ -22,7 +22,6 @@ from paceline.recipe.schema import Recipe
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.run_directory import RunDirectory
 from paceline.records.writer import EventWriter
-from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import Display
@@ -35,8 +34,6 @@ from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.signals import StopRequest
 from paceline.trainer.window import Window
-
-TASKS = {"image_classification": ImageClassification}
 
 
 @dataclass(frozen=True, kw_only=True)

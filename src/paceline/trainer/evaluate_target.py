@@ -94,6 +94,7 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
         raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
+    _check_classes(task, saved)
     network = _network(task, saved, placement)
     pipeline = task.open_pipeline(placement)
     collectives = join(launch, device)
@@ -121,9 +122,27 @@ def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     # The weights come from the file: nothing is downloaded or initialised from elsewhere. The arithmetic is the
     # run's, unless an override says otherwise.
     model = replace(recipe.model, pretrained=False, initialize_from=None)
+    # The images are shown as they were in training, also where they would be seen otherwise on their own.
+    seen = saved.described("data")
+    as_seen = {
+        key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
+        for key in ("image_size", "channels", "mean", "std")
+        if key in seen and getattr(recipe.data, key) == "auto"
+    }
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
-    return replace(recipe, model=model)
+    return replace(recipe, model=model, data=replace(recipe.data, **as_seen))
+
+
+def _check_classes(task: Task, saved: SavedWeights) -> None:
+    """Weights that know other classes than the data has would be scored wrongly without a word."""
+    known = saved.described("data").get("class_names")
+    found = task.description().get("class_names")
+    if known is not None and found is not None and known != found:
+        raise DataError(
+            f"the weights in {saved.path} know the classes {', '.join(known[:6])}{', …' if len(known) > 6 else ''}, but "
+            f"the data has {', '.join(found[:6])}{', …' if len(found) > 6 else ''}; give data with the same class folders."
+        )
 
 
 def _network(task: Task, saved: SavedWeights, placement: Placement) -> nn.Module:

@@ -111,9 +111,9 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
             f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
             "or leave --resume out to go on with it."
         )
-    if wanted is None and _is_complete(directory, asked.plan):
+    if wanted is None and _is_complete(directory, asked):
         return Opening(choice=Choice(None, 0), completed=True)
-    choice = prepare_resume(directory, wanted)
+    choice = prepare_resume(directory, wanted, asked.plan.total_steps)
     # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
     directory.summary.unlink(missing_ok=True)
     sync_directory(directory.root)
@@ -194,11 +194,13 @@ def _wanted(directory: RunDirectory, resume: str) -> Path | None:
     return path
 
 
-def _is_complete(directory: RunDirectory, plan: Plan) -> bool:
+def _is_complete(directory: RunDirectory, asked: Asked) -> bool:
     if not directory.summary.is_file():
         return False
     summary = read_summary(directory)
-    if summary.status != "completed":
+    if summary.status != "completed" or asked.plan.total_steps > read_plan(directory)["total_steps"]:
         return False
-    before = read_plan(directory)["total_steps"]
-    return bool(plan.total_steps <= before)
+    if summary.details.get("ending") != "patience":
+        return True
+    before = stored_recipe(read_recipe(directory), str(directory.recipe)).evaluate.patience
+    return before == asked.recipe.evaluate.patience

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from paceline.errors import TrainingError
 from paceline.recipe.training import GradScaler
+
+# Below it every gradient that fp16 could hold is lost: the overflow is in the forward pass, and nothing is learned.
+_USELESS_SCALE = 2.0**-24
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,14 +53,24 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer step; False if it was skipped because gradients overflowed."""
+        """Take the optimizer step; False if it was skipped because gradients overflowed.
+
+        Raises:
+            TrainingError: If steps were skipped until no scale is left to try.
+        """
         if self.scaler is None:
             optimizer.step()
             return True
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= before
+        after = self.scaler.get_scale()
+        if after < _USELESS_SCALE:
+            raise TrainingError(
+                f"the gradients overflow whatever the loss scale, which has fallen to {after:.2g}; lower optimizer.lr, or "
+                "use train.precision=bf16 or fp32."
+            )
+        return after >= before
 
     @property
     def scale(self) -> float:

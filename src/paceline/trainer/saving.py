@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import __version__
 from paceline.checkpoint.restore import Choice, choose
 from paceline.checkpoint.store import CheckpointStore, read_components, read_manifest
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
 from paceline.records.run_directory import RunDirectory
@@ -67,11 +67,12 @@ def _note_best(run: Run, store: CheckpointStore) -> list[int]:
     return [best["step"]]
 
 
-def prepare_resume(directory: RunDirectory, wanted: Path | None) -> Choice:
+def prepare_resume(directory: RunDirectory, wanted: Path | None, total_steps: int) -> Choice:
     """On the first rank: choose the checkpoint to go on from, and cut the records back to it.
 
     Raises:
         CheckpointError: If there are checkpoints and none is whole, or the one asked for is not.
+        RunDirectoryError: If the run has gone further than it is asked to go.
     """
     store = CheckpointStore(directory.checkpoints)
     choice = choose(store, wanted=wanted)
@@ -80,11 +81,15 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None) -> Choice:
             f"no checkpoint in {directory.checkpoints} is whole: {choice.damaged[0].reason} "
             "To begin again, start in another run directory."
         )
+    position = -1 if choice.path is None else int(read_manifest(choice.path).facts["position"])
+    if position > total_steps:
+        raise RunDirectoryError(
+            f"the run in '{directory.root}' stands at step {position}, beyond the {total_steps} steps of train.duration; "
+            "give a longer one, or go back with --resume and one of its checkpoints."
+        )
     for damaged in choice.damaged:
         store.set_aside(damaged)
-    position = -1
     if choice.path is not None:
-        position = int(read_manifest(choice.path).facts["position"])
         store.discard_after(choice.step)
     truncate_after(directory.events, position)
     truncate_ledgers(directory.ledger, max(position, 0))

@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
 
-def summarise(run: Run, status: Status) -> Summary:
-    """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk."""
+def summarise(run: Run, status: Status, ending: str) -> Summary:
+    """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk.
+
+    Args:
+        run: The run.
+        status: How it is left.
+        ending: Why: ``duration``, ``patience``, ``signal`` or ``error``.
+    """
     plan, progress = run.plan, run.progress
     clock = run.clock.totals
     return Summary(
@@ -35,6 +41,7 @@ def summarise(run: Run, status: Status) -> Summary:
         parameters=plan.parameters or 0,
         ledger=_ledger(run),
         resumes=progress.resumes,
+        details={"ending": ending},
     )
 
 

@@ -99,6 +99,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     with StopRequest() as stop:
         prepared = prepare(recipe, task, launch.world)
         with (
+            contextlib.closing(prepared.pipeline),
             _joined(launch, prepared.device) as collectives,
             _directory(options, loaded.name, collectives) as directory,
         ):
@@ -128,14 +129,13 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
         status: Status = "stopped" if ending == "signal" else "completed"
         if status == "stopped":
             run.recorder.write(StopEvent(**run.progress.here, reason=run.stop.signal_name or "another rank was asked"))
-        return _conclude(run, status)
+        return _conclude(run, status, ending)
     except BaseException:
         _conclude_failed(run)
         raise
     finally:
         run.display.close()
         run.recorder.close()
-        run.pipeline.close()
 
 
 def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
@@ -169,14 +169,14 @@ def _plan_in_words(run: Run) -> tuple[str, str]:
     steps = f"{format_count(plan.total_steps)} steps of {format_count(plan.global_batch_size)}"
     return (
         f"{plan.device_name}, {processes}, {plan.precision}, {format_count(plan.parameters or 0)} parameters",
-        f"{samples}, {steps} ({plan.total_epochs:g} epochs)",
+        f"{samples}, {steps} ({plan.total_epochs:.4g} epochs)",
     )
 
 
-def _conclude(run: Run, status: Status) -> TrainResult:
+def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
     run.collectives.barrier()
-    summary = run.collectives.on_first(lambda: summarise(run, status))
+    summary = run.collectives.on_first(lambda: summarise(run, status, ending))
     run.recorder.write(
         FinishEvent(
             **run.progress.here,
@@ -196,7 +196,7 @@ def _conclude_failed(run: Run) -> None:
     if not run.world.is_first:
         return
     with contextlib.suppress(Exception):
-        summary = summarise(run, "failed")
+        summary = summarise(run, "failed", "error")
         write_json(run.directory.summary, summary.to_json())
 
 

@@ -54,8 +54,11 @@ class Window:
         self._step_loss.zero_()
         self._step_samples = 0
 
-    def drain(self) -> tuple[float, list[BrokenSample]]:
-        """Mean loss since the last record and newly broken samples, over all processes; waits for the device."""
+    def drain(self) -> tuple[float | None, list[BrokenSample]]:
+        """Mean loss since the last record and newly broken samples, over all processes; waits for the device.
+
+        The loss is None if every step was skipped.
+        """
         sums = torch.stack(
             [self._loss, self._loss.new_tensor(self._samples), self._loss.new_tensor(len(self.new_broken))]
         )
@@ -65,7 +68,7 @@ class Window:
         found = [each for part in self._collectives.gather(self.new_broken) for each in part] if broken else []
         self.new_broken = []
         self.broken_ids.update(each.id for each in found)
-        return total / max(samples, 1), found
+        return total / samples if samples else None, found
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank's sums; a collective."""
@@ -90,14 +93,14 @@ class Window:
         self.broken_ids = {sample for each in ranks for sample in each[3]}
 
 
-def check_finite(loss: float, step: int) -> None:
+def check_finite(loss: float | None, step: int) -> None:
     """Refuse to go on from a training loss that is no number.
 
     Raises:
         TrainingError: With what to change.
     """
-    if not math.isfinite(loss):
+    if loss is not None and not math.isfinite(loss):
         raise TrainingError(
             f"the training loss became {loss} by step {step}; lower optimizer.lr, lengthen schedule.warmup, or set "
-            "optimizer.clip_norm. Checkpoints from before it are kept."
+            "optimizer.clip_norm."
         )

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from paceline.optim.build import build_optimizer, parameter_groups, set_learning_rate
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import stored_recipe
 from paceline.recipe.training import Optimizer
 
 CPU = torch.device("cpu")
 
 
 def section(**options: Any) -> Optimizer:
-    return load_recipe("digits", {f"optimizer.{key}": value for key, value in options.items()}).recipe.optimizer
+    return stored_recipe({}, "plain", {f"optimizer.{key}": value for key, value in options.items()}).optimizer
 
 
 def net() -> nn.Module:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import stored_recipe
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 
 CPU = MachineFacts(device="cpu", device_name="a processor", fast_bf16=False, cores=64, reasons={"fast_bf16": "no AMX"})
@@ -20,7 +20,7 @@ GPU = MachineFacts(device="cuda", device_name="a card", fast_bf16=True, cores=64
 def plan(
     *overrides: str, world_size: int = 1, samples: int = 1000, held_out: int = 200, machine: MachineFacts = CPU
 ) -> Plan:
-    recipe = load_recipe("digits", overrides).recipe
+    recipe = stored_recipe({"data": {"dataset": "digits"}}, "plain", overrides)
     data = DataFacts(train_samples=samples, evaluation_samples=held_out)
     return make_plan(recipe, data, machine, world_size=world_size, local_world_size=min(world_size, 8))
 
@@ -63,7 +63,7 @@ def test_a_given_micro_batch_is_accumulated() -> None:
     assert (made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (8, 8, 32)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batch=st.integers(1, 300), micro=st.integers(1, 300), world=st.integers(1, 64), samples=st.integers(1, 5000))
 def test_every_plan_adds_up(batch: int, micro: int, world: int, samples: int) -> None:
     overrides = (f"batch.global_size={batch}", f"batch.micro_size={micro}", "train.duration=2 epochs")
@@ -82,6 +82,7 @@ def test_every_plan_adds_up(batch: int, micro: int, world: int, samples: int) ->
         assert made.epoch_of(position) == position // made.steps_per_epoch
 
 
+@settings(max_examples=25)
 @given(batch=st.integers(1, 500), world=st.integers(2, 64))
 def test_what_an_impossible_world_is_told_does_fit(batch: int, world: int) -> None:
     assume(batch % world)

@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import PacelineError, RecipeError
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.preparation import build_task
 from paceline.trainer.train import plan_only
@@ -34,6 +34,10 @@ def widest(num_classes, in_channels, width=5):
 def no_task(recipe):
     return "a task"
 """
+
+
+def digits(overrides: Any = ()) -> paceline.Recipe:
+    return stored_recipe({"data": {"dataset": "digits"}}, "plain", overrides)
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def test_the_public_names_are_there() -> None:
 
 
 def test_by_name() -> None:
-    assert isinstance(build_task(load_recipe("digits").recipe), ImageClassification)
+    assert isinstance(build_task(digits()), ImageClassification)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_by_name() -> None:
 )
 def test_a_task_that_is_not_there(name: str, said: str, own: None) -> None:
     with pytest.raises(RecipeError) as caught:
-        build_task(load_recipe("digits", {"task": name}).recipe)
+        build_task(digits({"task": name}))
     assert str(caught.value).startswith(said)
 
 
@@ -119,7 +123,7 @@ def test_a_task_made_by_hand(tiny_recipe: Path, runs: Path) -> None:
 
 
 def test_facts_of_the_digits() -> None:
-    task = ImageClassification(load_recipe("digits").recipe)
+    task = ImageClassification(digits())
     facts = task.data_facts(World())
     assert facts.train_samples + facts.evaluation_samples == 1797
     assert facts.description["classes"] == 10
@@ -131,14 +135,14 @@ def test_facts_of_the_digits() -> None:
 
 @pytest.mark.parametrize(("top_k", "expected"), [(2, ["top2_accuracy"]), (9, ["top9_accuracy"]), (10, []), (11, [])])
 def test_top_k_is_measured_where_it_means_something(top_k: int, expected: list[str]) -> None:
-    task = ImageClassification(load_recipe("digits", {"evaluate.top_k": top_k}).recipe)
+    task = ImageClassification(digits({"evaluate.top_k": top_k}))
     facts = task.data_facts(World())
     assert [metric.name for metric in task.metrics[2:]] == expected
     assert ("evaluate.top_k" in facts.reasons) == (not expected)
 
 
 def test_the_model_fits_the_data(tiny_task: Callable[..., Any]) -> None:
-    task = tiny_task(classes=7)(load_recipe("digits").recipe)
+    task = tiny_task(classes=7)(digits())
     assert task.build_model()(torch.zeros(2, 1, 8, 8)).shape == (2, 7)
 
 

@@ -80,9 +80,3 @@ def test_a_display_sees_every_record(tiny_recipe: Path, tiny_task: Any, runs: Pa
     assert watched.summary.weights_sha256 == train_tiny("alone", SENSITIVE).summary.weights_sha256
     assert steps == list(range(1, 9))
     assert [event["event"] for event in records] == [event["event"] for event in events(watched.run_dir)]
-
-
-def test_the_threads_of_the_process_do_not_matter_to_the_order(train_tiny: Callable[..., Any]) -> None:
-    one, two = train_tiny("one"), train_tiny("two", {"parallel.threads": 2})
-    ledgers = [(each.run_dir / "ledger" / "rank-00000.ids").read_bytes() for each in (one, two)]
-    assert ledgers[0] == ledgers[1]

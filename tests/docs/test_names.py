@@ -1,0 +1,214 @@
+"""What the pages name exists: links, commands, options, recipe keys, messages, files, functions, record keys."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from paceline.cli.main import COMMANDS
+from paceline.recipe import layers
+from paceline.recipe.plan import Plan
+from paceline.records import events
+from paceline.records.summary import LedgerFacts, Summary
+from paceline.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SOURCES = sorted((ROOT / "src" / "paceline").rglob("*.py"))
+OF_PAGES = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`([^`]+)`")
+_KEY = re.compile(rf"^({'|'.join(layers.field_types(Recipe))})\.([a-z_]+(?:\.[a-z_]+)*)(?==|$)")
+_FILES = ("py", "json", "jsonl", "yaml", "safetensors")
+
+
+def codes(text: str) -> set[str]:
+    """Everything in single backticks."""
+    return set(_CODE.findall(text))
+
+
+def anchors(path: Path) -> set[str]:
+    """The places in a page a link can lead to, named as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@OF_PAGES
+def test_links_lead_somewhere(path: Path, page: Callable[[Path], Any]) -> None:
+    for link in _LINK.findall(page(path).prose):
+        if link.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{path}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{path}: {link}"
+
+
+def written_commands(page: Any) -> Iterator[list[str]]:
+    """Every ``paceline …`` of a page, in blocks and in the text, as words."""
+    shown = [code for code in codes(page.prose) if code.startswith("paceline ")]
+    for block in page.blocks:
+        if block.language in ("console", "bash"):
+            shown += [command.text.partition(" #")[0] for command in block.commands]
+    for text in shown:
+        for part in re.split(r"[|;&]|\$\(|\bdo\b|\buntil\b|<", text):
+            words = shlex.split(part.strip(), posix=True) if part.count('"') % 2 == 0 else []
+            if "paceline" in words[:1] or words[:3] == ["python", "-m", "paceline"]:
+                yield words[words.index("paceline") + 1 :]
+
+
+@OF_PAGES
+def test_commands_and_options_exist(path: Path, page: Callable[[Path], Any]) -> None:
+    for words in written_commands(page(path)):
+        if not words or words[0].startswith("-"):
+            assert set(words) <= {"--help", "-h", "--version"}, words
+            continue
+        assert words[0] in COMMANDS, f"{path}: paceline {' '.join(words)}"
+        options = options_of(words[0])
+        for word in words[1:]:
+            if word.startswith("--"):
+                assert word.partition("=")[0] in options, f"{path}: paceline {' '.join(words)}"
+
+
+@cache
+def options_of(name: str) -> set[str]:
+    command = importlib.import_module(f"paceline.cli.{name}").command
+    assert isinstance(command, click.Command)
+    given = [option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts]
+    return {*given, "--help"}
+
+
+@OF_PAGES
+def test_recipe_keys_exist(path: Path, page: Callable[[Path], Any]) -> None:
+    taken = page(path)
+    words = {word for command in written_commands(taken) for word in command if "=" in word}
+    for code in codes(taken.prose) | words:
+        match = _KEY.match(code)
+        if match is None or match[2].rpartition(".")[2] in _FILES:
+            continue
+        section: type[Any] | None = Recipe
+        for part in (match[1], *match[2].split(".")):
+            if section is None:
+                assert match[0].startswith("model.options."), f"{path}: {code}"
+                break
+            assert part in layers.field_types(section), f"{path}: {code}"
+            section = layers.subsection(section, part)
+
+
+@cache
+def sentences() -> tuple[str, ...]:
+    """Every text the program can say, with … for what is filled in."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return tuple(found)
+
+
+@OF_PAGES
+def test_quoted_messages_are_said(path: Path, page: Callable[[Path], Any]) -> None:
+    for message in page(path).messages:
+        parts = [re.escape(part) for part in message.split("…")]
+        wanted = re.compile(".*".join(parts), re.DOTALL)
+        assert any(wanted.search(sentence) for sentence in sentences()), f"{path}: nothing says '{message}'"
+
+
+@cache
+def defined_in(path: Path) -> frozenset[str]:
+    """Names of functions, classes, methods, attributes and constants of a file; methods also as ``Class.method``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page_name", ["tour.md", "glossary.md"])
+def test_the_code_has_what_tour_and_glossary_point_to(page_name: str, page: Callable[[Path], Any]) -> None:
+    text = page(ROOT / "docs" / page_name).prose
+    for file in re.findall(r"`([\w/]+\.py)`", text):
+        assert (ROOT / "src" / "paceline" / file).is_file(), file
+    for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, | and )?)+)", text):
+        for name in codes(names) - {code for code in codes(names) if code.endswith(".py")}:
+            assert name in defined_in(ROOT / "src" / "paceline" / file), f"{file}: {name}"
+
+
+def test_every_name_in_the_tour_exists(page: Callable[[Path], Any]) -> None:
+    everything = frozenset().union(*(defined_in(path) for path in SOURCES))
+    text = re.sub(r"\| .*", "", page(ROOT / "docs" / "tour.md").prose)
+    names = {code for code in codes(text) if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", code) and not code.endswith(_FILES)}
+    ordinary = {"auto", "paceline", "digits"}
+    assert {name for name in names - ordinary if name not in everything} == set()
+
+
+def test_the_run_directory_page_has_every_key(page: Callable[[Path], Any]) -> None:
+    said = codes(page(ROOT / "docs" / "guide" / "run-directory.md").prose)
+    kinds: list[Any] = [Plan, Summary, LedgerFacts, *events.Event.__subclasses__()]
+    flattened = {"metrics", "timings", "details"}
+    for kind in kinds:
+        keys = {one.name for one in dataclasses.fields(kind)}
+        missing = keys - said - (flattened if issubclass(kind, events.Event) else set())
+        assert not missing, f"{kind.__name__}: {sorted(missing)}"
+    assert set(events.EVENT_KINDS) <= said | {"step", "evaluation"}
+
+
+def test_the_recipe_reference_is_what_the_schema_says() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "reference"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_recipe_reference_names_every_key() -> None:
+    text = (ROOT / "docs" / "recipe-reference.md").read_text(encoding="utf-8")
+
+    def keys(section: type[Any], path: str) -> Iterator[str]:
+        for name in layers.field_types(section):
+            inner = layers.subsection(section, name)
+            yield f"{path}{name}"
+            if inner is not None:
+                yield from keys(inner, f"{path}{name}.")
+
+    assert [key for key in keys(Recipe, "") if f"| `{key}` |" not in text] == []
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_command_explains_itself(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "paceline", *name.split(), "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Usage: paceline {name}".rstrip())
+    assert not re.search(r"\| +torch$", done.stderr, flags=re.MULTILINE), "help should not load torch"
+    if not name:
+        assert all(command in done.stdout for command in COMMANDS)

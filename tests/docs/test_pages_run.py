@@ -1,0 +1,118 @@
+"""What the pages show is what happens: every block they mark is run, in a scratch directory of the page's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
+MARK = "\x1e"
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """A directory with a folder of pictures of two classes, as the pages say."""
+    draws = np.random.default_rng(0)
+    for label, colour in {"cat": (200, 80, 60), "dog": (60, 80, 200)}.items():
+        folder = tmp_path / "photos" / label
+        folder.mkdir(parents=True)
+        for number in range(20):
+            height, width = draws.integers(24, 40, 2)
+            pixels = draws.integers(0, 50, (height, width, 3)) + np.array(colour)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:03}.jpg")
+    return tmp_path
+
+
+@pytest.fixture
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which ``paceline`` is this checkout's, started as an installed command is."""
+    folder = tmp_path_factory.mktemp("bin")
+    shim = folder / "paceline"
+    shim.write_text(f"#!{sys.executable}\nfrom paceline.cli.main import main\nmain()\n")
+    shim.chmod(0o755)
+    (folder / "python").symlink_to(sys.executable)
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    inherited = {key: value for key, value in os.environ.items() if key not in launched}
+    return inherited | {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+
+
+def steps_of(page: Any, scratch: Path) -> Iterator[tuple[str, Any]]:
+    """Write the page's files, and yield (shell command, what the page says of it or None) in order."""
+    for block in page.blocks:
+        file = scratch / block.notes["file"] if "file" in block.notes else None
+        if file is not None:
+            file.write_text(block.text, encoding="utf-8")
+        if block.runs and block.language == "console":
+            for command in block.commands:
+                yield command.text, command
+        elif block.runs:
+            assert block.language == "python", f"{page.path}:{block.line}: cannot run {block.language}"
+            script = file or scratch / f"block_{block.line}.py"
+            script.write_text(block.text, encoding="utf-8")
+            yield f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}", None
+
+
+def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> list[tuple[str, int]]:
+    """Run commands in one shell, so that its variables last; return (output, exit code) of each."""
+    lines = ["exec 2>&1"]
+    for command in commands:
+        lines += [f"printf '{MARK}'", command, f"printf '{MARK}%d' $?"]
+    shell = shutil.which("bash")
+    assert shell is not None
+    done = subprocess.run(
+        [shell, "-c", "\n".join(lines)],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    parts = done.stdout.split(MARK)[1:]
+    return list(zip(parts[::2], map(int, parts[1::2]), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUNNING, ids=name)
+def test_marked_blocks_do_what_the_page_says(
+    path: Path, page: Callable[[Path], Any], scratch: Path, environment: dict[str, str]
+) -> None:
+    steps = list(steps_of(page(path), scratch))
+    results = run_all([command for command, _ in steps], scratch, environment)
+    for (command, said), (output, code) in zip(steps, results, strict=True):
+        shown = "".join(f"{line.rstrip()}\n" for line in output.splitlines() if line.strip())
+        context = f"{name(path)}\n$ {command}\n{shown}[exit code {code}]"
+        assert code == (said.exit_code if said else 0), context
+        if said and said.pattern is not None:
+            wanted = "\n".join(said.output)
+            assert re.fullmatch(said.pattern, shown), f"{context}\n\nbut the page says:\n{wanted}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_python_blocks_compile(path: Path, page: Callable[[Path], Any]) -> None:
+    for block in page(path).blocks:
+        if block.language == "python":
+            compile(block.text, f"{path}:{block.line}", "exec")
