@@ -129,7 +129,9 @@ def test_the_same_bits_as_a_plain_loop(
     case: str, train_tiny: Callable[..., Any], weights: Callable[..., dict[str, torch.Tensor]], pixels: Pixels
 ) -> None:
     overrides, optimize, options = CASES[case]
-    result = train_tiny("run", {"seed": SEED, "train.duration": f"{STEPS} steps", "evaluate.every": "7 steps", **overrides})
+    result = train_tiny(
+        "run", {"seed": SEED, "train.duration": f"{STEPS} steps", "evaluate.every": "7 steps", **overrides}
+    )
     expected = plain_loop(pixels, optimize, **options).state_dict()
     ours = weights(result)
     assert ours.keys() == expected.keys()
@@ -161,7 +163,9 @@ def test_the_recorded_gradient_norm_is_of_the_whole_gradient_before_clipping(
     F.cross_entropy(model(inputs), targets).backward()
     norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))  # type: ignore[union-attr]
     for name, overrides in {"plain": {}, "clipped": {"optimizer.clip_norm": norm / 10}}.items():
-        result = train_tiny(name, {"seed": SEED, "telemetry.log_every": "1 steps", "train.duration": "1 steps", **overrides})
+        result = train_tiny(
+            name, {"seed": SEED, "telemetry.log_every": "1 steps", "train.duration": "1 steps", **overrides}
+        )
         assert events(result.run_dir, "step")[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     model = replace(recipe.model, pretrained=False, initialize_from=None)
     # The images are shown as they were in training, also where they would be seen otherwise on their own.
     seen = saved.described("data")
-    as_seen = {
+    as_seen: dict[str, Any] = {
         key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
         for key in ("image_size", "channels", "mean", "std")
         if key in seen and getattr(recipe.data, key) == "auto"
@@ -140,9 +140,13 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     found = task.description().get("class_names")
     if known is not None and found is not None and known != found:
         raise DataError(
-            f"the weights in {saved.path} know the classes {', '.join(known[:6])}{', …' if len(known) > 6 else ''}, but "
-            f"the data has {', '.join(found[:6])}{', …' if len(found) > 6 else ''}; give data with the same class folders."
+            f"the weights in {saved.path} know the {len(known)} classes {_some(known)}, but the data has the "
+            f"{len(found)} classes {_some(found)}; give data with the same class folders."
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def _network(task: Task, saved: SavedWeights, placement: Placement) -> nn.Module:

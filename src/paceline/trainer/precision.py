@@ -67,8 +67,8 @@ class Precision:
         after = self.scaler.get_scale()
         if after < _USELESS_SCALE:
             raise TrainingError(
-                f"the gradients overflow whatever the loss scale, which has fallen to {after:.2g}; lower optimizer.lr, or "
-                "use train.precision=bf16 or fp32."
+                f"the gradients overflow whatever the loss scale, which has fallen to {after:.2g}; lower optimizer.lr, "
+                "or use train.precision=bf16 or fp32."
             )
         return after >= before
 

@@ -84,8 +84,8 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, total_steps: in
     position = -1 if choice.path is None else int(read_manifest(choice.path).facts["position"])
     if position > total_steps:
         raise RunDirectoryError(
-            f"the run in '{directory.root}' stands at step {position}, beyond the {total_steps} steps of train.duration; "
-            "give a longer one, or go back with --resume and one of its checkpoints."
+            f"the run in '{directory.root}' stands at step {position}, beyond the {total_steps} steps of "
+            "train.duration; give a longer one, or go back with --resume and one of its checkpoints."
         )
     for damaged in choice.damaged:
         store.set_aside(damaged)

@@ -76,7 +76,11 @@ def test_each_sample_once_per_epoch(samples: int, world_size: int) -> None:
     shape = geometry(samples, 24, 24)
     for epoch in (0, 1, 4):
         first = epoch * shape.steps_per_epoch
-        slices = [each for step in range(first, first + shape.steps_per_epoch) for each in step_of_all(shape, step, world_size)]
+        slices = [
+            each
+            for step in range(first, first + shape.steps_per_epoch)
+            for each in step_of_all(shape, step, world_size)
+        ]
         assert Counter(sample for each in slices for sample in used([each])) == Counter(range(samples))
         assert {each.epoch for each in slices} == {epoch}
 

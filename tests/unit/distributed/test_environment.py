@@ -51,7 +51,8 @@ def test_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "node", "tasks"), [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("8", 0, 8), ("2(x16)", 15, 2)]
+    ("layout", "node", "tasks"),
+    [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("8", 0, 8), ("2(x16)", 15, 2)],
 )
 def test_slurms_tasks_per_node(layout: str, node: int, tasks: int) -> None:
     environ = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": layout, "SLURM_NODEID": str(node), "SLURM_NTASKS": "40"}

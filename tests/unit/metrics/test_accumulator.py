@@ -40,7 +40,10 @@ def test_batches_and_processes_are_invisible(pieces: list[int], samples: int, wo
     parts = filled(losses, correct, cut(samples, pieces))
     assert parts.results(parts.totals())[0] == count == samples
 
-    ranks = [filled(losses[rank::world_size], correct[rank::world_size], [len(losses[rank::world_size])]) for rank in range(world_size)]
+    ranks = [
+        filled(losses[rank::world_size], correct[rank::world_size], [len(losses[rank::world_size])])
+        for rank in range(world_size)
+    ]
     total = torch.stack([each.totals() for each in ranks]).sum(dim=0)
     for results in (parts.results(parts.totals()), ranks[0].results(total)):
         assert results[0] == samples

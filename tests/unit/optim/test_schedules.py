@@ -69,9 +69,7 @@ def test_warmup(warmup: int) -> None:
         assert [schedule(step) for step in range(warmup)] == pytest.approx(expected, rel=1e-12)
 
 
-@given(
-    st.sampled_from(["constant", "cosine", "linear"]), st.integers(1, 400), st.integers(0, 400), st.integers(0, 500)
-)
+@given(st.sampled_from(["constant", "cosine", "linear"]), st.integers(1, 400), st.integers(0, 400), st.integers(0, 500))
 def test_by_the_book(name: str, total: int, warmup: int, step: int) -> None:
     warmup = min(warmup, total)
     if step < warmup:

@@ -94,7 +94,9 @@ def test_a_key_stands_once(text: str, line: int, tmp_path: Path) -> None:
     assert f"line {line}: key '" in refusal(source=write(tmp_path, "mine.yaml", text))
 
 
-@pytest.mark.parametrize("text", ["a: [", "? [1, 2]\n: 3", "? {a: b}\n: 3", "\tseed: 1", "seed: !!python/object:os.system x"])
+@pytest.mark.parametrize(
+    "text", ["a: [", "? [1, 2]\n: 3", "? {a: b}\n: 3", "\tseed: 1", "seed: !!python/object:os.system x"]
+)
 def test_what_is_not_yaml_is_refused(text: str, tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", text)
     message = refusal(source=path)

@@ -33,7 +33,12 @@ def refusal(*overrides: str, **world: Any) -> str:
 
 def test_one_process() -> None:
     made = plan("batch.global_size=64", "train.duration=3 epochs", "schedule.warmup=10%")
-    assert (made.global_batch_size, made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (64, 64, 1, 1)
+    assert (made.global_batch_size, made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (
+        64,
+        64,
+        1,
+        1,
+    )
     assert (made.steps_per_epoch, made.last_step_samples) == (16, 40)
     assert (made.total_steps, made.total_epochs, made.warmup_steps) == (48, 3.0, 5)
     assert (made.strategy, made.precision, made.channels_last) == ("single", "fp32", True)

@@ -37,7 +37,9 @@ def test_there_are_recipes_and_they_lie_by_task() -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_it_plans(name: str, world_size: int, photos: Path) -> None:
     recipe = load_recipe(name).recipe
-    overrides: dict[str, object] = {"data.path": str(photos)} if recipe.data.dataset in ("image_folder", "cifar10") else {}
+    overrides: dict[str, object] = (
+        {"data.path": str(photos)} if recipe.data.dataset in ("image_folder", "cifar10") else {}
+    )
     micro = 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
     if recipe.batch.global_size % (micro * world_size):
         # Written for fewer processes; on 64 the batch is for its user to choose.

@@ -39,7 +39,9 @@ def test_spellings(text: str, value: float, unit: str) -> None:
     assert Duration.parse(text) == Duration(value, unit)
 
 
-@pytest.mark.parametrize("text", ["3", "3 epoch s", "3 minutes", "epochs", "-3 epochs", "3, epochs", "", "1 2 steps", "nan steps"])
+@pytest.mark.parametrize(
+    "text", ["3", "3 epoch s", "3 minutes", "epochs", "-3 epochs", "3, epochs", "", "1 2 steps", "nan steps"]
+)
 def test_anything_else_is_refused_with_the_rule(text: str) -> None:
     with pytest.raises(ValueError, match=r"found .* a duration is a number with its unit: '3 epochs', '500 steps'"):
         Duration.parse(text)
@@ -105,7 +107,14 @@ def test_half_an_epoch_is_rounded_to_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.421, "0.42 s"), (12.34, "12.3 s"), (59.99, "60.0 s"), (245, "4 min 05 s"), (3599.7, "1 h 00 min"), (12_000, "3 h 20 min")],
+    [
+        (0.421, "0.42 s"),
+        (12.34, "12.3 s"),
+        (59.99, "60.0 s"),
+        (245, "4 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (12_000, "3 h 20 min"),
+    ],
 )
 def test_time_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

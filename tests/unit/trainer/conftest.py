@@ -28,7 +28,9 @@ class Counting(nn.Module):
 def scripted(tiny_task: Callable[..., Any], train_tiny: Callable[..., Any]) -> Callable[..., Any]:
     """``scripted("a", [10, 30, 20], {...})`` trains one step after another, each evaluated to the next number."""
 
-    def train(name: str, script: Sequence[float], overrides: Any = None, metric: str = "top1_accuracy", **more: Any) -> Any:
+    def train(
+        name: str, script: Sequence[float], overrides: Any = None, metric: str = "top1_accuracy", **more: Any
+    ) -> Any:
         made: list[Counting] = []
 
         def network() -> Counting:

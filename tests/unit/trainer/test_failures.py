@@ -95,7 +95,13 @@ def test_a_tail_batchnorm_cannot_take_is_found_before_training(
         ({}, {"train_images": 50}),
         ({"train.duration": "3 steps"}, {"train_images": 49}),
         ({}, {"train_images": 49, "make_network": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3))}),
-        ({}, {"train_images": 49, "make_network": lambda: nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))}),
+        (
+            {},
+            {
+                "train_images": 49,
+                "make_network": lambda: nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3)),
+            },
+        ),
     ],
     ids=["two samples", "never reached", "no BatchNorm", "BatchNorm over many pixels"],
 )

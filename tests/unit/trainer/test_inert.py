@@ -64,7 +64,9 @@ def test_an_observer_may_draw_random_numbers(train_tiny: Callable[..., Any], tin
     assert watched.summary.weights_sha256 == alone.summary.weights_sha256
 
 
-def test_a_display_sees_every_record(tiny_recipe: Path, tiny_task: Any, runs: Path, train_tiny: Any, events: Any) -> None:
+def test_a_display_sees_every_record(
+    tiny_recipe: Path, tiny_task: Any, runs: Path, train_tiny: Any, events: Any
+) -> None:
     class Watcher(SilentDisplay):
         def record(self, event: Any) -> None:
             torch.manual_seed(1)

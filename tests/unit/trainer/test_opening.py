@@ -150,7 +150,9 @@ def test_other_data_is_refused(train_tiny: Train, tiny_task: Callable[..., Any])
         train_tiny("run", task=tiny_task(evaluation_images=22))
 
 
-def test_another_cut_into_micro_batches_is_told(train_tiny: Train, tiny_recipe: Path, tiny_task: Any, runs: Path) -> None:
+def test_another_cut_into_micro_batches_is_told(
+    train_tiny: Train, tiny_recipe: Path, tiny_task: Any, runs: Path
+) -> None:
     from paceline.recipe.load import load_recipe
     from paceline.telemetry.display import SilentDisplay
     from paceline.trainer.train import Options, train_recipe
@@ -184,7 +186,9 @@ def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Train, 
     """The same directory, another recipe: nothing was trained that could be mixed up."""
     with pytest.raises(paceline.PacelineError, match="unknown model"):
         train_tiny("run", {"model.name": "small_resnt", "model.options": None})
-    task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)), train_images=49)
+    task = tiny_task(
+        make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)), train_images=49
+    )
     with pytest.raises(paceline.PacelineError, match="choose another batch.global_size"):
         train_tiny("run", task=task)
     assert train_tiny("run", {"batch.global_size": 10}, task=task).status == "completed"
@@ -324,7 +328,10 @@ def test_the_plan_is_stored_with_its_reasons(train_tiny: Train) -> None:
 
 def test_a_new_run_starts_from_a_runs_weights(train_tiny: Train, weights: Callable[..., Any]) -> None:
     first = train_tiny("first", {"train.ema": 0.5})
-    for source, which in ((first.run_dir, "ema"), (first.run_dir / "checkpoints/step-00000008/model.safetensors", "model")):
+    for source, which in (
+        (first.run_dir, "ema"),
+        (first.run_dir / "checkpoints/step-00000008/model.safetensors", "model"),
+    ):
         start = {"model.initialize_from": str(source), "optimizer.lr": 1e-30, "train.duration": "1 steps"}
         second = train_tiny(f"second-{which}", start)
         loaded, expected = weights(second), weights(first, which)

@@ -121,7 +121,12 @@ def test_a_record_without_a_step_has_no_loss(
 def test_clipping_measures_the_true_gradient(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
     norms = []
     for name, scale in (("small", 1.0), ("large", 4096.0)):
-        overrides = {**FP16, "train.grad_scaler.init_scale": scale, "optimizer.clip_norm": 0.1, "train.duration": "1 steps"}
+        overrides = {
+            **FP16,
+            "train.grad_scaler.init_scale": scale,
+            "optimizer.clip_norm": 0.1,
+            "train.duration": "1 steps",
+        }
         norms.append(events(train_tiny(name, overrides).run_dir, "step")[0]["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
@@ -131,7 +136,9 @@ def test_clipping_measures_the_true_gradient(train_tiny: Callable[..., Any], eve
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     precision = Precision(name, CPU, GradScaler())
     with precision.autocast():
