@@ -29,22 +29,23 @@ class BrierScore(paceline.ImageClassification):
         return (probabilities - wanted).square().sum(dim=1).mean()
 
 
-OVERRIDES = {
-    "model.options": {"width": 4, "stages": 2},
-    "optimizer.lr": 0.1,
-    "batch.global_size": 32,
-    "train.duration": "4 epochs",
-    "parallel.device": "cpu",
-    "parallel.threads": 1,
-    "telemetry.trackers": [],
-}
+RECIPE = """
+model: {name: small_resnet, options: {width: 4, stages: 2}}
+data: {dataset: digits}
+batch: {global_size: 32}
+optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
+train: {duration: 6 epochs}
+parallel: {device: cpu, threads: 1}
+telemetry: {trackers: []}
+"""
 
 
 def main() -> None:
     """Train, and hold the run to its number."""
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "brier"
-        result = paceline.train("digits", overrides=OVERRIDES, run_dir=run_dir, task=BrierScore, quiet=True)
+        recipe = Path(folder) / "brier.yaml"
+        recipe.write_text(RECIPE, encoding="utf-8")
+        result = paceline.train(recipe, run_dir=Path(folder) / "run", task=BrierScore, quiet=True)
     accuracy = result.metrics["top1_accuracy"]
     print(f"top-1 accuracy {accuracy:.2f} % after {result.summary.step} steps on the Brier score")
     assert accuracy > 90, f"expected more than 90 % on the held-out digits, found {accuracy:.2f} %"

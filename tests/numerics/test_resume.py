@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class PowerCut(Exception):
+class PowerCutError(Exception):
     """Stands for whatever ends a process in the middle of a step."""
 
 
@@ -68,7 +68,7 @@ def cut_off_in(step: int) -> Callable[[Batch, torch.Tensor], None]:
 
     def on_loss(batch: Batch, loss: torch.Tensor) -> None:
         if batch.slice.step == step - 1 and batch.slice.is_last:
-            raise PowerCut
+            raise PowerCutError
 
     return on_loss
 
@@ -106,7 +106,7 @@ def test_cut_off_in_any_step(
     whole = train_tiny("whole", EVERYTHING)
     for step in range(1, STEPS + 1):
         name = f"cut-{step}"
-        with pytest.raises(PowerCut):
+        with pytest.raises(PowerCutError):
             train_tiny(name, EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
         same_end(whole, train_tiny(name, EVERYTHING), course)
 
@@ -129,10 +129,10 @@ def test_cut_off_twice_in_one_epoch_and_stopped_between(
 ) -> None:
     whole = train_tiny("whole", EVERYTHING)
     for step in (5, 6):
-        with pytest.raises(PowerCut):
+        with pytest.raises(PowerCutError):
             train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
     train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(6)))
-    with pytest.raises(PowerCut):
+    with pytest.raises(PowerCutError):
         train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(7)))
     same_end(whole, train_tiny("pieces", EVERYTHING), course)
 
@@ -141,11 +141,11 @@ def test_cut_off_in_an_evaluation(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
 ) -> None:
     def fail(*_: Any) -> None:
-        raise PowerCut
+        raise PowerCutError
 
     whole = train_tiny("whole", EVERYTHING)
     train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(3)))
-    with pytest.raises(PowerCut):
+    with pytest.raises(PowerCutError):
         train_tiny("pieces", EVERYTHING, task=tiny_task(on_score=fail))
     same_end(whole, train_tiny("pieces", EVERYTHING), course)
 
@@ -194,6 +194,6 @@ def test_cut_off_among_overflowing_steps(
     whole = train_tiny("whole", OVERFLOWING)
     for position in (2, 5, 8, 11, 14):
         name = f"cut-{position}"
-        with pytest.raises(PowerCut):
+        with pytest.raises(PowerCutError):
             train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=cut_off_in(position)))
         same_end(whole, train_tiny(name, OVERFLOWING), course)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,8 +90,8 @@ def test_it_rises_to_the_peak_and_never_rises_again(name: str, total: int, warmu
     warmup = min(warmup, total)
     values = [rate(name, total, warmup)(step) for step in range(total + 5)]
     assert max(values) == pytest.approx(PEAK, rel=1e-15)
-    assert all(a < b for a, b in zip(values[:warmup], values[1:warmup], strict=False))
-    assert all(a >= b for a, b in zip(values[warmup:], values[warmup + 1 :], strict=False))
+    assert all(before < after for before, after in pairwise(values[:warmup]))
+    assert all(before >= after for before, after in pairwise(values[warmup:]))
     assert min(values) >= 0
     if warmup < total and name != "constant":
         assert values[total] == values[-1] == pytest.approx(END)

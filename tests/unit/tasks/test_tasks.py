@@ -160,5 +160,5 @@ def test_a_metric_that_is_not_measured_is_refused() -> None:
             self.metrics = self.metrics[:1]
             return facts
 
-    with pytest.raises(PacelineError, match="evaluate.metric=top1_accuracy is not measured; choose one of: loss"):
+    with pytest.raises(PacelineError, match=r"evaluate\.metric=top1_accuracy is not measured; choose one of: loss"):
         paceline.train("digits", task=Lossy, quiet=True)

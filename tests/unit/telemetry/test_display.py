@@ -58,10 +58,10 @@ def test_plain_lines_per_interval_and_per_evaluation() -> None:
     title, plan, progress, evaluation = stream.getvalue().splitlines()
     assert (title, plan) == ("digits", "a plan")
     assert re.fullmatch(
-        r"epoch 1/3  step 21/100  loss 0\.5123  lr 0\.05  12,346 images/s  data wait 3%  \d.* left", progress
+        r"epoch 1/3  step 21/100  training loss 0\.5123  lr 0\.05  12,346 images/s  data wait 3%  \d.* left", progress
     )
     assert evaluation.startswith(
-        "epoch 1  step 40  validation (ema): loss 0.3  top-1 97.22 %  top-5 100.00 %  loss 0.5123  lr 0.05"
+        "epoch 1  step 40  validation (ema): loss 0.3  top-1 97.22 %  top-5 100.00 %  training loss 0.5123  lr 0.05"
     )
 
 
@@ -81,7 +81,7 @@ def test_what_went_wrong_is_shown_and_what_goes_without_saying_is_not() -> None:
 
 def test_a_loss_that_is_not_finite_is_said_to_be() -> None:
     progress = RunProgress(10, 0, 5, "samples", {**STEP, "loss": None})
-    assert progress.figures.startswith("loss not finite  lr 0.05")
+    assert progress.figures.startswith("training loss not finite  lr 0.05")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_live_bars_on_a_real_terminal() -> None:
     last = text[text.rindex("epoch 3/3") :]
     assert "10/10" in last
     assert "30/30" in last
-    assert "loss 0.03333  lr 0.05  data wait 50%" in last
+    assert "training loss 0.03333  lr 0.05  data wait 50%" in last
     assert text.count("epoch") < 12  # drawn at most four times a second, not at every step
 
 

@@ -38,7 +38,7 @@ SENSITIVE = {
         {"checkpoint.every": "1 steps"},
         {"checkpoint.every": "1 steps", "evaluate.every": "1 steps", "telemetry.log_every": "1 steps"},
     ],
-    ids=lambda watching: " ".join(watching),
+    ids=" ".join,
 )
 def test_watching_changes_nothing(watching: dict[str, Any], train_tiny: Callable[..., Any]) -> None:
     alone = train_tiny("alone", SENSITIVE)

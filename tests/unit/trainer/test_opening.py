@@ -146,7 +146,7 @@ def test_other_data_is_refused(train_tiny: Train, tiny_task: Callable[..., Any])
     train_tiny("run", {"train.duration": "1 steps"})
     with pytest.raises(RunDirectoryError, match="train_samples=52, but here it comes to 53"):
         train_tiny("run", task=tiny_task(train_images=53))
-    with pytest.raises(RunDirectoryError, match="the data of the run in .* has changed since it began"):
+    with pytest.raises(RunDirectoryError, match=r"the data of the run in .* has changed since it began"):
         train_tiny("run", task=tiny_task(evaluation_images=22))
 
 
@@ -189,7 +189,7 @@ def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Train, 
     task = tiny_task(
         make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)), train_images=49
     )
-    with pytest.raises(paceline.PacelineError, match="choose another batch.global_size"):
+    with pytest.raises(paceline.PacelineError, match=r"choose another batch\.global_size"):
         train_tiny("run", task=task)
     assert train_tiny("run", {"batch.global_size": 10}, task=task).status == "completed"
 

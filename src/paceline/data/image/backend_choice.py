@@ -57,7 +57,7 @@ def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
     workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
     return (
         workers,
-        f"{cores} core(s) for {world.local_world_size} process(es), one of each share left to training",
+        f"{cores} cores for {world.local_world_size} processes, one of each share left to training",
     )
 
 

@@ -152,7 +152,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match="returned int; it must return"):
         open_dataset(Data(dataset="my_images:make"))
-    with pytest.raises(DataError, match=r"has no function 'mak'. Did you mean 'make'"):
+    with pytest.raises(DataError, match=r"has no 'mak'. Did you mean 'make'"):
         open_dataset(Data(dataset="my_images:mak"))
     with pytest.raises(DataError, match="no module 'my_imagse'"):
         open_dataset(Data(dataset="my_imagse:make"))
