@@ -21,7 +21,7 @@ SECONDS_TO_END = 25
 # Fails on the rank and in the way that the environment names, in the tenth forward pass: one is the rehearsal, two
 # are a step, so it is in the fifth step, after the checkpoint of the fourth and before an evaluation.
 FRAIL = """
-import os
+import os, time
 from torch import nn
 
 class Frail(nn.Module):
@@ -32,11 +32,14 @@ class Frail(nn.Module):
 
     def forward(self, x):
         self.calls += self.training
-        if self.training and self.calls == 10 and os.environ.get("RANK") == os.environ.get("FAIL_ON"):
+        now = self.training and self.calls == 10 and "FAIL_ON" in os.environ
+        if now and os.environ["RANK"] != os.environ["FAIL_ON"] and os.environ["FAIL_HOW"] == "leave the other":
+            time.sleep(120)
+        if now and os.environ["RANK"] == os.environ["FAIL_ON"]:
             match os.environ["FAIL_HOW"]:
                 case "raise":
                     raise ZeroDivisionError("the tenth is too many")
-                case "exit":
+                case "exit" | "leave the other":
                     os._exit(3)
                 case "nan":
                     x = x * float("nan")
@@ -101,6 +104,14 @@ def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]
     assert done.code not in (0, 2, 75)
     assert f"rank {rank}" in done.err.splitlines()[0]
     assert "3" in done.err.splitlines()[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_notice_is_ended(studio: Path, frail: Callable[..., Any], rank: int) -> None:
+    """Not in a collective but in code of its own, the other rank does not learn that it is alone."""
+    done = frail(studio / f"leave-{rank}", rank, "leave the other")
+    assert done.code == 1
+    assert done.err.splitlines() == [f"paceline: rank {rank} ended with exit code 3 and left no message"]
 
 
 def test_a_loss_that_is_no_number(studio: Path, frail: Callable[..., Any], summary: Callable[[Path], Any]) -> None:

@@ -20,9 +20,9 @@ import pytest
 from paceline.cli.main import COMMANDS
 from paceline.recipe import layers
 from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
 from paceline.records import events
 from paceline.records.summary import LedgerFacts, Summary
-from paceline.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.checkpoint import codec
-from paceline.checkpoint.durable import reporting_disk_errors, sync_directory, write_file
+from paceline.checkpoint.durable import reporting_disk_errors, write_file
 from paceline.checkpoint.tensor_file import read_regular_file
 from paceline.errors import CheckpointError
+from paceline.records.run_directory import sync_directory
 
 FILE_NAME = "best.json"
 _TEMPORARY = ".saving-best-"

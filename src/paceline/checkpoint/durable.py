@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import CheckpointError
+from paceline.records.run_directory import sync_directory
 
 _ADVICE = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
@@ -81,12 +82,3 @@ def make_directory(path: Path) -> None:
         return
     os.makedirs(path, exist_ok=True)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names inside a directory (files created, renamed, removed) durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

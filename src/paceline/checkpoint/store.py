@@ -19,11 +19,12 @@ from typing import Any
 
 from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
 from paceline.checkpoint.best import Best, read_best, write_best
-from paceline.checkpoint.durable import make_directory, reporting_disk_errors, sync_directory
+from paceline.checkpoint.durable import make_directory, reporting_disk_errors
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
 from paceline.checkpoint.writing import Contents, write_checkpoint
 from paceline.errors import CheckpointError
+from paceline.records.run_directory import sync_directory
 
 __all__ = [
     "Best",

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from paceline.checkpoint import codec, manifest
 from paceline.checkpoint.codec import TensorSpec
-from paceline.checkpoint.durable import sync_directory, write_file
+from paceline.checkpoint.durable import write_file
 from paceline.checkpoint.manifest import ComponentEntry, Manifest
 from paceline.checkpoint.tensor_file import write_tensor_file
 from paceline.errors import CheckpointError
+from paceline.records.run_directory import sync_directory
 
 
 @dataclass(frozen=True)

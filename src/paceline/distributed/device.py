@@ -115,11 +115,8 @@ def _fast_bf16(device: torch.device) -> tuple[bool, str]:
     if device.type == "xpu":
         return True, "Intel GPUs have bf16 matrix units"
     if device.type == "cpu":
-        amx = "amx_bf16" in _cpu_flags()
-        return (
-            amx,
-            "the processor has AMX bf16 tiles"
-            if amx
-            else "the processor has no AMX tiles, without which bf16 gains little",
-        )
+        fast = sorted(_cpu_flags() & {"amx_bf16", "avx512_bf16"})
+        return bool(
+            fast
+        ), f"the processor has bf16 products ({fast[0]})" if fast else "the processor has no bf16 products"
     return False, f"bf16 on {device.type} has not been measured"

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.records.run_directory import cannot, sync_directory
+from paceline.records.append_file import AppendFile
+from paceline.records.run_directory import cannot
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sB3xIQII")
@@ -53,24 +54,11 @@ class LedgerEntry:
     broken: Ids
 
 
-class LedgerWriter:
-    """Appends to one rank's ledger file.
-
-    Args:
-        path: The file, made with its folder if need be. Call :func:`truncate_ledgers` first when resuming.
-
-    Raises:
-        RunDirectoryError: If the file cannot be opened; later, if the disk refuses a write.
-    """
+class LedgerWriter(AppendFile):
+    """Appends to one rank's ledger file; call :func:`truncate_ledgers` first when resuming."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=_BUFFER_BYTES)
-            sync_directory(path.parent)
-        except OSError as error:
-            raise cannot("open", path, error) from error
+        super().__init__(path, buffering=_BUFFER_BYTES)
 
     def append(self, *, step: int, epoch: int, ids: ArrayLike, broken: ArrayLike = ()) -> None:
         """Record the samples of a micro-batch or a step, if there are any; steps must not decrease."""
@@ -78,26 +66,7 @@ class LedgerWriter:
         lost = np.asarray(broken, dtype=np.int64)
         if used.size + lost.size == 0:
             return
-        record = _encode(step, epoch, used, lost)
-        try:
-            self._file.write(record)
-        except OSError as error:
-            raise cannot("write", self._path, error) from error
-
-    def flush(self, *, durable: bool = False) -> None:
-        """Hand everything to the operating system; with ``durable`` wait until the disk has it."""
-        try:
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            raise cannot("write", self._path, error) from error
-
-    def close(self) -> None:
-        """Flush durably and close; closing twice is harmless."""
-        if not self._file.closed:
-            self.flush(durable=True)
-            self._file.close()
+        self.write(_encode(step, epoch, used, lost))
 
 
 def ledger_path(directory: Path, rank: int) -> Path:

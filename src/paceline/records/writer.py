@@ -7,37 +7,22 @@ from it, everything later is cut off (:func:`truncate_after`) and written again 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.records.append_file import AppendFile
 from paceline.records.events import Event
-from paceline.records.run_directory import cannot, encode_json, sync_directory, write_text
+from paceline.records.run_directory import cannot, encode_json, write_text
 
 
-class EventWriter:
+class EventWriter(AppendFile):
     """Appends events to a file, one JSON object per line.
 
-    Events are buffered: :meth:`flush` at every log record lets readers follow the run, and a kill loses at
-    most what came after it.
-
-    Args:
-        path: The file, made if it is not there. Call :func:`truncate_after` first when it is.
-
-    Raises:
-        RunDirectoryError: If the file cannot be opened; later, if the disk refuses a write.
+    Events are buffered: flushing at every log record lets readers follow the run, and a kill loses at most what
+    came after it. Call :func:`truncate_after` first when the file is there already.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = path.open("ab")
-            sync_directory(path.parent)
-        except OSError as error:
-            raise cannot("open", path, error) from error
 
     def append(self, event: Event | Mapping[str, Any]) -> None:
         """Add one event.
@@ -48,33 +33,7 @@ class EventWriter:
         document = event.to_json() if isinstance(event, Event) else event
         if "event" not in document or "step" not in document:
             raise ValueError(f"an event has the keys 'event' and 'step', found {sorted(document)}")
-        try:
-            self._file.write(encode_json(document).encode("utf-8") + b"\n")
-        except OSError as error:
-            raise cannot("write", self._path, error) from error
-
-    def flush(self, *, durable: bool = False) -> None:
-        """Hand everything to the operating system; with ``durable`` wait until the disk has it."""
-        try:
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            raise cannot("write", self._path, error) from error
-
-    def close(self) -> None:
-        """Flush durably and close; closing twice is harmless."""
-        if not self._file.closed:
-            self.flush(durable=True)
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.write(encode_json(document).encode("utf-8") + b"\n")
 
 
 def truncate_after(path: Path, position: int) -> int:

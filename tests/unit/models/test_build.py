@@ -72,7 +72,9 @@ def test_options_reach_the_factory() -> None:
 
 def test_unknown_options_are_refused() -> None:
     message = refusal(Model(options={"widht": 4}))
-    assert message.startswith("model.options ['widht'] are unknown to small_resnet. Did you mean 'width'? It has width,")
+    assert message.startswith(
+        "model.options ['widht'] are unknown to small_resnet. Did you mean 'width'? It has width,"
+    )
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,8 @@ def test_a_killed_writer_loses_nothing_it_had_flushed(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_path_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
     with pytest.raises(RunDirectoryError, match="Cannot open the file"):
-        EventWriter(tmp_path / "absent" / "events.jsonl")
+        EventWriter(tmp_path / "a file" / "events.jsonl")
     with pytest.raises(RunDirectoryError, match="Cannot read the file"):
         list(read_events(tmp_path / "events.jsonl"))

@@ -1,0 +1,61 @@
+"""How does a record file grow, without waiting for the disk until it must?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.records.run_directory import cannot, sync_directory
+
+
+class AppendFile:
+    """A file that is only appended to; what is written is buffered until :meth:`flush`.
+
+    Args:
+        path: The file, made with its folder if need be.
+        buffering: Bytes of the buffer; -1 for the system's choice.
+
+    Raises:
+        RunDirectoryError: If the file cannot be opened; later, if the disk refuses a write.
+    """
+
+    def __init__(self, path: Path, *, buffering: int = -1) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=buffering)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise cannot("open", path, error) from error
+
+    def write(self, content: bytes) -> None:
+        """Add bytes to the end."""
+        try:
+            self._file.write(content)
+        except OSError as error:
+            raise cannot("write", self._path, error) from error
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Hand everything to the operating system; with ``durable`` wait until the disk has it."""
+        try:
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise cannot("write", self._path, error) from error
+
+    def close(self) -> None:
+        """Flush durably and close; closing twice is harmless."""
+        if not self._file.closed:
+            self.flush(durable=True)
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

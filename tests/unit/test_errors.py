@@ -1,0 +1,29 @@
+"""What a user is told: nearest names, and exit codes that tell a mistake from a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import errors
+from paceline.errors import PacelineError, TrainingError, did_you_mean
+
+
+def test_the_nearest_name_is_given() -> None:
+    assert did_you_mean("momentun", ["lr", "momentum", "nesterov"]) == " Did you mean 'momentum'?"
+
+
+def test_several_near_names_are_joined() -> None:
+    assert did_you_mean("resnet19", ["resnet18", "vit", "resnet10"]) == " Did you mean 'resnet18' or 'resnet10'?"
+    assert did_you_mean("resnet19", ["resnet18", "resnet10"], count=1) == " Did you mean 'resnet18'?"
+
+
+@pytest.mark.parametrize("options", [[], ["entirely", "different"]])
+def test_nothing_is_said_where_nothing_is_near(options: list[str]) -> None:
+    assert did_you_mean("xyz", options) == ""
+
+
+def test_a_mistake_exits_with_2_and_a_failed_run_with_1() -> None:
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, PacelineError)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        assert kind("x").exit_code == (1 if kind is TrainingError else 2)

@@ -1,0 +1,72 @@
+"""`package.module:name` finds the object, also in the current directory, and says what is missing."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ModelError
+from paceline.references import is_reference, load_reference
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current directory of its own, and no trace of what was imported from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["module:attribute", "package.module:factory", "_a.b1:c_2"])
+def test_references(name: str) -> None:
+    assert is_reference(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet50", "package.module", "module:", ":name", "a b:c", "a-b:c", "a..b:c", "a:b.c"]
+)
+def test_other_names(name: str) -> None:
+    assert not is_reference(name)
+
+
+def test_an_installed_module() -> None:
+    assert load_reference("math:sqrt", ModelError) is math.sqrt
+
+
+def test_a_module_of_the_current_directory(here: Path) -> None:
+    (here / "mine_of_this_test.py").write_text("answer = 42\n")
+    assert load_reference("mine_of_this_test:answer", ModelError) == 42
+
+
+def test_a_package_of_the_current_directory(here: Path) -> None:
+    (here / "pack_of_this_test").mkdir()
+    (here / "pack_of_this_test" / "__init__.py").touch()
+    (here / "pack_of_this_test" / "part.py").write_text("answer = 43\n")
+    assert load_reference("pack_of_this_test.part:answer", ModelError) == 43
+    with pytest.raises(ModelError, match=r"no module 'pack_of_this_test\.other'"):
+        load_reference("pack_of_this_test.other:answer", ModelError)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_missing_module_is_named_with_where_it_may_lie() -> None:
+    with pytest.raises(ModelError, match=f"no module 'nowhere_at_all'.*{Path.cwd()}"):
+        load_reference("nowhere_at_all:x", ModelError)
+
+
+def test_a_missing_attribute_is_named_with_the_nearest() -> None:
+    with pytest.raises(ModelError, match=r"'math' has no 'sqtr'\. Did you mean 'sqrt'"):
+        load_reference("math:sqtr", ModelError)
+
+
+def test_what_a_module_itself_lacks_is_not_blamed_on_the_reference(here: Path) -> None:
+    """The file is there; the import inside it fails, and its own traceback is what helps."""
+    (here / "needy_of_this_test.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load_reference("needy_of_this_test:x", ModelError)

@@ -1,0 +1,100 @@
+"""Lengths of training with their unit, and numbers written for people."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.units import Duration, format_bytes, format_count, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("3 epochs", 3, "epochs"),
+        ("1 epoch", 1, "epochs"),
+        ("0.5 epochs", 0.5, "epochs"),
+        (".5 epochs", 0.5, "epochs"),
+        ("500 steps", 500, "steps"),
+        (" 500steps ", 500, "steps"),
+        ("100000 samples", 100_000, "samples"),
+        ("1e3 steps", 1000, "steps"),
+        ("10%", 10, "percent"),
+        ("10 percent", 10, "percent"),
+    ],
+)
+def test_a_length_is_read(text: str, value: float, unit: str) -> None:
+    assert Duration.parse(text) == Duration(value, unit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found", ["3", "epochs", "-3 steps", "3 weeks", "", "3 epochs 2 steps", 3, None, 1.5])
+def test_what_is_no_length_is_refused_with_the_rule(found: object) -> None:
+    with pytest.raises(ValueError, match=r"'3 epochs', '500 steps', '100000 samples' or '10%'"):
+        Duration.parse(found)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["epochs", "steps", "samples", "percent"]))
+def test_what_is_written_is_read(value: int, unit: str) -> None:
+    length = Duration(value / 4 if value < 1000 else value // 1000, unit)  # type: ignore[arg-type]
+    assert Duration.parse(str(length)) == length
+
+
+@pytest.mark.parametrize(("value", "unit", "steps"), [
+    (3, "epochs", 18),
+    (0.5, "epochs", 3),
+    (7, "steps", 7),
+    (90, "samples", 6),
+    (91, "samples", 7),
+    (81, "samples", 6),
+    (80, "samples", 5),
+    (1, "samples", 1),
+    (25, "percent", 50),
+    (0.1, "percent", 0),
+])  # fmt: skip
+def test_whole_steps(value: float, unit: str, steps: int) -> None:
+    """90 samples in 6 steps an epoch, the last of 10; 200 steps in all."""
+    length = Duration(value, unit)  # type: ignore[arg-type]
+    assert length.to_steps(samples_per_epoch=90, global_batch_size=16, total_steps=200) == steps
+
+
+def test_a_share_of_an_unknown_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="10%"):
+        Duration(10, "percent").to_steps(samples_per_epoch=90, global_batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 s"),
+        (0.424, "0.42 s"),
+        (12.34, "12.3 s"),
+        (59.99, "1 min 00 s"),
+        (60, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (12_000, "3 h 20 min"),
+        (360_000, "100 h 00 min"),
+    ],
+)
+def test_time_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (154_140_672, "147 MiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (5 * 1024**4, "5120 GiB"),
+    ],
+)
+def test_size_for_people(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_count_for_people() -> None:
+    assert [format_count(count) for count in (0, 999, 1_281_167, 12.6)] == ["0", "999", "1,281,167", "13"]
