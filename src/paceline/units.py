@@ -74,9 +74,9 @@ class Duration:
 
 def format_seconds(seconds: float) -> str:
     """Write a time span for people: ``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min``."""
-    if seconds < 1:
+    if seconds < 0.995:
         return f"{seconds:.2f} s"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
@@ -88,8 +88,8 @@ def format_seconds(seconds: float) -> str:
 def format_bytes(count: float) -> str:
     """Write a size in binary units: ``512 B``, ``1.5 KiB``, ``147 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            digits = 0 if unit == "B" or abs(count) >= 100 else 1
+        digits = 0 if unit == "B" or abs(count) >= 99.95 else 1
+        if round(abs(count), digits) < 1024 or unit == "GiB":
             return f"{count:.{digits}f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")

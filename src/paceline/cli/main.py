@@ -71,6 +71,9 @@ def run(arguments: list[str]) -> int:
     follow_launcher(os.environ)
     try:
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return error.exit_code
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" See `{context.command_path} --help`." if context is not None else ""

@@ -91,21 +91,22 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
     previous = {number: signal.signal(number, remember) for number in _FORWARDED}
     failed_at: float | None = None
     try:
-        while any(process.poll() is None for process in ranks):
-            while received:
-                _signal_all(ranks, received.pop(0))
-            failed = [rank for rank, p in enumerate(ranks) if p.returncode not in (None, 0, STOPPED_EXIT_CODE)]
-            died += [rank for rank in failed if rank not in died]
-            if failed_at is None and died:
+        while True:
+            codes = [process.poll() for process in ranks]
+            died += [r for r, code in enumerate(codes) if code not in (None, 0, STOPPED_EXIT_CODE) and r not in died]
+            if None not in codes:
+                return died
+            if died and failed_at is None:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > _GRACE_SECONDS:
                 _signal_all(ranks, signal.SIGKILL)
-                break
+                return died
+            while received:
+                _signal_all(ranks, received.pop(0))
             time.sleep(_POLL_SECONDS)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return died
 
 
 def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
