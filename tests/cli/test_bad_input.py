@@ -382,7 +382,7 @@ def test_evaluation_on_other_classes(
     write_images(tmp_path / "photos" / "dog")
     shape = ("data.image_size=8", "data.channels=1")
     done = paceline_here("evaluate", finished, "data.dataset=image_folder", "data.path=photos", *shape)
-    assert_refused(done, "classifier")
+    assert_refused(done, "10 classes", "2 classes")
 
 
 def test_prediction_of_nothing(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:

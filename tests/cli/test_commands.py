@@ -210,7 +210,7 @@ def test_plan(finished: Path) -> None:
     assert (plan["evaluate_every_steps"], plan["checkpoint_every_steps"], plan["log_every_steps"]) == (3, 2, 2)
     assert plan["parameters"] == strict_json((finished / "summary.json").read_text())["parameters"]
     assert plan["learning_rates"][0].keys() == {"step", "learning_rate", "phase"}
-    for name in ("data.backend", "batch.micro_size", "train.precision", "evaluate.batch_size"):
+    for name in ("data.backend", "batch.micro_size", "evaluate.batch_size"):
         assert plan["reasons"][name]
 
 

@@ -14,6 +14,7 @@ from paceline.cli.options import (
     launch_if_asked,
     overrides_argument,
     processes_option,
+    trust_code_option,
     weights_option,
 )
 from paceline.cli.output import print_json, print_pairs
@@ -31,6 +32,7 @@ from paceline.cli.output import print_json, print_pairs
 )
 @weights_option
 @best_option
+@trust_code_option
 @json_option
 def command(
     target: Path,
@@ -39,6 +41,7 @@ def command(
     predictions: Path | None,
     weights: str,
     best: bool,
+    trust_code: bool,
     as_json: bool,
 ) -> int:
     """Score the weights of TARGET: a run directory, a checkpoint directory or a safetensors file out of one.
@@ -48,13 +51,21 @@ def command(
     arguments = ["evaluate", str(target), *overrides, "--weights", weights]
     arguments += ["--predictions", str(predictions)] if predictions else []
     arguments += ["--best"] if best else []
+    arguments += ["--trust-code"] if trust_code else []
     launched = launch_if_asked(processes, [*arguments, "--json"] if as_json else arguments, device="auto")
     if launched is not None:
         return launched
     from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
     report = evaluate_target(
-        EvaluationRequest(target=target, overrides=overrides, weights=weights, best=best, predictions=predictions)
+        EvaluationRequest(
+            target=target,
+            overrides=overrides,
+            weights=weights,
+            best=best,
+            trust_code=trust_code,
+            predictions=predictions,
+        )
     )
     if not is_first_process():
         return 0

@@ -31,6 +31,9 @@ weights_option: Callable[[Any], Any] = click.option(
 best_option: Callable[[Any], Any] = click.option(
     "--best", is_flag=True, help="Use the best checkpoint of a run directory instead of the newest."
 )
+trust_code_option: Callable[[Any], Any] = click.option(
+    "--trust-code", is_flag=True, help="Let the weights' own recipe import code of its own (package.module:factory)."
+)
 
 
 def is_first_process() -> bool:

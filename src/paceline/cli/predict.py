@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import best_option, json_option, weights_option
+from paceline.cli.options import best_option, json_option, trust_code_option, weights_option
 from paceline.cli.output import print_json
 
 
@@ -17,8 +17,17 @@ from paceline.cli.output import print_json
 @click.option("--top-k", type=click.IntRange(min=1), default=3, show_default=True, help="Labels per image.")
 @weights_option
 @best_option
+@trust_code_option
 @json_option
-def command(target: Path, sources: tuple[Path, ...], top_k: int, weights: str, best: bool, as_json: bool) -> int:
+def command(
+    target: Path,
+    sources: tuple[Path, ...],
+    top_k: int,
+    weights: str,
+    best: bool,
+    trust_code: bool,
+    as_json: bool,
+) -> int:
     """Label images with the weights of TARGET: a run directory, a checkpoint or a safetensors file out of one.
 
     Unreadable images are named, the others are labelled, and the exit code is then 1.
@@ -28,7 +37,8 @@ def command(target: Path, sources: tuple[Path, ...], top_k: int, weights: str, b
     from paceline.world import World
 
     files = image_files(sources)
-    predictor = load_predictor(target, weights=weights, best=best, device=choose_device("auto", World()))
+    device = choose_device("auto", World())
+    predictor = load_predictor(target, weights=weights, best=best, trust_code=trust_code, device=device)
     failed = False
     rows = []
     for prediction in predictor.predict(files, top_k=top_k):

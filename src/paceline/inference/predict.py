@@ -19,7 +19,7 @@ from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import DataError
 from paceline.models.build import build_model
-from paceline.recipe.load import stored_recipe
+from paceline.recipe.load import refuse_foreign_code, stored_recipe
 
 _BATCH = 64
 
@@ -44,7 +44,7 @@ class Prediction:
 class Predictor:
     """Trained weights with the preprocessing they were evaluated with; needs neither the recipe nor the data."""
 
-    def __init__(self, saved: SavedWeights, device: torch.device) -> None:
+    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         self._saved = saved
         self._device = device
         data = saved.described("data")
@@ -53,7 +53,7 @@ class Predictor:
         self._channels: int = data["channels"]
         self._crop: float = data["evaluation_crop"]
         self._normalize = Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=device))
-        self._network = self._build().to(device).eval()
+        self._network = self._build(trust_code=trust_code).to(device).eval()
 
     def predict(self, paths: Sequence[Path], *, top_k: int = 5) -> Iterator[Prediction]:
         """Yield one answer per file, in order; an unreadable file is an answer too."""
@@ -81,8 +81,10 @@ class Predictor:
             for path, values, top in rows
         }
 
-    def _build(self) -> nn.Module:
-        recipe = stored_recipe(self._saved.described("recipe"), str(self._saved.path))
+    def _build(self, *, trust_code: bool) -> nn.Module:
+        tree, where = self._saved.described("recipe"), str(self._saved.path)
+        recipe = stored_recipe(tree, where)
+        refuse_foreign_code({"model": tree.get("model", {})}, recipe, where, trusted=trust_code)
         model = replace(recipe.model, pretrained=False, initialize_from=None)
         network = build_model(model, num_classes=len(self.classes), in_channels=self._channels)
         check_inventory(network.state_dict(), self._saved.state, where=str(self._saved.path))
@@ -91,16 +93,32 @@ class Predictor:
 
 
 def load_predictor(
-    target: Path, *, weights: str = "auto", best: bool = False, device: torch.device | None = None
+    target: Path,
+    *,
+    weights: str = "auto",
+    best: bool = False,
+    trust_code: bool = False,
+    device: torch.device | None = None,
 ) -> Predictor:
-    """Load weights for prediction from a run directory, a checkpoint or a safetensors file."""
+    """Load weights for prediction from a run directory, a checkpoint or a safetensors file.
+
+    Args:
+        target: Where the weights are.
+        weights: ``auto`` (the moving average where there is one), ``model`` or ``ema``.
+        best: In a run directory, take the best checkpoint instead of the newest.
+        trust_code: Whether the weights' recipe may name code to import.
+        device: Where to compute; the CPU by default.
+
+    Raises:
+        PacelineError: If the target is not usable.
+    """
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
     if "class_names" not in described:
         raise DataError(
             f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
         )
-    return Predictor(saved, device or torch.device("cpu"))
+    return Predictor(saved, device or torch.device("cpu"), trust_code=trust_code)
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:

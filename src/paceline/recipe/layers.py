@@ -78,11 +78,17 @@ def _homes(name: str, section: type[Any] = Recipe, path: str = "") -> list[str]:
     return found
 
 
+class _Afresh(dict[str, Any]):
+    """A section that was taken away (``model=null``) before keys of it were set again in the same layer."""
+
+
 def update(tree: Tree, more: Mapping[str, Any]) -> None:
     """Write one nested mapping into another of the same layer, in place."""
     for key, value in more.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
             update(tree[key], value)
+        elif isinstance(value, Mapping) and key in tree:
+            tree[key] = _Afresh(value)
         else:
             tree[key] = value
 
@@ -98,7 +104,8 @@ def merge(
         if value is None:
             merged.pop(key, None)
         elif inner is not None:
-            merged[key] = merge(dict(merged.get(key, {})), value, notices, inner, f"{path}{key}.")
+            below_it = {} if isinstance(value, _Afresh) else dict(merged.get(key, {}))
+            merged[key] = merge(below_it, value, notices, inner, f"{path}{key}.")
         elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
             merged[key] = {**merged[key], **value}
         else:

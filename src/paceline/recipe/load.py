@@ -17,6 +17,7 @@ from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.schema import Recipe
+from paceline.references import is_reference
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -85,6 +86,32 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
     notices: list[str] = []
     layers.check_known(tree, where)
     return _validate(_with_overrides(dict(tree), overrides, notices), where)
+
+
+def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool) -> None:
+    """Refuse code that a stored recipe names, unless the user trusts it or has named it again in an override.
+
+    Args:
+        tree: The recipe as it was stored.
+        recipe: The recipe with the user's overrides.
+        where: The file, for the message.
+        trusted: Whether the user has said that the file may name code.
+
+    Raises:
+        RecipeError: Naming the key and what it would import.
+    """
+    named = {
+        "task": (tree.get("task"), recipe.task),
+        "model.name": (tree.get("model", {}).get("name"), recipe.model.name),
+        "data.dataset": (tree.get("data", {}).get("dataset"), recipe.data.dataset),
+    }
+    for key, (stored, used) in named.items():
+        foreign = isinstance(stored, str) and is_reference(stored) and not stored.startswith("torchvision:")
+        if foreign and stored == used and not trusted:
+            raise RecipeError(
+                f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
+                "add --trust-code if you know where it comes from."
+            )
 
 
 def to_tree(recipe: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError
-from paceline.recipe.load import Overrides, stored_recipe, to_tree
+from paceline.recipe.load import Overrides, refuse_foreign_code, stored_recipe, to_tree
 from paceline.recipe.plan import (
     resolve_channels_last,
     resolve_evaluation_batch,
@@ -46,6 +46,7 @@ class EvaluationRequest:
         overrides: Changes to the recipe the weights were trained with, e.g. ``data.path``.
         weights: ``auto``, ``model`` or ``ema``.
         best: Take a run's best checkpoint instead of its newest.
+        trust_code: Whether the weights' recipe may name code to import.
         predictions: File for one line per sample, ``.jsonl`` or ``.csv``.
     """
 
@@ -53,6 +54,7 @@ class EvaluationRequest:
     overrides: Overrides = ()
     weights: str = "auto"
     best: bool = False
+    trust_code: bool = False
     predictions: Path | None = None
 
 
@@ -86,6 +88,7 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
     _check_predictions_path(request.predictions)
     saved = read_weights(request.target, request.weights, best=request.best)
     recipe = _recipe(saved, request.overrides)
+    refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
     task = build_task(recipe)

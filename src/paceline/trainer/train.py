@@ -16,6 +16,7 @@ from paceline import __version__
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
+from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -125,7 +126,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
         restore(run, opening.choice)
         _announce(run, loaded, opening)
         run.clock.start()
-        ending = fit(run)
+        ending = _fit(run)
         status: Status = "stopped" if ending == "signal" else "completed"
         if status == "stopped":
             run.recorder.write(StopEvent(**run.progress.here, reason=run.stop.signal_name or "another rank was asked"))
@@ -136,6 +137,14 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
     finally:
         run.display.close()
         run.recorder.close()
+
+
+def _fit(run: Run) -> str:
+    try:
+        return fit(run)
+    except (RunDirectoryError, CheckpointError) as error:
+        # Asked for rightly, and then the disk refused: the run failed, not the request.
+        raise TrainingError(str(error)) from error
 
 
 def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
