@@ -13,6 +13,8 @@ from paceline.errors import PacelineError, did_you_mean
 def is_reference(name: str) -> bool:
     """True for ``package.module:attribute``, false for a registered name such as ``torchvision:resnet18``."""
     module, colon, attribute = name.partition(":")
+    if module == "torchvision":  # its models are named like that, and are no code of one's own
+        return False
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 

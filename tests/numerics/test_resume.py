@@ -103,12 +103,14 @@ def test_stopped_after_any_step(
 def test_cut_off_in_any_step(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
 ) -> None:
-    whole = train_tiny("whole", EVERYTHING)
+    # Saved every third step only, so that there is always something to be done, and written, again.
+    overrides = {**EVERYTHING, "checkpoint.keep_best": False}
+    whole = train_tiny("whole", overrides)
     for step in range(1, STEPS + 1):
         name = f"cut-{step}"
         with pytest.raises(PowerCutError):
-            train_tiny(name, EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
-        same_end(whole, train_tiny(name, EVERYTHING), course)
+            train_tiny(name, overrides, task=tiny_task(on_loss=cut_off_in(step)))
+        same_end(whole, train_tiny(name, overrides), course)
 
 
 def test_stopped_after_every_step(
@@ -158,6 +160,18 @@ def test_going_back_to_an_earlier_checkpoint(train_tiny: Callable[..., Any], cou
     back = train_tiny("back", overrides, resume=str(checkpoint))
     assert not back.was_complete
     same_end(whole, back, course)
+
+
+def test_cut_off_after_going_back(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
+    """The later checkpoints of the first time are gone: to resume from one of them would leave a gap in the records."""
+    overrides = {**EVERYTHING, "checkpoint.keep": 9}
+    whole = train_tiny("whole", overrides)
+    checkpoint = train_tiny("back", overrides).run_dir / "checkpoints" / "step-00000003"
+    with pytest.raises(PowerCutError):
+        train_tiny("back", overrides, resume=str(checkpoint), task=tiny_task(on_loss=cut_off_in(5)))
+    same_end(whole, train_tiny("back", overrides), course)
 
 
 # Scales far too high for fp16: the first batches overflow, one at a time, until the scale has come down; and with

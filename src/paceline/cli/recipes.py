@@ -8,6 +8,7 @@ import click
 
 from paceline.cli.options import json_option
 from paceline.cli.output import print_json, print_table
+from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.load import load_recipe, shipped_recipes, to_tree
 
 
@@ -38,12 +39,14 @@ def command(action: str | None, name: str | None, as_json: bool) -> None:
 
 
 def _show(name: str, *, as_json: bool) -> None:
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise RecipeError(f"no shipped recipe '{name}'.{did_you_mean(name, shipped)} There are: {', '.join(shipped)}.")
     loaded = load_recipe(name)
     if as_json:
         print_json(to_tree(loaded.recipe))
     else:
-        path = shipped_recipes().get(name, Path(name))
-        click.echo(path.read_text(encoding="utf-8"), nl=False)
+        click.echo(shipped[name].read_text(encoding="utf-8"), nl=False)
 
 
 def headline(path: Path) -> str:

@@ -51,13 +51,19 @@ class Collectives:
                 torch.distributed.broadcast(tensor, src=0)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run on the first rank alone; its result, or its error, reaches every rank alike."""
+        """Run on the first rank alone; its result, or its error, reaches every rank alike.
+
+        An error without a message for the user is raised as it is on the first rank, and named on the others.
+        """
         outcome: tuple[T | None, PacelineError | None] = (None, None)
         if self.world.is_first:
             try:
                 outcome = (action(), None)
             except PacelineError as error:
                 outcome = (None, error)
+            except Exception as error:
+                self.broadcast((None, LaunchError(f"the first process failed: {error!r}")))
+                raise
         result, failure = self.broadcast(outcome)
         if failure is not None:
             raise failure
@@ -70,7 +76,7 @@ class Collectives:
 
 
 def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800) -> Collectives:
-    """Form the process group of this world: NCCL for CUDA devices, else gloo.
+    """Form the process group of this world: NCCL for CUDA devices, gloo for the CPU, XCCL for XPU.
 
     Raises:
         LaunchError: If the processes do not find one another.
@@ -79,7 +85,7 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800)
     if world.world_size > 1 and not torch.distributed.is_initialized():
         try:
             torch.distributed.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                torch.distributed.get_default_backend_for_device(device),
                 init_method=launch.rendezvous,
                 rank=world.rank,
                 world_size=world.world_size,

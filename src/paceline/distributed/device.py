@@ -41,7 +41,11 @@ def choose_device(asked: str, world: World) -> torch.device:
     Raises:
         RecipeError: If the device asked for is not there.
     """
-    kind = asked if asked != "auto" else next(k for k in ("cuda", "xpu", "mps", "cpu") if is_available(k))
+    # Metal has no collectives: several processes on a Mac train on its CPU.
+    choices = ("cuda", "xpu", "mps", "cpu") if world.world_size == 1 else ("cuda", "xpu", "cpu")
+    if asked == "mps" and world.world_size > 1:
+        raise RecipeError("parallel.device=mps works with one process only; use one, or parallel.device=cpu.")
+    kind = asked if asked != "auto" else next(k for k in choices if is_available(k))
     if not is_available(kind):
         raise RecipeError(
             f"parallel.device={kind}: {available_devices()[kind]}; use parallel.device=auto or one of: "
@@ -49,14 +53,26 @@ def choose_device(asked: str, world: World) -> torch.device:
         )
     if kind in ("cuda", "xpu"):
         module = getattr(torch, kind)
-        if world.local_rank >= module.device_count():
-            raise RecipeError(
-                f"process {world.local_rank} on this machine has no {kind} device: there are {module.device_count()}; "
-                f"start at most that many processes, or use parallel.device=cpu."
-            )
-        module.set_device(world.local_rank)
-        return torch.device(kind, world.local_rank)
+        index = device_index(world, module.device_count(), bound_by_slurm="SLURM_STEP_ID" in os.environ)
+        module.set_device(index)
+        return torch.device(kind, index)
     return torch.device(kind)
+
+
+def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
+    """Which of the visible devices is this process's: the local rank's, or the only one that Slurm shows the task.
+
+    Raises:
+        RecipeError: If there are fewer devices than processes on this machine.
+    """
+    if bound_by_slurm and visible == 1:
+        return 0
+    if world.local_rank >= visible:
+        raise RecipeError(
+            f"process {world.local_rank} on this machine has no device of its own: there are {visible}; start at most "
+            "that many processes, or use parallel.device=cpu."
+        )
+    return world.local_rank
 
 
 def describe_machine(device: torch.device) -> MachineFacts:

@@ -54,7 +54,7 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int) -> int
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
         ranks = [_start(arguments, rank, processes, Path(scratch), cores) for rank in range(processes)]
         try:
-            died = _supervise(ranks)
+            died = _supervise(ranks, Path(scratch))
         finally:
             for process in ranks:
                 if process.poll() is None:
@@ -80,7 +80,7 @@ def _start(arguments: Sequence[str], rank: int, processes: int, scratch: Path, c
     return subprocess.Popen([sys.executable, "-m", "paceline", *arguments], env=environment, start_new_session=True)
 
 
-def _supervise(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+def _supervise(ranks: list[subprocess.Popen[bytes]], scratch: Path) -> list[int]:
     """Wait for all ranks; returns those that failed by themselves, in the order in which they ended."""
     received: list[int] = []
     died: list[int] = []
@@ -96,7 +96,8 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
             died += [r for r, code in enumerate(codes) if code not in (None, 0, STOPPED_EXIT_CODE) and r not in died]
             if None not in codes:
                 return died
-            if died and failed_at is None:
+            # A rank that has left its error may yet wait for the others before it ends.
+            if failed_at is None and (died or any(scratch.glob("rank-*.json"))):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > _GRACE_SECONDS:
                 _signal_all(ranks, signal.SIGKILL)
@@ -159,7 +160,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     rank = int(environ.get("RANK", "0"))
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
-    message = str(error) if mistake else "".join(traceback.format_exception(error))
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    message = f"{error}{notes}" if mistake else "".join(traceback.format_exception(error))
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
         prefix = f"rank {rank}: " if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != "1" else ""

@@ -87,7 +87,12 @@ def audit_run(run_dir: Path) -> Audit:
             f"the run in '{run_dir}' has not come to a stop (no summary.json): it is under way or was killed; run its "
             "train command again, to the end or to a stop, then audit it."
         )
-    steps = _steps_done(read_summary(directory).samples, geometry)
+    summary = read_summary(directory)
+    if summary.status == "failed":
+        raise RunDirectoryError(
+            f"the run in '{run_dir}' failed and has not come to a stop; run its train command again, then audit it."
+        )
+    steps = _steps_done(summary.samples, geometry)
     try:
         counted = count_epochs(directory.ledger, geometry.samples, epochs_over=steps // geometry.steps_per_epoch)
         epochs = counted.epochs

@@ -46,7 +46,7 @@ class LearningRate:
     def __call__(self, step: int) -> float:
         """Learning rate used by the optimizer step numbered ``step``, from 0."""
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            return self.peak * ((step + 1) / self.warmup_steps)
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         progress = min(progress, 1.0)
         match self.name:

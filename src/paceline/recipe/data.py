@@ -66,7 +66,7 @@ class Data:
     """Height and width in pixels that the model sees."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
-    validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits"))] = 0.2
+    validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits", "cifar10"))] = 0.2
     """Share of each class held out for evaluation, where the data has no split of its own."""
     evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
     """Share of the resized image's side that the evaluation's centre crop keeps."""

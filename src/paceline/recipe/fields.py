@@ -61,6 +61,17 @@ class Applies:
         return choice in self.values or (isinstance(choice, str) and ":" in choice)
 
 
+@dataclass(frozen=True)
+class Belongs:
+    """Marks a field whose value is meant for one choice of another field, and is dropped where a layer chooses anew.
+
+    Attributes:
+        to: Name of the deciding field.
+    """
+
+    to: str
+
+
 # What every section is validated under: unknown keys are refused, and field docs stand below the fields.
 STRICT: ConfigDict = ConfigDict(extra="forbid")
 

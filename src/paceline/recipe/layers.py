@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.recipe.fields import Applies
+from paceline.recipe.fields import Applies, Belongs
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration
 
 Tree = dict[str, Any]
+Mark = TypeVar("Mark")
 
 # Resolving a class's annotations is slow, and they are asked for key by key.
 _FIELD_TYPES: dict[type[Any], dict[str, Any]] = {}
@@ -31,8 +32,12 @@ def field_types(section: type[Any]) -> dict[str, Any]:
 
 def applies_of(section: type[Any], name: str) -> Applies | None:
     """The condition under which a field has an effect, or None if it always has."""
+    return _metadata(section, name, Applies)
+
+
+def _metadata(section: type[Any], name: str, kind: type[Mark]) -> Mark | None:
     metadata = getattr(field_types(section)[name], "__metadata__", ())
-    return next((item for item in metadata if isinstance(item, Applies)), None)
+    return next((item for item in metadata if isinstance(item, kind)), None)
 
 
 def subsection(section: type[Any], name: str) -> type[Any] | None:
@@ -117,6 +122,12 @@ def _drop_old_choices(
     merged: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any], path: str
 ) -> None:
     for key in list(merged):
+        belongs = _metadata(section, key, Belongs)
+        chosen_anew = belongs is not None and belongs.to in above and above[belongs.to] != merged.get(belongs.to)
+        if belongs is not None and chosen_anew and key not in above:
+            choice = f"{path}{belongs.to}={above[belongs.to]}"
+            notices.append(f"{path}{key}={merged.pop(key)} dropped: {choice} is another choice than it was meant for")
+            continue
         applies = applies_of(section, key)
         if applies is None or applies.to not in above or key in above:
             continue

@@ -73,10 +73,12 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     tree = _with_base(path, notices)
     tree = _with_overrides(tree, overrides, notices)
     recipe = _validate(tree, str(source))
+    # Stored with the run, paths must mean the same from everywhere.
     if recipe.data.path is not None:
-        # Stored with the run, the path must mean the same from everywhere.
-        absolute = str(Path(recipe.data.path).expanduser().absolute())
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=absolute))
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=_absolute(recipe.data.path)))
+    if recipe.model.initialize_from is not None:
+        model = dataclasses.replace(recipe.model, initialize_from=_absolute(recipe.model.initialize_from))
+        recipe = dataclasses.replace(recipe, model=model)
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
     return LoadedRecipe(recipe, name, tuple(notices))
 
@@ -106,7 +108,7 @@ def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, 
         "data.dataset": (tree.get("data", {}).get("dataset"), recipe.data.dataset),
     }
     for key, (stored, used) in named.items():
-        foreign = isinstance(stored, str) and is_reference(stored) and not stored.startswith("torchvision:")
+        foreign = isinstance(stored, str) and is_reference(stored)
         if foreign and stored == used and not trusted:
             raise RecipeError(
                 f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
@@ -143,6 +145,10 @@ def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
     }
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

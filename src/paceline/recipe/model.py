@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Off, Switch
+from paceline.recipe.fields import STRICT, Auto, Belongs, Off, Switch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -24,5 +24,5 @@ class Model:
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False
     """Compile the network with torch.compile before it is wrapped."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
     """Keyword arguments for the network's factory, e.g. `drop_rate`."""

@@ -128,6 +128,7 @@ def make_plan(
     batch = recipe.batch.global_size
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+    _check_evaluation(recipe, data, reasons)
     if batch > data.train_samples:
         reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
     steps_per_epoch = math.ceil(data.train_samples / batch)
@@ -159,8 +160,32 @@ def make_plan(
         evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
         checkpoint_every_steps=lengths.interval("checkpoint.every", recipe.checkpoint.every, total),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
-        reasons=reasons,
+        reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
     )
+
+
+# Reasons that are told although the key was not left open.
+_ALWAYS_TOLD = ("batch.global_size", "evaluate.top_k", "evaluate.every", "data.validation")
+
+
+def _is_open(recipe: Recipe, key: str) -> bool:
+    """Whether a reason answers a question that the recipe left open."""
+    if key in _ALWAYS_TOLD:
+        return True
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section, None), name, None) == "auto"
+
+
+def _check_evaluation(recipe: Recipe, data: DataFacts, reasons: dict[str, str]) -> None:
+    nothing = recipe.evaluate.every is None or data.evaluation_samples == 0
+    if nothing and recipe.evaluate.patience is not None:
+        why = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
+        raise RecipeError(
+            f"evaluate.patience={recipe.evaluate.patience} has no effect with {why}: nothing is ever evaluated; "
+            "set evaluate.patience=off, or evaluate."
+        )
+    if data.evaluation_samples == 0:
+        reasons["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
 
 
 def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> int:

@@ -77,6 +77,12 @@ class Schedule:
     gamma: Annotated[PositiveFloat, Applies("name", ("step",))] = 0.1
     """Factor at each milestone."""
 
+    @model_validator(mode="after")
+    def _check_milestones(self) -> Self:
+        if self.name == "step" and not self.milestones:
+            raise ValueError("found name=step without milestones, but a step schedule needs at least one")
+        return self
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GradScaler:

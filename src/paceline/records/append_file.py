@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -48,9 +49,14 @@ class AppendFile:
 
     def close(self) -> None:
         """Flush durably and close; closing twice is harmless."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self.flush(durable=True)
-            self._file.close()
+        finally:
+            # Of the file only the descriptor is left to close: what could not be written would be tried once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self

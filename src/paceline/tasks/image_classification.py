@@ -118,7 +118,7 @@ class ImageClassification(Task):
         top_k, classes = self.recipe.evaluate.top_k, len(self.dataset.classes)
         if top_k < classes:
             self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
-            self.metrics = (*self.metrics, self._top_k)
+            self.metrics = (*(m for m in self.metrics if m.name != self._top_k.name), self._top_k)
         else:
             reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {classes} classes"
 

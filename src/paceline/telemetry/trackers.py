@@ -77,13 +77,12 @@ class TensorBoardTracker:
 TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoardTracker}
 
 
-def build_trackers(names: Iterable[str], directory: Path, *, start_step: int = 0) -> list[Tracker]:
-    """Build trackers by name; each gets a folder of its name in the run directory.
+def check_trackers(names: Iterable[str]) -> None:
+    """Find out before a run begins whether its trackers can be had.
 
     Raises:
         RecipeError: If a name is unknown, or its library is not installed.
     """
-    trackers = []
     for name in names:
         if name not in TRACKERS:
             raise RecipeError(
@@ -95,5 +94,14 @@ def build_trackers(names: Iterable[str], directory: Path, *, start_step: int = 0
                 f"telemetry.trackers asks for {name!r}, which is not installed: run 'pip install {name}', or "
                 "take it out with telemetry.trackers=[]."
             )
-        trackers.append(TRACKERS[name](directory / name, start_step=start_step))
-    return trackers
+
+
+def build_trackers(names: Iterable[str], directory: Path, *, start_step: int = 0) -> list[Tracker]:
+    """Build trackers by name; each gets a folder of its name in the run directory.
+
+    Raises:
+        RecipeError: If a name is unknown, or its library is not installed.
+    """
+    wanted = list(names)
+    check_trackers(wanted)
+    return [TRACKERS[name](directory / name, start_step=start_step) for name in wanted]

@@ -20,7 +20,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe.load import Overrides, refuse_foreign_code, stored_recipe, to_tree
 from paceline.recipe.plan import (
     resolve_channels_last,
@@ -32,7 +32,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import build_task, place
+from paceline.trainer.preparation import build_task, place, task_name
 
 PREDICTION_FORMATS = (".jsonl", ".csv")
 
@@ -92,6 +92,12 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
     task = build_task(recipe)
+    trained, rebuilt = saved.described("data").get("task"), task_name(task)
+    if trained not in (None, rebuilt):
+        raise RecipeError(
+            f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
+            "score them with task=package.module:name of that task."
+        )
     machine, reasons = describe_machine(device), dict[str, str]()
     if task.data_facts(launch.world).evaluation_samples == 0:
         raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")

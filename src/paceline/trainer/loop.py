@@ -18,6 +18,7 @@ def fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
     batches = rehearse(run, run.train_batches())
     ending = run.ending()
+    run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
         progress.advance(stepped=stepped)

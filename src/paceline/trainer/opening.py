@@ -39,6 +39,15 @@ _FIXED_NUMBERS = {
 }
 
 
+# Numbers that may change at a resume, but not without being told: arithmetic then rounds otherwise.
+_BITS = {
+    "logical_ranks": "micro-batches per step",
+    "world_size": "processes",
+    "device": "device",
+    "threads_per_process": "threads per process",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What the user wants done with the directory.
@@ -123,17 +132,24 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
 
 def _begin(directory: RunDirectory, asked: Asked) -> Opening:
     root = directory.root
-    if not directory.exists() and any(entry.name != ".lock" for entry in root.iterdir()):
+    if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
         )
     if asked.resume not in ("auto", "never"):
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.")
-    directory.events.unlink(missing_ok=True)
+    for stale in (directory.events, directory.summary):
+        stale.unlink(missing_ok=True)
     _write_what_was_asked(directory, asked)
     directory.checkpoints.mkdir(exist_ok=True)
     directory.ledger.mkdir(exist_ok=True)
     return Opening(choice=Choice(None, 0))
+
+
+def _is_ours(name: str) -> bool:
+    """What a launch that was killed while it opened the directory may have left; none of it is worth keeping."""
+    ours = ("plan.json", "environment.json", ".lock")
+    return name in ours or name.startswith((".writable-", ".plan", ".environment", ".recipe"))
 
 
 def _never_trained(directory: RunDirectory) -> bool:
@@ -143,8 +159,9 @@ def _never_trained(directory: RunDirectory) -> bool:
 
 
 def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:
+    environment = capture_environment(asked.device_facts)
     write_json(directory.plan, asked.plan.to_tree())
-    write_json(directory.environment, capture_environment(asked.device_facts))
+    write_json(directory.environment, environment)
     # Last, since a directory counts as a run's once its recipe is there.
     write_text(directory.recipe, to_yaml(asked.recipe))
 
@@ -170,16 +187,26 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
                 f"the run in '{directory.root}' has {number}={old}, but here it comes to {new}; it can only go on as "
                 f"before (see {key})."
             )
+    task, asked_task = plan["data"].get("task"), asked.plan.data.get("task")
+    if task != asked_task:
+        raise RunDirectoryError(
+            f"the run in '{directory.root}' trains the task {task}, not {asked_task}; go on with the same, or begin in "
+            "another --run-dir."
+        )
     if plan["data"].get("digest") != asked.plan.data.get("digest"):
         raise RunDirectoryError(
             f"the data of the run in '{directory.root}' has changed since it began: other files, names or sizes; "
             "restore them, or begin in another --run-dir."
         )
-    for number, name in (("logical_ranks", "micro-batches per step"), ("world_size", "processes")):
+    notices = []
+    for number, name in _BITS.items():
         before, now = plan[number], getattr(asked.plan, number)
         if before != now:
-            return (f"{name}: {before} before, {now} now: the same samples, but not the same bits",)
-    return ()
+            notices.append(f"{name}: {before} before, {now} now: the same samples, but not the same bits")
+    if plan["total_steps"] != asked.plan.total_steps:
+        before, now = plan["total_steps"], asked.plan.total_steps
+        notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
+    return tuple(notices)
 
 
 def _wanted(directory: RunDirectory, resume: str) -> Path | None:

@@ -26,6 +26,7 @@ from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, load_reference
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
+from paceline.telemetry.trackers import check_trackers
 from paceline.world import World
 
 TASKS = {"image_classification": ImageClassification}
@@ -52,11 +53,15 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         PacelineError: For every mistake that can be known before training.
     """
     device = choose_device(recipe.parallel.device, world)
+    check_trackers(recipe.telemetry.trackers)
     plan = plan_run(recipe, task, describe_machine(device), world)
     torch.set_num_threads(plan.threads_per_process)
     if recipe.train.deterministic:
         # Only when asked: the call imports torch's compiler, which takes seconds.
         torch.use_deterministic_algorithms(mode=True)
+    elif device.type == "cuda":
+        # Let cuDNN measure which of its kernels is fastest for these shapes, as every reference trainer does.
+        torch.backends.cudnn.benchmark = True
     placement = Placement(device=device, channels_last=plan.channels_last)
     network = build_network(recipe, task, placement)
     if parameter_count(network) == 0:
@@ -100,10 +105,17 @@ def build_task(recipe: Recipe) -> Task:
     return task
 
 
+def task_name(task: Task) -> str:
+    """The task's class as ``module:name``."""
+    return f"{type(task).__module__}:{type(task).__qualname__}"
+
+
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
     """The plan of a recipe on its data, with the learning rate at each phase boundary."""
     facts = task.data_facts(world)
-    plan = make_plan(recipe, facts, machine, world_size=world.world_size, local_world_size=world.local_world_size)
+    # The class is part of what a run is: weights of one task are not another's.
+    named = replace(facts, description={"task": task_name(task), **facts.description})
+    plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
     names = [metric.name for metric in task.metrics]
     if recipe.evaluate.metric not in names:
         raise RecipeError(
@@ -116,8 +128,9 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> nn.Module
     """The network with its first weights, on the device, the same on every rank."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
-    if recipe.model.initialize_from is not None:
-        saved = read_weights(Path(recipe.model.initialize_from))
+    source = task.recipe.model.initialize_from
+    if source is not None:
+        saved = read_weights(Path(source))
         check_inventory(network.state_dict(), saved.state, where="model.initialize_from")
         network.load_state_dict(saved.state)
     return place(network, placement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from paceline.metrics.accumulator import Metric
@@ -73,11 +73,11 @@ class Progress:
             self.evaluations_since_best += 1
             return
         self.best = {
-            "step": self.step,
-            "position": self.position,
+            **self.here,
             "weights": weights,
             "metric": metric.name,
             "value": value,
+            "results": results[weights],
         }
         self.evaluations_since_best = 0
 
@@ -89,8 +89,9 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over saved counters."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        known = {each.name for each in fields(self)}
+        for name in state.keys() & known:
+            setattr(self, name, state[name])
 
 
 def _goodness(value: float, metric: Metric) -> float:

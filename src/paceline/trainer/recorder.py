@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from paceline.data.batch import BrokenSample
@@ -43,6 +44,7 @@ class Recorder:
             grad_norm=None if norm is None else float(norm),
             grad_scale=run.precision.scale,
             timings=run.clock.drain(),
+            metrics={} if run.precision.scaler is None else {"skipped_steps": progress.skipped},
         )
         self.write(event)
         self._report_broken(run, broken)
@@ -83,12 +85,13 @@ class Recorder:
             self._writer.flush(durable=durable)
 
     def close(self) -> None:
-        """Close all files."""
-        self._ledger.close()
-        if self._writer is not None:
-            self._writer.close()
-        for tracker in self._trackers:
-            tracker.close()
+        """Close all files, each whatever the others do."""
+        with contextlib.ExitStack() as files:
+            for tracker in self._trackers:
+                files.callback(tracker.close)
+            files.callback(self._ledger.close)
+            if self._writer is not None:
+                files.callback(self._writer.close)
 
     def _report_broken(self, run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
         known = run.progress.broken_evaluation_ids

@@ -29,12 +29,9 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.
         run.recorder.flush(durable=True)
-        if run.world.is_first:
-            states = run.components.snapshot()
-        else:
-            # The one component whose state is gathered; the rest is the same on every rank.
-            states = {"window": run.window.state_dict()}
-        run.collectives.on_first(lambda: _write(run, states))
+        # The one state that differs between ranks is gathered; of the rest, the first rank's stands for all.
+        run.window.gather()
+        run.collectives.on_first(lambda: _write(run, run.components.snapshot()))
         run.saved_position = run.progress.position
 
 

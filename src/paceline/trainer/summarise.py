@@ -39,7 +39,8 @@ def summarise(run: Run, status: Status, ending: str) -> Summary:
         data_wait_fraction=clock.data_wait_fraction,
         peak_memory_bytes=peak_memory(run.device.type).allocated_bytes,
         parameters=plan.parameters or 0,
-        ledger=_ledger(run),
+        # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
+        ledger=None if status == "failed" else _ledger(run),
         resumes=progress.resumes,
         details={"ending": ending},
     )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from paceline import __version__
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
-from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
-from paceline.recipe.load import LoadedRecipe
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, TrainingError
+from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
@@ -96,7 +96,8 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     """
     started = time.perf_counter()
     recipe, launch = loaded.recipe, read_launch(os.environ)
-    task = build_task(recipe) if options.task is None else options.task(recipe)
+    make_task = build_task if options.task is None else options.task
+    task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
     with StopRequest() as stop:
         prepared = prepare(recipe, task, launch.world)
         with (
@@ -104,6 +105,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
             _joined(launch, prepared.device) as collectives,
             _directory(options, loaded.name, collectives) as directory,
         ):
+            _check_agreement(prepared, collectives)
             opening = collectives.on_first(lambda: open_directory(directory, _asked(prepared, options, launch)))
             if opening.completed:
                 summary = collectives.on_first(lambda: read_summary(directory))
@@ -120,28 +122,58 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
             return _run(setting, loaded, opening)
 
 
+def _holds_checkpoint(run_dir: Path | None) -> bool:
+    return run_dir is not None and any((run_dir / "checkpoints").glob("step-*"))
+
+
+def _without_initial_weights(recipe: Recipe) -> Recipe:
+    """A run that goes on takes its weights from its checkpoint: those it began with may be out of reach by now."""
+    return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+
+
+def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
+    """Find out before anything is written whether all processes are about to do the same.
+
+    Raises:
+        LaunchError: On every process, naming the first thing that differs.
+    """
+    of_one_machine = ("device_name", "reasons", "threads_per_process")
+    plan = {key: value for key, value in prepared.plan.to_tree().items() if key not in of_one_machine}
+    mine = {"paceline": __version__, "torch": torch.__version__, "recipe": recipe_digest(prepared.recipe), **plan}
+    everyone = collectives.gather(mine)
+    for key, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[key] != value:
+                raise LaunchError(
+                    f"rank 0 has {key}={value}, but rank {rank} has {other[key]}; all processes need the same recipe, "
+                    "data, software and kind of device."
+                )
+
+
 def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResult:
-    run = build_run(setting)
-    try:
-        restore(run, opening.choice)
-        _announce(run, loaded, opening)
-        run.clock.start()
-        ending = _fit(run)
-        status: Status = "stopped" if ending == "signal" else "completed"
-        if status == "stopped":
-            run.recorder.write(StopEvent(**run.progress.here, reason=run.stop.signal_name or "another rank was asked"))
-        return _conclude(run, status, ending)
-    except BaseException:
-        _conclude_failed(run)
-        raise
-    finally:
-        run.display.close()
+    with contextlib.closing(setting.display):
+        run = build_run(setting)
+        try:
+            restore(run, opening.choice)
+            _announce(run, loaded, opening)
+            result = _fit(run)
+        except BaseException:
+            _conclude_failed(run)
+            # The error under way matters more than what a refusing disk says once more.
+            with contextlib.suppress(Exception):
+                run.recorder.close()
+            raise
         run.recorder.close()
+        return result
 
 
-def _fit(run: Run) -> str:
+def _fit(run: Run) -> TrainResult:
     try:
-        return fit(run)
+        ending = fit(run)
+        reasons = {"signal": run.stop.signal_name or "another process was asked", "patience": "no better evaluation"}
+        if ending in reasons:
+            run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
+        return _conclude(run, "stopped" if ending == "signal" else "completed", ending)
     except (RunDirectoryError, CheckpointError) as error:
         # Asked for rightly, and then the disk refused: the run failed, not the request.
         raise TrainingError(str(error)) from error
@@ -194,9 +226,8 @@ def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
             total_seconds=summary.total_seconds,
         )
     )
-    if run.world.is_first:
-        write_json(run.directory.summary, summary.to_json())
-    run.collectives.barrier()
+    run.recorder.flush()
+    run.collectives.on_first(lambda: write_json(run.directory.summary, summary.to_json()))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
 
@@ -205,6 +236,7 @@ def _conclude_failed(run: Run) -> None:
     if not run.world.is_first:
         return
     with contextlib.suppress(Exception):
+        run.recorder.flush()
         summary = summarise(run, "failed", "error")
         write_json(run.directory.summary, summary.to_json())
 
@@ -216,11 +248,9 @@ def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:
 
 @contextlib.contextmanager
 def _joined(launch: Launch, device: torch.device) -> Iterator[Collectives]:
-    collectives = join(launch, device)
-    try:
-        yield collectives
-    finally:
-        leave()
+    yield join(launch, device)
+    # Not after an error: taking the group down may wait for peers, and the error must be told first.
+    leave()
 
 
 @contextlib.contextmanager

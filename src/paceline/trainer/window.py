@@ -30,6 +30,7 @@ class Window:
         self._samples = 0
         self._step_loss = torch.zeros_like(self._loss)
         self._step_samples = 0
+        self._gathered: list[list[Any]] = []
         self.grad_norm: torch.Tensor | None = None
         self.new_broken: list[BrokenSample] = []
         self.broken_ids: set[int] = set()
@@ -38,7 +39,7 @@ class Window:
         """Take note of one micro-batch: its loss (left on the device) and the samples it used up."""
         self._step_loss.add_(loss.detach(), alpha=batch.weight)
         self._step_samples += batch.weight
-        if batch.broken:
+        if batch.broken and not batch.slice.phantom:
             self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
             self.broken_ids.update(each.id for each in batch.broken)
         if not batch.slice.phantom:
@@ -65,20 +66,26 @@ class Window:
         total, samples, broken = self._collectives.reduce_sum(sums).tolist()
         self._loss.zero_()
         self._samples = 0
-        found = [each for part in self._collectives.gather(self.new_broken) for each in part] if broken else []
+        # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
+        parts = self._collectives.gather(self.new_broken) if broken else []
+        found = list({each.id: each for part in parts for each in part}.values())
         self.new_broken = []
         self.broken_ids.update(each.id for each in found)
         return total / samples if samples else None, found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Every rank's sums; a collective."""
+    def gather(self) -> None:
+        """Collect every rank's sums for :meth:`state_dict`; a collective."""
         mine = (
             float(self._loss),
             self._samples,
             [vars(each) for each in self.new_broken],
             sorted(self.broken_ids),
         )
-        return {"ranks": [list(each) for each in self._collectives.gather(mine)]}
+        self._gathered = [list(each) for each in self._collectives.gather(mine)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank's sums, as they were last gathered."""
+        return {"ranks": self._gathered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's sums; in another world the first rank takes them all."""

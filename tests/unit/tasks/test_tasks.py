@@ -153,7 +153,7 @@ def test_a_plan_for_any_world_needs_no_world() -> None:
     assert len({plan.data["digest"] for plan in plans}) == 1
 
 
-def test_a_metric_that_is_not_measured_is_refused() -> None:
+def test_a_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     class Lossy(ImageClassification):
         def data_facts(self, world: World) -> Any:
             facts = super().data_facts(world)
@@ -161,4 +161,5 @@ def test_a_metric_that_is_not_measured_is_refused() -> None:
             return facts
 
     with pytest.raises(PacelineError, match=r"evaluate\.metric=top1_accuracy is not measured; choose one of: loss"):
-        paceline.train("digits", task=Lossy, quiet=True)
+        paceline.train("digits", task=Lossy, run_dir=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()

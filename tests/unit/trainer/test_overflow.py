@@ -69,31 +69,41 @@ def test_neither_weights_nor_average_nor_optimizer_move(
     assert skipping.summary.ema_sha256 == short.summary.ema_sha256
 
 
-def test_the_average_counts_only_steps_taken(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., Any]
-) -> None:
+@pytest.fixture
+def summing(tiny_task: Callable[..., Any]) -> Any:
+    """A network whose one weight is the sum of the rates of the steps taken; the third and the sixth overflow."""
     made: list[nn.Parameter] = []
 
-    class Counting(nn.Module):
+    class Summing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.steps = nn.Parameter(torch.zeros(()))
-            made.append(self.steps)
+            self.total = nn.Parameter(torch.zeros(()))
+            made.append(self.total)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.steps.expand(len(x), 3)
+            return self.total.expand(len(x), 3)
 
     def on_loss(batch: Batch, _: torch.Tensor) -> torch.Tensor:
         return -made[-1] * (3e38 if batch.slice.step in (2, 5) else 1.0)
 
+    return tiny_task(make_network=Summing, on_loss=on_loss)
+
+
+def test_the_rate_is_that_of_the_steps_taken(train_tiny: Callable[..., Any], summing: Any, weights: Any) -> None:
+    result = train_tiny("run", {**FP16, "optimizer.momentum": 0}, task=summing)
+    rates = [0.05 * (1 - step / 10) for step in range(8)]
+    assert weights(result)["total"].item() == pytest.approx(sum(rates), rel=1e-6)
+
+
+def test_the_average_counts_only_steps_taken(train_tiny: Callable[..., Any], summing: Any, weights: Any) -> None:
     overrides = {**FP16, "schedule.name": "constant", "optimizer.lr": 1.0, "optimizer.momentum": 0}
-    result = train_tiny("run", overrides, task=tiny_task(make_network=Counting, on_loss=on_loss))
-    assert weights(result)["steps"].item() == result.summary.step == 8
+    result = train_tiny("run", overrides, task=summing)
+    assert weights(result)["total"].item() == result.summary.step == 8
     average = 0.0
     for step in range(8):
         kept = min(0.8, (1 + step) / (10 + step))
         average = kept * average + (1 - kept) * (step + 1)
-    assert weights(result, "ema")["steps"].item() == pytest.approx(average, rel=1e-6)
+    assert weights(result, "ema")["total"].item() == pytest.approx(average, rel=1e-6)
 
 
 def test_a_run_that_can_take_no_step_fails(

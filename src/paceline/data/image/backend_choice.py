@@ -34,6 +34,7 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
         _refuse(data, dataset)
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
+        _refuse_augmentation(data)
         return "synthetic", "noise is read from nowhere"
     if data.workers not in ("auto", 0):
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
@@ -109,6 +110,8 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
             f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
             "data.backend=synthetic, or another data.dataset."
         )
+    if data.backend == "synthetic":
+        _refuse_augmentation(data)
     if data.backend != "memory":
         return
     if data.augment.crop == "random_resized":
@@ -122,6 +125,14 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
         raise RecipeError(
             f"data.backend is memory, but {text} and this machine has {format_bytes(installed)}: use "
             "data.backend=pytorch."
+        )
+
+
+def _refuse_augmentation(data: Data) -> None:
+    if data.augment.crop != "none" or data.augment.flip > 0:
+        raise RecipeError(
+            f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}) has no effect on noise, which the "
+            "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
         )
 
 
