@@ -15,7 +15,10 @@ from paceline.records.ledger import LedgerWriter
 
 
 class Window:
-    """Sums since the last step record, on this rank; a checkpoint component, so that no record changes by a resume.
+    """Losses since the last step record, on this rank; a checkpoint component, so that no record changes by a resume.
+
+    Losses stay on the device as they are until a record is due, and are then added up one after the other in
+    float64: the sum does not depend on where a checkpoint fell.
 
     Attributes:
         grad_norm: Gradient norm of the latest step, where it was measured.
@@ -24,12 +27,11 @@ class Window:
     def __init__(self, collectives: Collectives, ledger: LedgerWriter, device: torch.device) -> None:
         self._collectives = collectives
         self._ledger = ledger
-        # float64 where the device has it: sums over a long window stay exact to float32's precision.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._loss = torch.zeros((), dtype=dtype, device=device)
+        self._device = device
+        self._sum = 0.0
         self._samples = 0
-        self._step_loss = torch.zeros_like(self._loss)
-        self._step_samples = 0
+        self._pending: list[tuple[torch.Tensor, int]] = []
+        self._settled = 0
         self._gathered: list[list[Any]] = []
         self.grad_norm: torch.Tensor | None = None
         self.new_broken: list[BrokenSample] = []
@@ -37,35 +39,31 @@ class Window:
 
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
         """Take note of one micro-batch: its loss (left on the device) and the samples it used up."""
-        self._step_loss.add_(loss.detach(), alpha=batch.weight)
-        self._step_samples += batch.weight
-        if batch.broken and not batch.slice.phantom:
+        self._pending.append((loss.detach(), batch.weight))
+        if batch.slice.phantom:
+            return
+        piece, broken = batch.slice, [each.id for each in batch.broken]
+        if broken:
             self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
-            self.broken_ids.update(each.id for each in batch.broken)
-        if not batch.slice.phantom:
-            piece = batch.slice
-            broken = [each.id for each in batch.broken]
-            self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
+            self.broken_ids.update(broken)
+        self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
 
     def end_step(self, *, stepped: bool) -> None:
         """Close the step; the loss of one that fp16 skipped, which may be no number, does not count."""
-        if stepped:
-            self._loss.add_(self._step_loss)
-            self._samples += self._step_samples
-        self._step_loss.zero_()
-        self._step_samples = 0
+        if not stepped:
+            del self._pending[self._settled :]
+        self._settled = len(self._pending)
 
     def drain(self) -> tuple[float | None, list[BrokenSample]]:
         """Mean loss since the last record and newly broken samples, over all processes; waits for the device.
 
         The loss is None if every step was skipped.
         """
-        sums = torch.stack(
-            [self._loss, self._loss.new_tensor(self._samples), self._loss.new_tensor(len(self.new_broken))]
-        )
+        self._add_up()
+        dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        sums = torch.tensor([self._sum, self._samples, len(self.new_broken)], dtype=dtype, device=self._device)
         total, samples, broken = self._collectives.reduce_sum(sums).tolist()
-        self._loss.zero_()
-        self._samples = 0
+        self._sum, self._samples = 0.0, 0
         # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
         parts = self._collectives.gather(self.new_broken) if broken else []
         found = list({each.id: each for part in parts for each in part}.values())
@@ -75,12 +73,8 @@ class Window:
 
     def gather(self) -> None:
         """Collect every rank's sums for :meth:`state_dict`; a collective."""
-        mine = (
-            float(self._loss),
-            self._samples,
-            [vars(each) for each in self.new_broken],
-            sorted(self.broken_ids),
-        )
+        self._add_up()
+        mine = (self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids))
         self._gathered = [list(each) for each in self._collectives.gather(mine)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,10 +88,20 @@ class Window:
             mine = [ranks[world.rank]]
         else:
             mine = ranks if world.is_first else []
-        self._loss.fill_(sum(each[0] for each in mine))
+        self._sum = float(sum(each[0] for each in mine))
         self._samples = sum(each[1] for each in mine)
         self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
         self.broken_ids = {sample for each in ranks for sample in each[3]}
+
+    def _add_up(self) -> None:
+        if not self._pending:
+            return
+        values = torch.stack([loss for loss, _ in self._pending]).tolist()
+        for value, (_, weight) in zip(values, self._pending, strict=True):
+            # A weight of zero is a phantom's: its loss may be anything.
+            self._sum += value * weight if weight else 0.0
+            self._samples += weight
+        self._pending, self._settled = [], 0
 
 
 def check_finite(loss: float | None, step: int) -> None:

@@ -165,7 +165,10 @@ def test_another_cut_into_micro_batches_is_told(
     train_tiny("run", {"train.duration": "1 steps"})
     loaded = load_recipe(tiny_recipe, {"batch.micro_size": 4, "train.duration": "2 steps"})
     train_recipe(loaded, Options(run_dir=runs / "run", display=Listener(), task=tiny_task()))
-    assert heard == ["micro-batches per step: 1 before, 4 now: the same samples, but not the same bits"]
+    assert heard == [
+        "micro-batches per step: 1 before, 4 now: the same samples, but not the same bits",
+        "length: 1 steps before, 2 now; the learning rate follows the new length",
+    ]
 
 
 def test_a_full_folder_is_refused(train_tiny: Train, runs: Path) -> None:
