@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
+
+
+def program() -> str:
+    """How to call Paceline again from here: by name if that finds it, else by the path it was called with."""
+    called = Path(sys.argv[0])
+    if called.name != "paceline" or shutil.which("paceline") is not None:
+        return "paceline"
+    return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
 
 
 def print_json(document: Any) -> None:

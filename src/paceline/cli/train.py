@@ -15,7 +15,7 @@ from paceline.cli.options import (
     overrides_argument,
     processes_option,
 )
-from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.cli.output import print_json, print_pairs, print_table, program
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -105,8 +105,8 @@ def _show_result(result: TrainResult) -> None:
         click.echo(f"Run the same command with --run-dir {run_dir} to go on.")
         return
     click.echo("Next:")
-    click.echo(f"  paceline evaluate {run_dir}")
-    click.echo(f"  paceline audit {run_dir}")
+    click.echo(f"  {program()} evaluate {run_dir}")
+    click.echo(f"  {program()} audit {run_dir}")
 
 
 def _figures(result: TrainResult) -> dict[str, Any]:
