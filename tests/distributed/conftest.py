@@ -127,7 +127,7 @@ class Launched:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.kill()
+            self._tell_where_it_hangs()
             raise AssertionError(f"did not end within {timeout} s:\n{self.log()}") from None
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._logs)
         return Done(code, out, err)
@@ -141,9 +141,19 @@ class Launched:
                 raise AssertionError(f"ended, or {timeout} s went by, before it was so:\n{self.log()}")
             time.sleep(0.005)
 
+    def _tell_where_it_hangs(self) -> None:
+        """Let every process print the stacks of its threads (PYTHONFAULTHANDLER is set), then end it."""
+        for pid in sorted(self.family()):
+            name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            with self._logs[1].open("a") as err:
+                err.write(f"\nprocess {pid}, child of {parent_of(pid)}: {name}\n")
+            _send(pid, signal.SIGABRT)
+            time.sleep(0.5)
+        self.kill()
+
     def log(self) -> str:
         """What it has printed so far."""
-        return "".join(path.read_text(encoding="utf-8", errors="replace")[-6000:] for path in self._logs)
+        return "".join(path.read_text(encoding="utf-8", errors="replace")[-20_000:] for path in self._logs)
 
     def seconds_until_alone(self, limit: float = 15) -> float:
         """Wait until no process of it is left; they are ended, and an error, after ``limit`` seconds."""
@@ -200,6 +210,7 @@ def _environment() -> dict[str, str]:
     return inherited | {
         "PYTHONPATH": str(SOURCES),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 

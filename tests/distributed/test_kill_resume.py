@@ -141,7 +141,7 @@ def test_one_rank_killed(
 
 
 @pytest.mark.world_size(1)
-@pytest.mark.parametrize("forward", [1, 26, 28])
+@pytest.mark.parametrize("forward", [1, 26])
 def test_killed_in_every_part_of_a_window(
     studio: Path, run: Callable[..., Any], records: Callable[..., Any], summary: Callable[[Path], Any], forward: int
 ) -> None:
@@ -182,19 +182,17 @@ def test_skipped_steps_are_recorded_once(
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_sum_in_the_same_order_after_a_resume(
+def test_four_ranks_sum_in_the_same_order_after_a_resume(
     studio: Path,
     start: Callable[..., Any],
     run: Callable[..., Any],
     steps_recorded: Callable[[Path], int],
     summary: Callable[[Path], Any],
-    ranks: int,
 ) -> None:
     """With three ranks or more a sum depends on the order of its terms, and that on how gradients are packed."""
-    changes = ("batch.global_size=24", f"batch.micro_size={24 // ranks}", "train.duration=24 steps", "data.workers=0")
-    command = ("train", "recipe.yaml", *changes, "--processes", ranks, "--run-dir")
-    whole, run_dir = studio / f"{ranks}-whole", studio / f"{ranks}-killed"
+    changes = ("batch.global_size=24", "batch.micro_size=6", "train.duration=24 steps", "data.workers=0")
+    command = ("train", "recipe.yaml", *changes, "--processes", "4", "--run-dir")
+    whole, run_dir = studio / "four-whole", studio / "four-killed"
     assert run(*command, whole, where=studio).code == 0
     launched = start(*command, run_dir, where=studio)
     launched.wait_for(lambda: steps_recorded(run_dir) >= 9)
