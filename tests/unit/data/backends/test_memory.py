@@ -153,4 +153,4 @@ def test_a_batch_costs_microseconds(slices: Slices) -> None:
         best["backend"] = min(best["backend"], (middle - start) / len(pieces))
         best["bare"] = min(best["bare"], (end - middle) / len(pieces))
     # Measured 0 to 5 µs over the bare indexing on an idle core; the bound leaves room for a busy one.
-    assert best["backend"] - best["bare"] < 15e-6
+    assert best["backend"] - best["bare"] < 60e-6
