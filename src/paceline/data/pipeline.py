@@ -29,6 +29,13 @@ class Placement:
 class Pipeline(Protocol):
     """Batches on the device, ready for the model, in the order of the plan."""
 
+    def start(self, *, training: bool, evaluation: bool) -> None:
+        """Start the loader processes that these streams will need, if any.
+
+        Called while this process has no other threads: a process forked beside them inherits their locks.
+        """
+        ...
+
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
         ...

@@ -86,6 +86,7 @@ class ImageClassification(Task):
             open_evaluation=lambda: self._open("validation", placement),
             normalize=Normalize(found.mean, found.std, placement),
             placement=placement,
+            has_workers=self._workers > 0,
         )
 
     def build_model(self) -> nn.Module:

@@ -6,6 +6,7 @@ before the run directory is touched.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,26 +64,32 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         # Let cuDNN measure which of its kernels is fastest for these shapes, as every reference trainer does.
         torch.backends.cudnn.benchmark = True
     placement = Placement(device=device, channels_last=plan.channels_last)
-    network = build_network(recipe, task, placement)
-    if parameter_count(network) == 0:
-        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     geometry = StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,
         global_batch_size=plan.global_batch_size,
         logical_ranks=plan.logical_ranks,
     )
-    prepared = Prepared(
-        recipe=recipe,
-        plan=replace(plan, parameters=parameter_count(network)),
-        task=task,
-        world=world,
-        device=device,
-        network=network,
-        pipeline=task.open_pipeline(placement),
-        geometry=geometry,
-    )
-    _check_tail(prepared)
+    pipeline = task.open_pipeline(placement)
+    with contextlib.ExitStack() as undo:
+        undo.callback(pipeline.close)
+        scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
+        pipeline.start(training=True, evaluation=scored)
+        network = build_network(recipe, task, placement)
+        if parameter_count(network) == 0:
+            raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+        prepared = Prepared(
+            recipe=recipe,
+            plan=replace(plan, parameters=parameter_count(network)),
+            task=task,
+            world=world,
+            device=device,
+            network=network,
+            pipeline=pipeline,
+            geometry=geometry,
+        )
+        _check_tail(prepared)
+        undo.pop_all()
     return prepared
 
 

@@ -3,6 +3,9 @@
 A worker is sent the slice itself, so that ids, epoch and thereby every random draw arrive with the order: no
 state lives in workers, and their number changes nothing. Workers ignore the signals that ask a run to stop,
 which reach its whole process group; they leave when the run closes them, or when its process is gone.
+
+Workers are forked when the back-end is made. Make it before the process has threads that hold locks (a process
+group's, autograd's, a tracker's): a fork copies a lock as it stands, and not the thread that would open it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from paceline.errors import DataError, TrainingError
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _CHECK_SECONDS = 0.5
 _CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
-
+_LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer will not come back
 
 # sizeof(sun_path) on Linux, less its terminating zero; macOS has a few less.
 _SOCKET_PATH = 107 if sys.platform == "linux" else 103
@@ -46,12 +49,18 @@ _SOCKET_PATH = 107 if sys.platform == "linux" else 103
 class PytorchBackend:
     """Serves one split from files; satisfies :class:`paceline.data.batch.Backend`.
 
-    Workers start with the first batch asked for and stay for later calls of :meth:`batches`; one call's
-    batches are served at a time.
+    Workers start at once and stay for all calls of :meth:`batches`; one call's batches are served at a time.
     """
 
     def __init__(
-        self, source: SampleSource, view: View, *, workers: int, prefetch: int = 2, pin_memory: bool = False
+        self,
+        source: SampleSource,
+        view: View,
+        *,
+        workers: int,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        wait_seconds: int = _LONGEST_WAIT_SECONDS,
     ) -> None:
         """Read ``source`` in ``workers`` processes, or in this one if 0.
 
@@ -61,21 +70,26 @@ class PytorchBackend:
             workers: Loader processes.
             prefetch: Batches each worker keeps ready.
             pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
+            wait_seconds: The longest wait for one batch before its workers are given up.
         """
         self._pin_memory = pin_memory
+        self._wait_seconds = wait_seconds
         self._order = _Order()
         self._board = _Board(workers, source)
         self._reader = SliceReader(source, view, self._board.note if workers else None)
         self._loader = self._make_loader(workers, prefetch) if workers else None
         self._stream: Generator[Batch, None, None] | None = None
         _OPEN.add(self)
+        if self._loader is not None:
+            with _forking():
+                iter(self._loader)  # asks for nothing yet: the order is empty
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
         """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
 
         Raises:
-            TrainingError: If a worker dies, or fails for another reason than a broken file; the message names
-                the sample.
+            TrainingError: If a worker dies, hangs, or fails for another reason than a broken file; the message
+                names the sample.
         """
         if self._stream is not None:
             self._stream.close()
@@ -108,6 +122,7 @@ class PytorchBackend:
                 generator=torch.Generator(),
                 prefetch_factor=prefetch,
                 persistent_workers=True,
+                timeout=self._wait_seconds,
             )
 
     def _in_process(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
@@ -118,18 +133,26 @@ class PytorchBackend:
     def _from_workers(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
         assert self._loader is not None
         self._order.slices = slices
-        with _forking():
+        with self._explained():
             results = iter(self._loader)
         while True:
-            try:
-                result = next(results)
-            except StopIteration:
+            with self._explained():
+                result = next(results, None)
+            if result is None:
                 return
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker"):
-                    raise
-                raise TrainingError(self._board.explain(str(error))) from error
             yield _batch_of(result)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what torch says of a worker that died or hangs into a sentence that names the sample."""
+        try:
+            yield
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader worker"):
+                raise TrainingError(self._board.explain_death(str(error))) from error
+            if str(error).startswith("DataLoader timed out"):
+                raise TrainingError(self._board.explain_silence(self._wait_seconds)) from error
+            raise
 
 
 class _Order:
@@ -159,7 +182,7 @@ class _Board:
         self._run_process = os.getpid()
         self._closing = RawArray("q", 1)
         self._pids = RawArray("q", max(workers, 1))
-        self._reading = RawArray("q", max(workers, 1))
+        self._reading = RawArray("q", [-1] * max(workers, 1))
         self._worker = 0
         if workers:
             # Made here, it is shared: whoever of run and workers is left removes it.
@@ -182,13 +205,23 @@ class _Board:
         """Tell the workers that nobody waits for their batches."""
         self._closing[0] = 1
 
-    def explain(self, reason: str) -> str:
-        """Turn torch's sentence on a dead worker into one that names the sample it was reading."""
+    def explain_death(self, reason: str) -> str:
+        """Add to torch's sentence on a dead worker which sample it was reading."""
         alive = {child.pid for child in multiprocessing.active_children()}
-        samples = [self._reading[k] for k, pid in enumerate(self._pids) if pid and pid not in alive]
+        dead = (k for k, pid in enumerate(self._pids) if pid and pid not in alive)
+        samples = [self._reading[k] for k in dead if self._reading[k] >= 0]
         names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
         where = f", while it read sample {names}" if names else ""
         return f"{reason.strip().rstrip('.')}{where}."
+
+    def explain_silence(self, seconds: int) -> str:
+        """Say what the workers were last reading, when no batch has come for so long."""
+        last = (f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid)
+        return f"no batch came for {seconds} s: {'; '.join(last) or 'no worker has started'}."
+
+    def _last_read(self, worker: int) -> str:
+        sample = self._reading[worker]
+        return "had begun nothing" if sample < 0 else f"was last at sample {sample} ({self._source.path(sample)})"
 
     def kill_survivors(self) -> None:
         """End workers that torch could not: they ignore its SIGTERM, and delay the interpreter's end."""

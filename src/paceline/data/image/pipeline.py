@@ -13,7 +13,11 @@ from paceline.world import World
 
 
 class ImagePipeline:
-    """Training and evaluation batches of an image dataset; back-ends open when they are first needed."""
+    """Training and evaluation batches of an image dataset.
+
+    Back-ends with loader processes open in :meth:`start`, others when they are first needed: those that decode a
+    whole set would do it in vain for a run that turns out to be complete.
+    """
 
     def __init__(
         self,
@@ -24,12 +28,20 @@ class ImagePipeline:
         open_evaluation: Callable[[], Backend],
         normalize: Normalize,
         placement: Placement,
+        has_workers: bool,
     ) -> None:
         self._sources = {True: train, False: evaluation}
         self._open = {True: open_train, False: open_evaluation}
         self._opened: dict[bool, Backend] = {}
         self._normalize = normalize
         self._placement = placement
+        self._has_workers = has_workers
+
+    def start(self, *, training: bool, evaluation: bool) -> None:
+        """Start the loader processes that these streams will need, if any."""
+        for needed, split in ((training, True), (evaluation, False)):
+            if needed and self._has_workers:
+                self._backend(training=split)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,6 +135,8 @@ class Faulty(FileSource):
     def read(self, sample: int) -> NDArray[np.uint8]:
         if sample == 3 and self.fault == "raise":
             raise KeyError("colour")
+        if sample == 3 and self.fault == "hang":
+            time.sleep(60)
         if sample == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().read(sample)
@@ -150,6 +153,26 @@ def test_a_defect_names_the_file(small: FileSource, workers: int, slices: Slices
 def test_a_killed_worker_names_the_file(small: FileSource, slices: Slices) -> None:
     with pytest.raises(TrainingError, match=r"DataLoader worker .*sample 3 \(.*0003\.png\)"):
         read(Faulty(small, "kill"), slices([0, 1], [2, 3], [4]), view(None), 1)
+
+
+def test_a_hung_worker_names_the_file(small: FileSource, slices: Slices) -> None:
+    backend = PytorchBackend(Faulty(small, "hang"), view(None), workers=2, wait_seconds=1)
+    try:
+        with pytest.raises(TrainingError, match=r"no batch came for 1 s: .*sample 3 \(.*0003\.png\)"):
+            list(backend.batches(slices([0, 1], [2, 3], [4])))
+    finally:
+        backend.close()
+
+
+def test_workers_are_there_before_the_first_batch_is_asked_for(small: FileSource, slices: Slices) -> None:
+    backend = PytorchBackend(small, view(None), workers=2)
+    try:
+        started = workers_of(os.getpid())
+        assert len(started) == 2
+        assert [batch.ids.tolist() for batch in backend.batches(slices([5], [6]))] == [[5], [6]]
+        assert workers_of(os.getpid()) == started
+    finally:
+        backend.close()
 
 
 def test_an_error_in_the_slices_is_not_a_workers(small: FileSource, slices: Slices) -> None:
