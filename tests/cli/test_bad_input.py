@@ -81,6 +81,8 @@ OVERRIDES = {
         ("data.backend=memory", "data.augment.crop=random_resized"),
         ("random_resized", "data.backend=pytorch"),
     ),
+    "an option of other trainers": (("epochs=3",), ("'epochs'", "Did you mean 'train.duration'?")),
+    "a name for the model": (("model=resnet18",), ("'resnet18'", "model.name=resnet18")),
     "too many means": (("data.mean=[0.5, 0.5]",), ("data.mean", "2 values", "1 channels")),
 }
 
@@ -143,6 +145,13 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         (("trian", "digits"), ("'trian'", "Did you mean 'train'?")),
         (("train",), ("RECIPE",)),
         (("train", "digits", "--run-dri", "x"), ("--run-dri", "--run-dir")),
+        (("train", "digits", "--lr", "0.1"), ("'--lr'", "KEY=VALUE", "optimizer.lr=0.1", "train --help")),
+        (("train", "digits", "--epochs", "3"), ("'--epochs'", 'train.duration="10 epochs"')),
+        (("train", "digits", "-b", "64"), ("'-b'", "batch.global_size=")),
+        (("evaluate", "x", "--batch-size", "64"), ("'--batch-size'", "batch.global_size=")),
+        (("predict", "x", "y", "--batch-size", "64"), ("'--batch-size'", "predict --help")),
+        (("evaluate", "x", "optimizer.lr=1"), ("'optimizer.lr'", "no effect", "not trained")),
+        (("help",), ("'help'", "train, evaluate", "paceline --help")),
         (("train", "digits", "--processes", "0"), ("--processes", "0")),
         (("train", "digits", "--processes", "two"), ("--processes", "two")),
         (("evaluate", "x", "--weights", "average"), ("--weights", "average", "ema")),
@@ -282,9 +291,9 @@ def unfinished_copy(finished: Path, run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*"))
 
 
-def damage(checkpoint: Path) -> None:
+def damage(checkpoint: Path, weights: str = "model") -> None:
     """Flip one bit in the middle of the weights."""
-    path = checkpoint / "model.safetensors"
+    path = checkpoint / f"{weights}.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -312,11 +321,13 @@ def test_all_checkpoints_are_damaged(
     """To begin again must be the user's decision."""
     for checkpoint in unfinished_copy(finished, tmp_path / "run"):
         damage(checkpoint)
+        damage(checkpoint, "ema")
     before = everything_in(tmp_path)
     assert_refused(
         paceline_here("train", "digits", *tiny, "--run-dir", "run"), "no checkpoint", "another run directory"
     )
-    assert_refused(paceline_here("evaluate", "run"), "model.safetensors")
+    assert_refused(paceline_here("evaluate", "run"), "ema.safetensors")
+    assert_refused(paceline_here("evaluate", "run", "--weights", "model"), "model.safetensors")
     assert {**everything_in(tmp_path), "run/.lock": b""} == {**before, "run/.lock": b""}
 
 
@@ -439,3 +450,66 @@ def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Callab
 def test_the_exit_code_leaves_the_process(paceline: Callable[..., Any]) -> None:
     assert_refused(paceline("train", "digits", "optimizer.momentun=0.9"), "Did you mean 'momentum'?")
     assert_refused(paceline("train", "digits", "data.dataset=digts"), "Did you mean 'digits'?")
+
+
+# ------------------------------------------------------------------------------------------- keys without effect
+
+UNUSED = {
+    "prefetching where nothing is read": (("data.prefetch=4",), ("data.prefetch=4", "memory back-end")),
+    "decay where nothing decays": (
+        ("optimizer.weight_decay=0", "optimizer.decay_norm_and_bias=true"),
+        ("optimizer.decay_norm_and_bias=true", "optimizer.weight_decay=0"),
+    ),
+    "buckets for one process": (("parallel.bucket_cap_mb=50",), ("parallel.bucket_cap_mb=50", "one process")),
+    "a metric that nobody measures": (
+        ("evaluate.every=off", "evaluate.metric=loss"),
+        ("evaluate.metric=loss", "evaluate.every=off"),
+    ),
+    "an interval between nothing": (
+        ("data.validation_fraction=0", "evaluate.every=2 epochs"),
+        ('evaluate.every="2 epochs"', "no samples are held out"),
+    ),
+    "more answers than classes": (("evaluate.top_k=10",), ("evaluate.top_k=10", "left out")),
+}
+
+
+@pytest.mark.parametrize("plan_only", [["--plan-only"], ["--run-dir", "run"]])
+@pytest.mark.parametrize("name", UNUSED)
+def test_an_override_that_this_run_does_not_use(
+    paceline_here: Callable[..., Any], tmp_path: Path, name: str, plan_only: list[str]
+) -> None:
+    overrides, words = UNUSED[name]
+    assert_refused(paceline_here("train", "digits", "parallel.device=cpu", *overrides, *plan_only), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("plan_only", [["--plan-only"], ["--run-dir", "run"]])
+def test_a_share_to_hold_out_beside_a_folder_of_held_out_images(
+    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path], plan_only: list[str]
+) -> None:
+    for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        write_images(tmp_path / "photos" / name)
+    done = paceline_here("train", *FOLDER, "data.path=photos", "data.validation_fraction=0.1", *plan_only)
+    assert_refused(done, "data.validation_fraction=0.1", "a split of its own, the folder val/")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("plan_only", [["--plan-only"], ["--run-dir", "run"]])
+def test_an_unused_key_of_a_file_is_told_once_and_no_error(
+    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], plan_only: list[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("base: digits\nparallel: {bucket_cap_mb: 50}\ndata: {prefetch: 4}\n")
+    done = paceline_here("train", "mine.yaml", *tiny, *plan_only)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.count("parallel.bucket_cap_mb=50 has no effect: one process") == 1
+    assert done.out.count("data.prefetch=4 has no effect: the memory back-end") == 1
+
+
+def test_a_stored_recipe_goes_on_without_a_word_about_its_defaults(
+    paceline_here: Callable[..., Any], finished: Path
+) -> None:
+    for source in (finished, finished / "recipe.yaml"):
+        done = paceline_here("train", source, "--run-dir", finished)
+        assert (done.code, done.err) == (0, "")
+        assert "no effect" not in done.out
+        assert "no effect" not in paceline_here("train", source, "--plan-only").out

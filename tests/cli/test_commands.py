@@ -335,7 +335,7 @@ def test_the_plan_for_a_cluster_needs_no_cluster(paceline_here: Callable[..., An
     assert (plan["world_size"], plan["micro_batch_size"], plan["logical_ranks"]) == (64, 10, 64)
     assert plan["strategy"] == "ddp"
     assert (told.code, told.err) == (0, "")
-    assert "640 = 64 processes x 1 micro-batches x 10" in told.out
+    assert "640 = 64 processes x 1 micro-batch x 10 samples" in told.out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -73,19 +73,10 @@ class Registry:
             raise CheckpointError(f"the component {name!r} is registered twice; give each its own name.")
         self._components[name] = component
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._components
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._components)
-
-    def __len__(self) -> int:
-        return len(self._components)
-
     def snapshot(self) -> dict[str, State]:
-        """Copy every state to host memory; training may go on while the copy is written.
+        """Copy every state to host memory, so that it stands still while it is written; waits for the device.
 
-        The copy waits for the device: this is the pause that a save costs.
+        On a CPU, too: the states of all components together exist twice until they are written.
         """
         return {
             name: codec.map_tensors(component.state_dict(), _host_copy) for name, component in self._components.items()

@@ -98,23 +98,43 @@ def read_components(path: Path, names: Collection[str] | None = None) -> dict[st
     path = Path(path)
     found = read_manifest(path)
     wanted = list(found.components) if names is None else list(names)
-    for name in wanted:
-        if name not in found.components:
-            raise CheckpointError(
-                f"{path} holds no component {name!r}; it holds {', '.join(found.components) or 'none'}."
-                f"{did_you_mean(name, found.components)}"
-            )
-    return {name: _read_state(path, name, found.components[name]) for name in wanted}
+    entries = {name: _entry(path, found, name) for name in wanted}
+    return {name: _read_state(path, name, entry) for name, entry in entries.items()}
+
+
+def read_weights_file(path: Path, name: str) -> tensor_file.TensorFile:
+    """Read one component's tensors and what their file says of itself, checking these very bytes and no other file's.
+
+    Raises:
+        CheckpointError: If the checkpoint lacks the component, or the file is damaged.
+    """
+    path = Path(path)
+    entry = _entry(path, read_manifest(path), name)
+    if not entry.tensors:
+        raise CheckpointError(f"{path} holds no tensors in its component {name!r}.")
+    return _read_tensors(path, name, entry)
+
+
+def _entry(path: Path, found: Manifest, name: str) -> ComponentEntry:
+    if name not in found.components:
+        raise CheckpointError(
+            f"{path} holds no component {name!r}; it holds {', '.join(found.components) or 'none'}."
+            f"{did_you_mean(name, found.components)}"
+        )
+    return found.components[name]
+
+
+def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> tensor_file.TensorFile:
+    file = f"{name}.safetensors"
+    content = _read_checked(path, file, entry.files[file])
+    with _naming(path, file):
+        parsed = tensor_file.parse_tensor_file(content)
+        _compare_inventory({key: TensorSpec.of(tensor) for key, tensor in parsed.tensors.items()}, entry.tensors)
+    return parsed
 
 
 def _read_state(path: Path, name: str, entry: ComponentEntry) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
-    if entry.tensors:
-        file = f"{name}.safetensors"
-        content = _read_checked(path, file, entry.files[file])
-        with _naming(path, file):
-            tensors = tensor_file.parse_tensor_file(content).tensors
-            _compare_inventory({key: TensorSpec.of(tensor) for key, tensor in tensors.items()}, entry.tensors)
+    tensors: dict[str, Tensor] = _read_tensors(path, name, entry).tensors if entry.tensors else {}
     file = f"{name}.json"
     text = _read_checked(path, file, entry.files[file])
     with _naming(path, file):

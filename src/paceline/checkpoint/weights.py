@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint.best import read_best
-from paceline.checkpoint.restore import locate
-from paceline.checkpoint.store import CheckpointStore, verify
+from paceline.checkpoint.durable import reporting_disk_errors
+from paceline.checkpoint.reading import check_sizes, read_weights_file
+from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.tensor_file import read_tensor_file
 from paceline.errors import CheckpointError
 
@@ -54,13 +55,16 @@ class SavedWeights:
 def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> SavedWeights:
     """Read weights; ``auto`` takes the moving average where there is one.
 
+    Of a checkpoint only the manifest and the weights asked for are read and verified; where there is a choice, the
+    newest one in which they are whole is taken.
+
     Args:
         target: A run directory, a checkpoint directory or a safetensors file.
         weights: ``auto``, ``model`` or ``ema``.
-        best: In a run directory, take the best checkpoint instead of the newest whole one.
+        best: In a run directory, take the best checkpoint instead of the newest.
 
     Raises:
-        CheckpointError: If the target holds no such weights, or is damaged.
+        CheckpointError: If the target holds no such weights, or they are damaged.
     """
     if not target.exists():
         raise CheckpointError(
@@ -71,12 +75,38 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
         return _from_file(target, name)
     if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
         raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
-    checkpoint = _best_of(target) if best else locate(target)
-    held = verify(checkpoint).components
+    return _from_checkpoint(_best_of(target), weights) if best else _newest(target, weights)
+
+
+def _newest(target: Path, weights: str) -> SavedWeights:
+    with reporting_disk_errors("look for checkpoints in", target):
+        store = CheckpointStore(target / "checkpoints" if (target / "checkpoints").is_dir() else target)
+    steps = store.steps()
+    if not steps:
+        return _from_checkpoint(target, weights)
+    reasons = []
+    for step in reversed(steps):
+        try:
+            return _from_checkpoint(store.path(step), weights)
+        except _NotHeldError:
+            raise
+        except CheckpointError as error:
+            reasons.append(str(error))
+    raise CheckpointError(f"No checkpoint in {store.directory} is whole: {reasons[0]} Give another run or checkpoint.")
+
+
+class _NotHeldError(CheckpointError):
+    """A whole checkpoint without the weights asked for: older ones hold none either."""
+
+
+def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
+    held = check_sizes(path).components
     name = ("ema" if "ema" in held else "model") if weights == "auto" else weights
     if name not in held:
-        raise CheckpointError(f"{checkpoint} holds no '{name}' weights; it holds {', '.join(held)}.")
-    return _from_file(checkpoint / f"{name}.safetensors", name)
+        raise _NotHeldError(f"{path} holds no '{name}' weights; it holds {', '.join(held)}.")
+    content = read_weights_file(path, name)
+    file = path / f"{name}.safetensors"
+    return SavedWeights(state=content.tensors, weights=name, path=file, metadata=content.metadata)
 
 
 def _has_checkpoints(target: Path) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from paceline.cli.options import json_option
 from paceline.cli.output import print_json, print_pairs
+from paceline.units import format_bytes
 
 
 @click.command("environment", short_help="Show versions, devices and what is available here.")
@@ -29,9 +34,20 @@ def command(as_json: bool) -> None:
     if as_json:
         print_json(document)
         return
-    for name, value in document.items():
+    for name, value in for_people(document).items():
         if isinstance(value, dict):
             click.echo(name)
             print_pairs(value, indent="    ")
         else:
             print_pairs({name: value}, indent="")
+
+
+def for_people(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with a time and a size that can be read."""
+    memory = document["memory_bytes"]
+    told = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(document["time"])),
+        "memory_bytes": "the system does not tell" if memory is None else f"{memory} ({format_bytes(memory)})",
+        "git": document["git"] or "no repository here",
+    }
+    return {**document, **told}

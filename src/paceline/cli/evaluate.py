@@ -9,15 +9,20 @@ import click
 
 from paceline.cli.options import (
     best_option,
+    choose_processes,
     is_first_process,
+    is_one_of_several,
     json_option,
-    launch_if_asked,
+    launch,
     overrides_argument,
+    present_gpus,
     processes_option,
     trust_code_option,
+    usable_gpus,
     weights_option,
 )
 from paceline.cli.output import print_json, print_pairs
+from paceline.recipe.load import refuse_training_overrides, stored_recipe
 
 
 @click.command("evaluate", short_help="Score the weights of a run, a checkpoint or a file.")
@@ -46,15 +51,24 @@ def command(
 ) -> int:
     """Score the weights of TARGET: a run directory, a checkpoint directory or a safetensors file out of one.
 
-    The recipe the weights were trained with says on what; overrides change it, for example data.path=elsewhere.
+    The recipe the weights were trained with says on what; overrides change it. Every held-out sample is scored once,
+    with any number of processes.
+
+    \b
+    Examples:
+      paceline evaluate runs/digits --best
+      paceline evaluate runs/photos data.path=more-photos --predictions answers.csv
     """
+    refuse_training_overrides(overrides)
     arguments = ["evaluate", str(target), *overrides, "--weights", weights]
     arguments += ["--predictions", str(predictions)] if predictions else []
     arguments += ["--best"] if best else []
     arguments += ["--trust-code"] if trust_code else []
-    launched = launch_if_asked(processes, [*arguments, "--json"] if as_json else arguments, device="auto")
-    if launched is not None:
-        return launched
+    if not is_one_of_several(processes):
+        gpus = _usable_gpus(target, overrides, weights=weights, best=best) if processes is None else 0
+        launched = launch(choose_processes(processes, gpus), [*arguments, "--json"] if as_json else arguments)
+        if launched is not None:
+            return launched
     from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
     report = evaluate_target(
@@ -83,3 +97,15 @@ def command(
     for path in report.broken:
         click.echo(f"  not scored, unreadable: {path}")
     return 0
+
+
+def _usable_gpus(target: Path, overrides: tuple[str, ...], *, weights: str, best: bool) -> int:
+    """GPUs of the kind that the weights' recipe or an override names."""
+    present = present_gpus()
+    if sum(present.values()) < 2:
+        return 1  # whatever the recipe says, so it need not be read
+    from paceline.checkpoint.weights import read_weights
+
+    saved = read_weights(target, weights, best=best)
+    recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
+    return usable_gpus(recipe.parallel.device, present)

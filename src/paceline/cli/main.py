@@ -41,7 +41,8 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(
-                f"there is no command '{args[0]}'.{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
+                f"there is no command '{args[0]}'.{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}.",
+                ctx,
             )
         return super().resolve_command(ctx, args)
 
@@ -77,7 +78,7 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" See `{context.command_path} --help`." if context is not None else ""
-        click.echo(f"paceline: {error.format_message()}{hint}", err=True)
+        click.echo(f"paceline: {_recipe_key_hint(error) or error.format_message()}{hint}", err=True)
         return error.exit_code
     except click.Abort:
         return 130
@@ -88,3 +89,18 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
         return report_error(error, os.environ)
     return code if isinstance(code, int) else 0
+
+
+def _recipe_key_hint(error: click.ClickException) -> str | None:
+    """What to say to `--lr 0.1` where a recipe is changed: other trainers have options, recipes have keys."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return None
+    if not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+        return None
+    from paceline.recipe.layers import keys_for, spelled
+    from paceline.recipe.schema import Recipe
+
+    examples = [spelled(Recipe(), key) for key in keys_for(error.option_name)]
+    if not examples:
+        return None
+    return f"No such option '{error.option_name}': recipes are changed by KEY=VALUE, here {' or '.join(examples)}."

@@ -31,6 +31,11 @@ def command(
     """Label images with the weights of TARGET: a run directory, a checkpoint or a safetensors file out of one.
 
     Unreadable images are named, the others are labelled, and the exit code is then 1.
+
+    \b
+    Examples:
+      paceline predict runs/photos new-photos
+      paceline predict runs/photos cat.jpg dog.jpg --best --top-k 1 --json
     """
     from paceline.distributed.device import choose_device
     from paceline.inference.predict import image_files, load_predictor

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import (
+    Processes,
+    choose_processes,
     is_first_process,
+    is_one_of_several,
     json_option,
-    launch_if_asked,
+    launch,
     overrides_argument,
+    present_gpus,
     processes_option,
+    usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table, program
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
@@ -64,11 +69,20 @@ def command(
     if plan_only:
         _show_plan(loaded, processes, as_json=as_json)
         return 0
-    arguments = _arguments(recipe, overrides, run_dir, resume, as_json)
-    launched = launch_if_asked(processes, arguments, device=loaded.recipe.parallel.device)
-    if launched is not None:
-        return launched
+    if not is_one_of_several(processes):
+        chosen = _processes(processes, loaded)
+        if chosen.notice:
+            click.echo(f"note: {chosen.notice}", err=as_json)
+        launched = launch(chosen, _arguments(recipe, overrides, run_dir, resume, as_json))
+        if launched is not None:
+            return launched
     return _train_here(loaded, run_dir, resume, as_json)
+
+
+def _processes(asked: int | None, loaded: LoadedRecipe) -> Processes:
+    """How many ranks train here, for a run and for its plan alike."""
+    gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked is None else 0
+    return choose_processes(asked, gpus, loaded.recipe)
 
 
 def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, resume: str, as_json: bool) -> list[str]:
@@ -124,7 +138,8 @@ def _figures(result: TrainResult) -> dict[str, Any]:
     figures["time"] = (
         f"{format_seconds(summary.train_seconds)} of training, {format_seconds(summary.total_seconds)} in all"
     )
-    figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
+    if summary.peak_memory_bytes is not None:
+        figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
     figures["run directory"] = result.run_dir
     return figures
 
@@ -132,9 +147,17 @@ def _figures(result: TrainResult) -> dict[str, Any]:
 def _show_plan(loaded: LoadedRecipe, processes: int | None, *, as_json: bool) -> None:
     from paceline.trainer.train import plan_only
 
-    plan = plan_only(loaded, world_size=processes)
+    # Among several ranks the plan is that of their world, unless it is asked for another.
+    in_world = processes is None and is_one_of_several(None)
+    chosen = None if in_world else _processes(processes, loaded)
+    plan = plan_only(loaded, world_size=None if chosen is None else chosen.count)
+    notices = list(loaded.checked(plan.unused).notices)
+    if chosen is not None and chosen.notice:
+        notices.append(chosen.notice)
+    if not is_first_process():
+        return
     if as_json:
-        print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe)})
+        print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe), "notices": notices})
         return
     click.echo(f"Plan of {loaded.name}")
     print_pairs(_plan_lines(plan))
@@ -144,29 +167,40 @@ def _show_plan(loaded: LoadedRecipe, processes: int | None, *, as_json: bool) ->
     if plan.reasons:
         click.echo("\nWhy")
         print_pairs(plan.reasons)
-    for notice in loaded.notices:
+    for notice in notices:
         click.echo(f"note: {notice}")
 
 
 def _plan_lines(plan: Plan) -> dict[str, str]:
     def every(steps: int | None) -> str:
-        return "off" if steps is None else f"every {format_count(steps)} steps"
+        return "off" if steps is None else "every step" if steps == 1 else f"every {format_count(steps)} steps"
 
+    evaluation = every(plan.evaluate_every_steps)
+    if plan.evaluate_every_steps is not None:
+        evaluation += f", in batches of {plan.evaluation_batch_size}"
+    if plan.evaluation_samples == 0:
+        evaluation = "none: no samples are held out"
     return {
-        "processes": f"{plan.world_size} ({plan.strategy}), {plan.threads_per_process} threads each",
+        "task": str(plan.data.get("task")),
+        "processes": f"{plan.world_size} ({plan.strategy}), {_counted(plan.threads_per_process, 'thread')} each",
         "device": f"{plan.device} ({plan.device_name})",
         "precision": f"{plan.precision}{', channels last' if plan.channels_last else ''}",
         "training samples": format_count(plan.train_samples),
         "evaluation samples": format_count(plan.evaluation_samples),
-        **{f"data {key}": str(value) for key, value in plan.data.items()},
-        "global batch": f"{format_count(plan.global_batch_size)} = {plan.world_size} processes x "
-        f"{plan.accumulation_steps} micro-batches x {plan.micro_batch_size}",
+        **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
+        "global batch": f"{format_count(plan.global_batch_size)} = {_counted(plan.world_size, 'process')} x "
+        f"{_counted(plan.accumulation_steps, 'micro-batch')} x {_counted(plan.micro_batch_size, 'sample')}",
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
-        "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epochs",
-        "last step of an epoch": f"{format_count(plan.last_step_samples)} samples",
-        "warm-up": f"{format_count(plan.warmup_steps)} steps",
-        "evaluation": f"{every(plan.evaluate_every_steps)}, in batches of {plan.evaluation_batch_size}",
+        "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
+        "last step of an epoch": _counted(plan.last_step_samples, "sample"),
+        "warm-up": _counted(plan.warmup_steps, "step"),
+        "evaluation": evaluation,
         "checkpoint": every(plan.checkpoint_every_steps),
         "step record": every(plan.log_every_steps),
     }
+
+
+def _counted(count: int, noun: str) -> str:
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{format_count(count)} {noun}{ending}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from paceline.data.slices import SampleIds, SampleSlice
+
+Progress = Callable[[int, int], None]
+"""Called now and then with (samples read, samples in all)."""
 
 
 @dataclass(frozen=True)

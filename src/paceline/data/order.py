@@ -56,31 +56,18 @@ class StepGeometry:
         epoch, position = divmod(step, self.steps_per_epoch)
         order = epoch_order(self.seed, epoch, self.samples)
         ids = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-        bounds = self._bounds(len(ids))
-        per_process = self.logical_ranks // world.world_size
-        owned = range(world.rank * per_process, (world.rank + 1) * per_process)
-        filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
-        if not filled:
-            return [
-                SampleSlice(
-                    step=step,
-                    epoch=epoch,
-                    logical_rank=owned[0],
-                    ids=ids[:1],
-                    step_weight=len(ids),
-                    phantom=True,
-                )
-            ]
+        parts = _parts(len(ids), self.logical_ranks, world)
         return [
             SampleSlice(
                 step=step,
                 epoch=epoch,
-                logical_rank=rank,
-                ids=ids[bounds[rank] : bounds[rank + 1]],
-                is_last=rank == filled[-1],
+                logical_rank=part.logical_rank,
+                ids=ids[part.begin : part.end],
+                is_last=part.is_last,
                 step_weight=len(ids),
+                phantom=part.phantom,
             )
-            for rank in filled
+            for part in parts
         ]
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
@@ -93,10 +80,32 @@ class StepGeometry:
         left = self.samples - (self.steps_per_epoch - 1) * self.global_batch_size
         return max(1, left // self.logical_ranks)
 
-    def _bounds(self, size: int) -> list[int]:
-        # As equal as possible, larger parts first; the same for every world size.
-        part, larger = divmod(size, self.logical_ranks)
-        return [rank * part + min(rank, larger) for rank in range(self.logical_ranks + 1)]
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Where in a step's samples one micro-batch lies."""
+
+    logical_rank: int
+    begin: int
+    end: int
+    is_last: bool
+    phantom: bool = False
+
+
+@lru_cache(maxsize=8)
+def _parts(size: int, logical_ranks: int, world: World) -> tuple[_Part, ...]:
+    """Cut ``size`` samples into logical ranks, larger parts first, and return those of one process."""
+    part, larger = divmod(size, logical_ranks)
+    bounds = [rank * part + min(rank, larger) for rank in range(logical_ranks + 1)]
+    per_process = logical_ranks // world.world_size
+    owned = range(world.rank * per_process, (world.rank + 1) * per_process)
+    filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
+    if not filled:
+        return (_Part(logical_rank=owned[0], begin=0, end=1, is_last=True, phantom=True),)
+    return tuple(
+        _Part(logical_rank=rank, begin=bounds[rank], end=bounds[rank + 1], is_last=rank == filled[-1])
+        for rank in filled
+    )
 
 
 def evaluation_slices(samples: int, batch_size: int, world: World) -> Iterator[SampleSlice]:

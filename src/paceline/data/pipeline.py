@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, Progress
 from paceline.data.order import StepGeometry
 from paceline.world import World
 
@@ -34,6 +34,10 @@ class Pipeline(Protocol):
 
         Called while this process has no other threads: a process forked beside them inherits their locks.
         """
+        ...
+
+    def load(self, report: Progress) -> None:
+        """Read now what is held in memory, and report (samples read, samples in all) now and then."""
         ...
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:

@@ -7,7 +7,6 @@ arithmetic runs in line, one batch at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +19,24 @@ class Normalize:
     """uint8 [N, C, H, W] to float32 ``(x / 255 - mean) / std``, as one multiplication and one addition."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], placement: Placement) -> None:
-        shape = (1, len(mean), 1, 1)
         deviation = torch.tensor(std, dtype=torch.float64)
-        scale = 1 / (255 * deviation)
-        shift = -torch.tensor(mean, dtype=torch.float64) / deviation
-        self._scale = scale.float().view(shape).to(placement.device)
-        self._shift = shift.float().view(shape).to(placement.device)
+        self._scale = (1 / (255 * deviation)).float().view(1, -1, 1, 1)
+        self._shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().view(1, -1, 1, 1)
+        self._device = placement.device
         self._format = torch.channels_last if placement.channels_last else torch.contiguous_format
+        self._factors: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Normalise; the result has the placement's memory format."""
-        pixels = images.to(torch.float32, memory_format=self._format)
-        return pixels.mul_(self._scale).add_(self._shift)
+        size = images.shape[1:]
+        if size not in self._factors:
+            self._factors[size] = (self._whole(self._scale, size), self._whole(self._shift, size))
+        scale, shift = self._factors[size]
+        return images.to(torch.float32, memory_format=self._format).mul_(scale).add_(shift)
+
+    def _whole(self, factor: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        # As large as an image: three factors broadcast along the fastest axis (channels last) would not be vectorised.
+        return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
 
 
 def to_device(batches: Iterator[Batch], normalize: Normalize, placement: Placement) -> Iterator[Batch]:
@@ -47,7 +52,7 @@ def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
     if len(batch.ids) == 0:
         # Every sample of the micro-batch was broken: a blank one with weight zero keeps the collectives matched.
         inputs, targets = inputs.new_zeros((1, *inputs.shape[1:])), targets.new_zeros(1)
-    return replace(batch, inputs=normalize(inputs), targets=targets)
+    return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
 
 
 def _one_ahead(batches: Iterator[Batch], normalize: Normalize, device: torch.device) -> Iterator[Batch]:

@@ -14,6 +14,9 @@ from paceline.world import World
 
 T = TypeVar("T")
 
+# Groups made here; one that the caller had made stays the caller's.
+_ours: list[object] = []
+
 
 class Collectives:
     """The collectives outside the training step. Every rank must call them in the same order."""
@@ -45,10 +48,20 @@ class Collectives:
         return values
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite tensors with the first rank's."""
-        if not self._alone:
-            for tensor in tensors:
-                torch.distributed.broadcast(tensor, src=0)
+        """Overwrite tensors of one device with the first rank's, all in one broadcast of their bytes."""
+        # Widest elements first: so each piece of the bytes lies where its dtype may be read.
+        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        if self._alone or not ordered:
+            return
+        with torch.no_grad():
+            pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in ordered]
+            flat = torch.cat(pieces)
+            torch.distributed.broadcast(flat, src=0)
+            if self.world.is_first:
+                return
+            sizes = [piece.numel() for piece in pieces]
+            for tensor, piece in zip(ordered, torch.split(flat, sizes), strict=True):
+                tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Run on the first rank alone; its result, or its error, reaches every rank alike.
@@ -78,11 +91,20 @@ class Collectives:
 def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800) -> Collectives:
     """Form the process group of this world: NCCL for CUDA devices, gloo for the CPU, XCCL for XPU.
 
+    A group that is there already is used as it is.
+
     Raises:
-        LaunchError: If the processes do not find one another.
+        LaunchError: If the processes do not find one another, or the group that is there is of another size.
     """
     world = launch.world
-    if world.world_size > 1 and not torch.distributed.is_initialized():
+    if _is_joined():
+        there = torch.distributed.get_world_size()
+        if there != world.world_size:
+            raise LaunchError(
+                f"this process is in a process group of {there}, but the environment describes a world of "
+                f"{world.world_size}; set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to what the group is."
+            )
+    elif world.world_size > 1:
         try:
             torch.distributed.init_process_group(
                 torch.distributed.get_default_backend_for_device(device),
@@ -97,10 +119,16 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800)
                 f"rank {world.rank} of {world.world_size} could not join the others at {launch.rendezvous}: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from error
+        _ours.append(torch.distributed.group.WORLD)
     return Collectives(world)
 
 
 def leave() -> None:
-    """Dissolve the process group, if there is one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    """Dissolve the process group if :func:`join` has formed it."""
+    if _is_joined() and torch.distributed.group.WORLD in _ours:
         torch.distributed.destroy_process_group()
+    _ours.clear()
+
+
+def _is_joined() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import torch
 
 from paceline.errors import RecipeError
+from paceline.machine import available_cores, cpu_name
 from paceline.recipe.plan import MachineFacts
 from paceline.world import World
 
@@ -75,6 +75,14 @@ def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
     return world.local_rank
 
 
+def reserve_deterministic_workspace() -> None:
+    """Let cuBLAS give the same sums each time; it takes heed only before this process first uses a CUDA device.
+
+    A workspace that was set by the user stays.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def describe_machine(device: torch.device) -> MachineFacts:
     """Facts the plan needs; the same on every rank of a uniform cluster."""
     fast_bf16, why = _fast_bf16(device)
@@ -93,27 +101,12 @@ def _threads_asked() -> int | None:
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
-def available_cores() -> int:
-    """Cores this process may run on (respects affinity and, on Linux, cpusets)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "xpu":
         return str(torch.xpu.get_device_name(device))
     return cpu_name()
-
-
-def cpu_name() -> str:
-    """What the processor calls itself."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _cpu_flags() -> set[str]:

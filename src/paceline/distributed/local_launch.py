@@ -7,28 +7,36 @@ exit code. Ranks write their errors to files, so that the first one is shown fir
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from paceline.distributed.environment import RENDEZVOUS_VARIABLE
-from paceline.errors import PacelineError
+from paceline.distributed.environment import RENDEZVOUS_VARIABLE, read_launch
+from paceline.errors import LaunchError, PacelineError
 
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
 _LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # A failed rank's peers notice the broken connection by themselves; those that do not are ended after this.
-_GRACE_SECONDS = 10.0
+_GRACE_AFTER_FAILURE_SECONDS = 10.0
+# Ranks end together: one that stays so long after another has ended well waits for what will not come. What the first
+# rank alone may still have to do, others wait for; so this need not be as long as an evaluation or a save.
+_GRACE_AFTER_END_SECONDS = 60.0
+# A rank whose launcher is gone stops after its step; this is for an evaluation and a save that are under way.
+_GRACE_WITHOUT_LAUNCHER_SECONDS = 300.0
 _POLL_SECONDS = 0.05
 
 
@@ -51,16 +59,52 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int) -> int
         processes: Number of ranks, at least 2.
         cores: CPU cores to share among them.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
-        ranks = [_start(arguments, rank, processes, Path(scratch), cores) for rank in range(processes)]
+    # Signals are remembered before there is anything to leave behind, and passed on once the ranks run.
+    with _remembered_signals() as received, tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
+        launch = _Launch(Path(scratch))
         try:
-            died = _supervise(ranks, Path(scratch))
+            for rank in range(processes):
+                launch.ranks.append(_start(arguments, rank, processes, Path(scratch), cores))
+            _supervise(launch, received)
         finally:
-            for process in ranks:
+            for process in launch.ranks:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        return _conclude([process.returncode for process in ranks], died, read_errors(Path(scratch)))
+        return _conclude(launch, read_errors(Path(scratch)))
+
+
+@dataclass
+class _Launch:
+    """The ranks of one launch.
+
+    Attributes:
+        scratch: Where ranks leave their errors.
+        ranks: Their processes.
+        died: Ranks that failed by themselves, in the order in which they ended.
+        overdue: Ranks that were ended because others had ended well before.
+    """
+
+    scratch: Path
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    died: list[int] = field(default_factory=list)
+    overdue: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def _remembered_signals() -> Iterator[list[int]]:
+    """Collect the signals that are to be passed on, instead of dying of them."""
+    received: list[int] = []
+
+    def remember(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, remember) for number in _FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _start(arguments: Sequence[str], rank: int, processes: int, scratch: Path, cores: int) -> subprocess.Popen[bytes]:
@@ -76,38 +120,45 @@ def _start(arguments: Sequence[str], rank: int, processes: int, scratch: Path, c
         _LAUNCHER_PID: str(os.getpid()),
     }
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    if (loopback := _loopback()) is not None:
+        # All ranks are here; the machine's own name may resolve to an address that nobody answers.
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
     # A session of its own: a signal to the terminal's group reaches a rank once, through the launcher.
     return subprocess.Popen([sys.executable, "-m", "paceline", *arguments], env=environment, start_new_session=True)
 
 
-def _supervise(ranks: list[subprocess.Popen[bytes]], scratch: Path) -> list[int]:
-    """Wait for all ranks; returns those that failed by themselves, in the order in which they ended."""
-    received: list[int] = []
-    died: list[int] = []
+def _loopback() -> str | None:
+    """The name of this machine's interface to itself: ``lo`` on Linux, ``lo0`` on macOS."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
-    def remember(number: int, _: FrameType | None) -> None:
-        received.append(number)
 
-    previous = {number: signal.signal(number, remember) for number in _FORWARDED}
-    failed_at: float | None = None
-    try:
-        while True:
-            codes = [process.poll() for process in ranks]
-            died += [r for r, code in enumerate(codes) if code not in (None, 0, STOPPED_EXIT_CODE) and r not in died]
-            if None not in codes:
-                return died
-            # A rank that has left its error may yet wait for the others before it ends.
-            if failed_at is None and (died or any(scratch.glob("rank-*.json"))):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > _GRACE_SECONDS:
-                _signal_all(ranks, signal.SIGKILL)
-                return died
-            while received:
-                _signal_all(ranks, received.pop(0))
-            time.sleep(_POLL_SECONDS)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _supervise(launch: _Launch, received: list[int]) -> None:
+    """Wait for all ranks; end those that have no one left to work with."""
+    failed_at = ended_at = math.inf
+    while True:
+        codes = [process.poll() for process in launch.ranks]
+        launch.died += [
+            rank
+            for rank, code in enumerate(codes)
+            if code not in (None, 0, STOPPED_EXIT_CODE) and rank not in launch.died
+        ]
+        if None not in codes:
+            return
+        now = time.monotonic()
+        # A rank that has left its error may yet wait for the others before it ends.
+        if launch.died or any(launch.scratch.glob("rank-*.json")):
+            failed_at = min(failed_at, now)
+        if any(code is not None for code in codes):
+            ended_at = min(ended_at, now)
+        failed = now - failed_at > _GRACE_AFTER_FAILURE_SECONDS
+        if failed or now - ended_at > _GRACE_AFTER_END_SECONDS:
+            launch.overdue = [] if failed else [rank for rank, code in enumerate(codes) if code is None]
+            _signal_all(launch.ranks, signal.SIGKILL)
+            return
+        while received:
+            _signal_all(launch.ranks, received.pop(0))
+        time.sleep(_POLL_SECONDS)
 
 
 def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
@@ -116,12 +167,19 @@ def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _conclude(codes: list[int], died: list[int], errors: list[RankError]) -> int:
+def _conclude(launch: _Launch, errors: list[RankError]) -> int:
     """Say what went wrong, its cause first, and return the exit code of the whole."""
+    codes = [process.returncode for process in launch.ranks]
+    for rank in launch.overdue:
+        print(
+            f"paceline: rank {rank} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
+            "was ended",
+            file=sys.stderr,
+        )
     if all(code in (0, STOPPED_EXIT_CODE) for code in codes):
         return max(codes)
     spoke = {error.rank for error in errors}
-    silent = [rank for rank in died if rank not in spoke]
+    silent = [rank for rank in launch.died if rank not in spoke]
     for rank in silent:
         print(f"paceline: rank {rank} {_ending_of(codes[rank])}", file=sys.stderr)
     if not errors:
@@ -157,14 +215,14 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
 
     A mistake of the user's is one sentence; anything else is a traceback.
     """
-    rank = int(environ.get("RANK", "0"))
+    rank, world_size = _place(environ)
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     message = f"{error}{notes}" if mistake else "".join(traceback.format_exception(error))
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
-        prefix = f"rank {rank}: " if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != "1" else ""
+        prefix = f"rank {rank}: " if world_size > 1 else ""
         print(f"paceline: {prefix}{message}", file=sys.stderr)
         return code
     record = {
@@ -180,8 +238,22 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     return code
 
 
-def follow_launcher(environ: Mapping[str, str]) -> None:
-    """In a rank: ask this process to stop if its launcher dies, so that no orphan trains on."""
+def _place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """This process's rank and the size of its world; variables that describe none may be the very error."""
+    try:
+        world = read_launch(environ).world
+    except LaunchError:
+        return 0, 1
+    return world.rank, world.world_size
+
+
+def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE_WITHOUT_LAUNCHER_SECONDS) -> None:
+    """In a rank: ask this process to stop if its launcher dies, so that no orphan trains on.
+
+    Args:
+        environ: The environment, in which the launcher has left its process id.
+        grace_seconds: The process ends at once if it is still there after this: it may wait for a rank that is gone.
+    """
     launcher = environ.get(_LAUNCHER_PID)
     if launcher is None:
         return
@@ -190,5 +262,7 @@ def follow_launcher(environ: Mapping[str, str]) -> None:
         while os.getppid() == int(launcher):
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_seconds)
+        os._exit(1)  # safe at any moment: a checkpoint is whole or invisible
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.folder import EXTENSIONS
+from paceline.data.image.source import ArraySource
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
-from paceline.errors import DataError
-from paceline.models.build import build_model
+from paceline.errors import DataError, RecipeError
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
+from paceline.recipe.schema import Recipe
+from paceline.references import is_reference
+from paceline.tasks.build import TASKS, build_task, task_name
+from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import Task
+from paceline.world import World
 
 _BATCH = 64
+
+TaskMaker = Callable[[Recipe], Task]
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,15 @@ class Prediction:
 
 
 class Predictor:
-    """Trained weights with the preprocessing they were evaluated with; needs neither the recipe nor the data."""
+    """Trained weights with the preprocessing they were evaluated with; needs no file but the weights' own.
 
-    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
+    Args:
+        saved: The weights; their file says which task built their network, and how images were shown.
+        device: Where to compute.
+        make_task: Makes that task.
+    """
+
+    def __init__(self, saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> None:
         self._saved = saved
         self._device = device
         data = saved.described("data")
@@ -53,7 +69,7 @@ class Predictor:
         self._channels: int = data["channels"]
         self._crop: float = data["evaluation_crop"]
         self._normalize = Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=device))
-        self._network = self._build(trust_code=trust_code).to(device).eval()
+        self._network = self._build(make_task).to(device).eval()
 
     def predict(self, paths: Sequence[Path], *, top_k: int = 5) -> Iterator[Prediction]:
         """Yield one answer per file, in order; an unreadable file is an answer too."""
@@ -81,15 +97,65 @@ class Predictor:
             for path, values, top in rows
         }
 
-    def _build(self, *, trust_code: bool) -> nn.Module:
-        tree, where = self._saved.described("recipe"), str(self._saved.path)
-        recipe = stored_recipe(tree, where)
-        refuse_foreign_code({"model": tree.get("model", {})}, recipe, where, trusted=trust_code)
-        model = replace(recipe.model, pretrained=False, initialize_from=None)
-        network = build_model(model, num_classes=len(self.classes), in_channels=self._channels)
-        check_inventory(network.state_dict(), self._saved.state, where=str(self._saved.path))
+    def _build(self, make_task: TaskMaker) -> nn.Module:
+        where = str(self._saved.path)
+        recipe = stored_recipe(self._saved.described("recipe"), where)
+        # The weights come from the file: nothing is downloaded or initialised from elsewhere.
+        recipe = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+        task = make_task(recipe)
+        if isinstance(task, ImageClassification):
+            # What its data would say of the network; the data themselves may be far away.
+            task.dataset = self._described_dataset()
+        else:
+            task.data_facts(World())
+        network = task.build_model()
+        check_inventory(network.state_dict(), self._saved.state, where=where)
         network.load_state_dict(self._saved.state)
         return network
+
+    def _described_dataset(self) -> ImageDataset:
+        data = self._saved.described("data")
+        none = ArraySource(
+            np.empty((0, self._size, self._size, self._channels), dtype=np.uint8), np.empty(0, dtype=np.int64), "none"
+        )
+        return ImageDataset(
+            name=data["dataset"],
+            train=none,
+            validation=none,
+            classes=self.classes,
+            channels=self._channels,
+            image_size=self._size,
+            digest=data["digest"],
+            mean=tuple(data["mean"]),
+            std=tuple(data["std"]),
+        )
+
+
+def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
+    """What makes the task that weights were trained with.
+
+    Raises:
+        RecipeError: If that is code to import, and the user has not said that the file may name some; or if it cannot
+            be imported.
+    """
+
+    def make(recipe: Recipe) -> Task:
+        tree, where = saved.described("recipe"), str(saved.path)
+        trained = saved.described("data").get("task")
+        if recipe.task in TASKS and trained not in (None, task_name(build_task(recipe))):
+            # Given in Python, so that the recipe does not name it.
+            if not is_reference(trained):
+                raise RecipeError(
+                    f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it "
+                    "a class of its module, or give load_predictor(task=...)."
+                )
+            recipe = replace(recipe, task=trained)
+        # The data set that the recipe names is not opened, so its code is not asked for.
+        named = {"task": recipe.task, "model": tree.get("model", {})}
+        refuse_foreign_code(named, recipe, where, trusted=trust_code)
+        return build_task(recipe)
+
+    return make
 
 
 def load_predictor(
@@ -99,6 +165,7 @@ def load_predictor(
     best: bool = False,
     trust_code: bool = False,
     device: torch.device | None = None,
+    task: TaskMaker | None = None,
 ) -> Predictor:
     """Load weights for prediction from a run directory, a checkpoint or a safetensors file.
 
@@ -108,6 +175,7 @@ def load_predictor(
         best: In a run directory, take the best checkpoint instead of the newest.
         trust_code: Whether the weights' recipe may name code to import.
         device: Where to compute; the CPU by default.
+        task: Makes the task, instead of the one that the weights name.
 
     Raises:
         PacelineError: If the target is not usable.
@@ -118,7 +186,8 @@ def load_predictor(
         raise DataError(
             f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
         )
-    return Predictor(saved, device or torch.device("cpu"), trust_code=trust_code)
+    make_task = trained_task(saved, trust_code=trust_code) if task is None else task
+    return Predictor(saved, device or torch.device("cpu"), make_task)
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:

@@ -8,7 +8,7 @@ pure function of (seed, epoch, step) gives.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
 from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
-from paceline.records.ledger_count import EpochCount, count_epochs
+from paceline.records.ledger_count import EpochCount, LedgerSummary, count_epochs
 from paceline.records.reader import read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.world import World
@@ -51,18 +51,13 @@ class Audit:
 
     def to_json(self) -> dict[str, Any]:
         """The audit as one JSON object."""
-        epochs = [{**asdict(one), "is_complete": one.is_complete} for one in self.epochs]
+        counted = LedgerSummary(samples_per_epoch=self.samples_per_epoch, epochs=self.epochs)
         return {
             "run_dir": str(self.run_dir),
             "passed": self.passed,
             "steps": self.steps,
-            "samples_per_epoch": self.samples_per_epoch,
-            "epochs_complete": sum(one.is_complete for one in self.epochs),
-            "duplicates": sum(one.duplicates for one in self.epochs),
-            "missing": sum(one.missing for one in self.epochs if one.is_over),
-            "broken": sum(one.broken for one in self.epochs),
             "objections": list(self.objections),
-            "epochs": epochs,
+            **counted.to_json(),
         }
 
 

@@ -168,6 +168,14 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
         "kernel_size": stem.kernel_size,
         "stride": stem.stride,
         "padding": stem.padding,
+        "dilation": stem.dilation,
+        "groups": stem.groups,
+        "padding_mode": stem.padding_mode,
         "bias": stem.bias is not None,
     }
+    if in_channels % stem.groups:
+        raise ModelError(
+            f"model.name={name} takes its channels in {stem.groups} groups, which {in_channels} cannot form; set "
+            "data.channels=3."
+        )
     _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options))

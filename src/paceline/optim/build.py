@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,16 +16,36 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
     """Split trainable parameters into those that decay and those that do not.
 
     Biases and normalisation scales are the parameters of fewer than two dimensions (He et al. 2018, "Bag of
-    tricks", section 3.1). Empty groups are left out.
+    tricks", section 3.1); they do not decay, nor what the network itself exempts, as timm's do (position embeddings,
+    class tokens). Empty groups are left out.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if optimizer.decay_norm_and_bias or optimizer.weight_decay == 0:
-        return [{"params": trainable, "weight_decay": optimizer.weight_decay}]
+        return [{"params": list(trainable.values()), "weight_decay": optimizer.weight_decay}]
+    patterns = list(exempt_from_decay(model))
+    free = {
+        name
+        for name, parameter in trainable.items()
+        if parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
     groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in trainable.items() if name not in free], "weight_decay": optimizer.weight_decay},
+        {"params": [p for name, p in trainable.items() if name in free], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def exempt_from_decay(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names, or shell patterns of names, that ``no_weight_decay()`` of the network gives.
+
+    A network around another one need not repeat what that one says: the outermost answer of each branch counts.
+    """
+    names = getattr(model, "no_weight_decay", None)
+    if callable(names):
+        yield from (prefix + name for name in names())
+        return
+    for child, module in model.named_children():
+        yield from exempt_from_decay(module, f"{prefix}{child}.")
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:

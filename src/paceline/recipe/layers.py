@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.recipe.fields import Applies, Belongs
+from paceline.recipe.fields import Applies, Belongs, plain
+from paceline.recipe.foreign import our_key
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration
 
 Tree = dict[str, Any]
+Origin = Literal["file", "override"]
 Mark = TypeVar("Mark")
 
 # Resolving a class's annotations is slow, and they are asked for key by key.
@@ -55,9 +57,10 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
         dotted = f"{path}{key}"
         if key not in known:
             place = f"'{path.rstrip('.')}'" if path else "a recipe"
-            homes = _homes(str(key)) if not path else []
+            homes = keys_for(str(key)) if not path or our_key(str(key)) else []
             if homes:
-                raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {' or '.join(homes)}?")
+                named = " or ".join(f"'{home}'" for home in homes)
+                raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {named}?")
             raise RecipeError(
                 f"{where}: unknown key '{dotted}'.{did_you_mean(str(key), known)} Keys of {place}: {', '.join(known)}."
             )
@@ -66,20 +69,28 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             if value is None:
                 continue  # takes the whole section away
             if not isinstance(value, Mapping):
-                keys = ", ".join(field_types(inner))
-                raise RecipeError(f"{where}: '{dotted}' is a section, found {value!r}; set one of its keys: {keys}.")
+                keys = field_types(inner)
+                meant = f"Did you mean {dotted}.name={value}? " if "name" in keys and isinstance(value, str) else ""
+                raise RecipeError(
+                    f"{where}: '{dotted}' is a section, found {value!r}. {meant}Set one of its keys: {', '.join(keys)}."
+                )
             check_known(value, where, inner, f"{dotted}.")
 
 
-def _homes(name: str, section: type[Any] = Recipe, path: str = "") -> list[str]:
-    """Dotted keys that end in a name: a user's `lr` is the schema's `optimizer.lr`."""
+def keys_for(word: str) -> list[str]:
+    """Dotted keys that a word may mean: another trainer's option (`epochs`), or the end of a key of ours (`lr`)."""
+    foreign = our_key(word)
+    return [foreign] if foreign is not None else _ending_in(word.strip("-").replace("-", "_"), Recipe, "")
+
+
+def _ending_in(name: str, section: type[Any], path: str) -> list[str]:
     found = []
     for key in field_types(section):
         inner = subsection(section, key)
         if inner is not None:
-            found += _homes(name, inner, f"{path}{key}.")
+            found += _ending_in(name, inner, f"{path}{key}.")
         elif key == name and path:
-            found.append(f"'{path}{key}'")
+            found.append(f"{path}{key}")
     return found
 
 
@@ -151,6 +162,55 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
                 )
         if subsection(section, key) is not None:
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
+
+
+def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[str, str]) -> tuple[str, ...]:
+    """Refuse overrides that have no effect in the plan at hand, and say which keys of a file have none.
+
+    A file is written for more than one plan, so what it says in vain here is told and not refused; and what it says
+    as the default would have been is not even told, since a run's stored recipe names every key.
+
+    Args:
+        recipe: The recipe.
+        origins: Where its dotted keys were set.
+        unused: Dotted keys that the plan does not use, with the reason.
+
+    Returns:
+        One sentence for each key of a file.
+
+    Raises:
+        RecipeError: For the first such override.
+    """
+    notices = []
+    for key, why in unused.items():
+        said = spelled(recipe, key)
+        if origins.get(key) == "override":
+            raise RecipeError(f"override '{said}' has no effect: {why}. Remove it.")
+        if origins.get(key) == "file" and said != spelled(Recipe(), key):
+            notices.append(f"{said} has no effect: {why}")
+    return tuple(notices)
+
+
+def spelled(recipe: Recipe, dotted: str) -> str:
+    """A recipe's key and value as an override says them."""
+    value: Any = recipe
+    for key in dotted.split("."):
+        value = getattr(value, key)
+    text = str(plain(value))
+    quote = '"' if " " in text else ""
+    return f"{dotted}={quote}{text.lower() if isinstance(value, bool) else text}{quote}"
+
+
+def set_keys(tree: Mapping[str, Any], section: type[Any] = Recipe, path: str = "") -> Iterator[str]:
+    """Dotted keys that a layer sets; None takes a key away, so it sets none."""
+    for key, value in tree.items():
+        inner = subsection(section, key)
+        if value is None:
+            continue
+        if inner is None:
+            yield f"{path}{key}"
+        else:
+            yield from set_keys(value, inner, f"{path}{key}.")
 
 
 def effective_items(section_value: Any) -> Iterator[tuple[str, Any]]:

@@ -30,12 +30,23 @@ class LoadedRecipe:
     Attributes:
         recipe: The recipe.
         name: Short name for run directories: the file's stem, or the shipped name.
-        notices: One sentence for each inherited key that an override made meaningless.
+        notices: One sentence for each key that was set and has no effect.
+        origins: Whether a dotted key was set by a file or by an override; keys nobody set are not in it.
     """
 
     recipe: Recipe
     name: str
     notices: tuple[str, ...] = ()
+    origins: Mapping[str, layers.Origin] = dataclasses.field(default_factory=dict)
+
+    def checked(self, unused: Mapping[str, str]) -> LoadedRecipe:
+        """The same with a notice for every key that a plan does not use, given with the reason (``Plan.unused``).
+
+        Raises:
+            RecipeError: If an override has no effect.
+        """
+        told = layers.check_used(self.recipe, self.origins, unused)
+        return dataclasses.replace(self, notices=(*self.notices, *told))
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -70,9 +81,11 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     """
     path = _locate(source)
     notices: list[str] = []
-    tree = _with_base(path, notices)
-    tree = _with_overrides(tree, overrides, notices)
+    tree, asked = _with_base(path, notices), _asked(overrides)
+    tree = layers.merge(tree, asked, notices)
     recipe = _validate(tree, str(source))
+    origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
+    origins |= dict.fromkeys(layers.set_keys(asked), "override")
     # Stored with the run, paths must mean the same from everywhere.
     if recipe.data.path is not None:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=_absolute(recipe.data.path)))
@@ -80,14 +93,34 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
         model = dataclasses.replace(recipe.model, initialize_from=_absolute(recipe.model.initialize_from))
         recipe = dataclasses.replace(recipe, model=model)
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
-    return LoadedRecipe(recipe, name, tuple(notices))
+    return LoadedRecipe(recipe, name, tuple(notices), origins)
 
 
 def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()) -> Recipe:
     """A resolved recipe that was stored with weights, with overrides on top."""
     notices: list[str] = []
     layers.check_known(tree, where)
-    return _validate(_with_overrides(dict(tree), overrides, notices), where)
+    return _validate(layers.merge(dict(tree), _asked(overrides), notices), where)
+
+
+# What only training asks about; a task of one's own may look at everything else when it scores.
+_FOR_TRAINING = (
+    *("optimizer.", "schedule.", "checkpoint.", "telemetry."),
+    *("train.duration", "train.grad_scaler.", "train.ema", "train.deterministic"),
+    *("evaluate.every", "evaluate.metric", "evaluate.patience"),
+    *("parallel.strategy", "parallel.bucket_cap_mb", "model.pretrained", "model.initialize_from"),
+)
+
+
+def refuse_training_overrides(overrides: Overrides) -> None:
+    """Refuse overrides that can have no effect where saved weights are only scored.
+
+    Raises:
+        RecipeError: Naming the first.
+    """
+    for key in layers.set_keys(_asked(overrides)):
+        if key.startswith(_FOR_TRAINING):
+            raise RecipeError(f"override '{key}' has no effect: saved weights are scored, not trained. Remove it.")
 
 
 def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool) -> None:
@@ -212,13 +245,14 @@ def _read(path: Path) -> layers.Tree:
     return tree
 
 
-def _with_overrides(tree: layers.Tree, overrides: Overrides, notices: list[str]) -> layers.Tree:
+def _asked(overrides: Overrides) -> layers.Tree:
+    """Overrides as one layer."""
     asked: layers.Tree = {}
     for dotted, value in _pairs(overrides):
         layer = _nest(dotted, value)
         layers.check_known(layer, f"override '{dotted}'")
         layers.update(asked, layer)
-    return layers.merge(tree, asked, notices)
+    return asked
 
 
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
@@ -228,7 +262,8 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
     for text in overrides:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
-            raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example optimizer.lr=0.1.")
+            folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
+            raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example {folder}.")
         try:
             yield dotted.strip(), yaml.load(value, Loader=_StrictLoader) if value.strip() else ""
         except (yaml.YAMLError, RecipeError) as error:

@@ -24,7 +24,7 @@ class DataFacts:
         train_samples: Samples in one training epoch.
         evaluation_samples: Samples held out for evaluation; 0 if there are none.
         description: Further facts for the reader, by name (classes, image size, back-end, ...).
-        reasons: Why an `auto` became what it is, by dotted key.
+        reasons: Why an `auto` became what it is, and why a key that knows no `auto` is not used, by dotted key.
     """
 
     train_samples: int
@@ -65,7 +65,10 @@ class LearningRatePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off."""
+    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off.
+
+    ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
+    """
 
     world_size: int
     local_world_size: int
@@ -95,6 +98,7 @@ class Plan:
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -124,6 +128,8 @@ def make_plan(
         RecipeError: If batch and world do not fit together, or a length comes to nothing.
     """
     reasons = {**machine.reasons, **data.reasons}
+    no_gpu = "no GPU was found that could be used"
+    reasons["parallel.device"] = no_gpu if machine.device == "cpu" else f"a {machine.device} device was found"
     micro = micro_batch_size(recipe, world_size, reasons)
     batch = recipe.batch.global_size
     if data.train_samples < 1:
@@ -132,8 +138,11 @@ def make_plan(
     if batch > data.train_samples:
         reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
     steps_per_epoch = math.ceil(data.train_samples / batch)
+    last_step = data.train_samples - (steps_per_epoch - 1) * batch
     lengths = _Lengths(data.train_samples, batch)
     total = lengths.total(recipe.train.duration)
+    if total >= steps_per_epoch and last_step // (batch // micro) < 2:
+        reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
     return Plan(
         world_size=world_size,
         local_world_size=local_world_size,
@@ -151,7 +160,7 @@ def make_plan(
         accumulation_steps=batch // (micro * world_size),
         logical_ranks=batch // micro,
         steps_per_epoch=steps_per_epoch,
-        last_step_samples=data.train_samples - (steps_per_epoch - 1) * batch,
+        last_step_samples=last_step,
         total_steps=total,
         total_epochs=total / steps_per_epoch,
         warmup_steps=lengths.within("schedule.warmup", recipe.schedule.warmup, total),
@@ -161,19 +170,54 @@ def make_plan(
         checkpoint_every_steps=lengths.interval("checkpoint.every", recipe.checkpoint.every, total),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
+        unused=unused_keys(recipe, data, world_size),
     )
 
 
 # Reasons that are told although the key was not left open.
-_ALWAYS_TOLD = ("batch.global_size", "evaluate.top_k", "evaluate.every", "data.validation")
+_ALWAYS_TOLD = ("batch.global_size", "batch.tail", "evaluate.top_k", "evaluate.every", "data.validation")
 
 
 def _is_open(recipe: Recipe, key: str) -> bool:
     """Whether a reason answers a question that the recipe left open."""
     if key in _ALWAYS_TOLD:
         return True
-    section, _, name = key.partition(".")
-    return getattr(getattr(recipe, section, None), name, None) == "auto"
+    return _asked(recipe, key) == "auto"
+
+
+def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, str]:
+    """Dotted keys that ask for something which has no effect on this data and in this world, with the reason.
+
+    A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
+    """
+    found: dict[str, str] = {}
+    backend = data.description.get("backend", "pytorch")
+    if backend != "pytorch":
+        why = f"the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)"
+        found["data.prefetch"] = why
+        if recipe.data.workers not in ("auto", 0):
+            found["data.workers"] = why
+    elif data.description.get("workers") == 0:
+        found["data.prefetch"] = "there are no loader processes (see data.workers)"
+    for key in ("data.validation_fraction", "evaluate.top_k"):
+        if key in data.reasons:
+            found[key] = data.reasons[key]
+    if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
+        found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
+    if world_size == 1:
+        found["parallel.bucket_cap_mb"] = "one process has no gradients to average with others"
+    if recipe.evaluate.every is None or data.evaluation_samples == 0:
+        why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
+        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
+        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) != "auto"}
+        if recipe.evaluate.every is not None:
+            found["evaluate.every"] = f"nothing is evaluated ({why})"
+    return found
+
+
+def _asked(recipe: Recipe, dotted: str) -> object:
+    section, _, name = dotted.partition(".")
+    return getattr(getattr(recipe, section, None), name, None)
 
 
 def _check_evaluation(recipe: Recipe, data: DataFacts, reasons: dict[str, str]) -> None:
@@ -186,6 +230,14 @@ def _check_evaluation(recipe: Recipe, data: DataFacts, reasons: dict[str, str]) 
         )
     if data.evaluation_samples == 0:
         reasons["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
+
+
+def default_processes(recipe: Recipe, devices: int) -> int:
+    """Processes of a run that was not told how many: one per device, as many as share the global batch evenly."""
+    if recipe.parallel.strategy == "single":
+        return 1
+    batch, unit = recipe.batch.global_size, 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
+    return max((count for count in range(1, devices + 1) if batch % (unit * count) == 0), default=1)
 
 
 def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> int:
@@ -291,11 +343,12 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
     asked = recipe.parallel.threads
     if asked != "auto":
         return asked
-    if machine.threads is not None:
+    share = max(1, machine.cores // local_world_size)
+    if machine.threads not in (None, share):
         reasons["parallel.threads"] = "as OMP_NUM_THREADS says"
         return machine.threads
     reasons["parallel.threads"] = f"{_plural(machine.cores, 'core')} for {_plural(local_world_size, 'process')} here"
-    return max(1, machine.cores // local_world_size)
+    return share
 
 
 def resolve_evaluation_batch(recipe: Recipe, reasons: dict[str, str]) -> int:

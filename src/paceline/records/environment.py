@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.machine import available_cores, cpu_name, memory_bytes
+
 _PACKAGES = (
     "paceline",
     "torch",
@@ -69,28 +71,7 @@ def package_versions() -> dict[str, str]:
 
 def cpu_facts() -> dict[str, Any]:
     """Return the processor's name, its cores, and how many of them this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": usable}
-
-
-def _cpu_model() -> str:
-    """Return the processor's marketing name where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model"):
-                return value.strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int | None:
-    """Return the machine's main memory, or None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    return {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": available_cores()}
 
 
 def git_facts(directory: Path) -> dict[str, Any] | None:

@@ -160,7 +160,7 @@ class IncidentEvent(Event):
     """Something went wrong that the run survives, or did not.
 
     Attributes:
-        incident: What kind, as an identifier: ``broken_sample``, ``skipped_step``, ``damaged_checkpoint``.
+        incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``.
         message: One sentence for a person.
     """
 

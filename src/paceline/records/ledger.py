@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ _BUFFER_BYTES = 1 << 18
 _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<u8")
 
 Ids = NDArray[np.int64]
+_NONE: Ids = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,12 @@ class LedgerWriter(AppendFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path, buffering=_BUFFER_BYTES)
 
-    def append(self, *, step: int, epoch: int, ids: ArrayLike, broken: ArrayLike = ()) -> None:
+    def append(self, *, step: int, epoch: int, ids: ArrayLike, broken: Sequence[int] | Ids = ()) -> None:
         """Record the samples of a micro-batch or a step, if there are any; steps must not decrease."""
         used = np.asarray(ids, dtype=np.int64)
-        lost = np.asarray(broken, dtype=np.int64)
-        if used.size + lost.size == 0:
-            return
-        self.write(_encode(step, epoch, used, lost))
+        lost = np.asarray(broken, dtype=np.int64) if len(broken) else _NONE
+        if used.size + lost.size:
+            self.write(_encode(step, epoch, used, lost))
 
 
 def ledger_path(directory: Path, rank: int) -> Path:
@@ -119,9 +119,11 @@ def truncate_ledgers(directory: Path, step: int) -> int:
 def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
     """Frame one record."""
     both = np.concatenate((ids, broken)) if broken.size else ids
-    if int(both.min()) < 0:
+    # Read as unsigned, what is negative is larger than any sample's id.
+    largest = int(both.view(np.uint64).max())
+    if largest >= 1 << 63:
         raise ValueError(f"sample ids are not negative, found {int(both.min())}")
-    dtype = _NARROW if int(both.max()) < 1 << 32 else _WIDE
+    dtype = _NARROW if largest < 1 << 32 else _WIDE
     header = _HEADER.pack(_MAGIC, dtype.itemsize, epoch, step, ids.size, broken.size)
     body = header + both.astype(dtype).tobytes()
     return body + _CHECKSUM.pack(zlib.crc32(body))

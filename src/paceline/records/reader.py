@@ -50,6 +50,11 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.plan)
 
 
+def read_environment(run: RunDirectory) -> dict[str, Any]:
+    """Read ``environment.json``, or return nothing where there is none: no number depends on it."""
+    return read_json(run.environment) if run.environment.is_file() else {}
+
+
 def read_recipe(run: RunDirectory) -> dict[str, Any]:
     """Read ``recipe.yaml`` as plain values; ``paceline.recipe`` turns them into a recipe.
 

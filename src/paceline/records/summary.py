@@ -44,7 +44,8 @@ class Summary:
         total_seconds: Time the processes ran, over all launches.
         throughput_samples_per_second: Over all steps but each launch's warm-up; None if there were no others.
         data_wait_fraction: Share of step time spent waiting for data, in [0, 1]; None likewise.
-        peak_memory_bytes: Of the first rank: device memory allocated, or resident memory on a CPU.
+        peak_memory_bytes: Of the first rank: device memory allocated, or resident memory on a CPU; None where the
+            device does not say (Metal).
         parameters: Number of the model's trainable parameters.
         ledger: What the ledger proves; None if it was not counted.
         resumes: How often the run was resumed.
@@ -63,7 +64,7 @@ class Summary:
     total_seconds: float
     throughput_samples_per_second: float | None
     data_wait_fraction: float | None
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     parameters: int
     ledger: LedgerFacts | None
     resumes: int = 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.data.batch import Backend, Batch
+from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import ImagePipeline
@@ -82,8 +82,8 @@ class ImageClassification(Task):
         return ImagePipeline(
             train=found.train,
             evaluation=found.validation,
-            open_train=lambda: self._open("train", placement),
-            open_evaluation=lambda: self._open("validation", placement),
+            open_train=partial(self._open, "train", placement),
+            open_evaluation=partial(self._open, "validation", placement),
             normalize=Normalize(found.mean, found.std, placement),
             placement=placement,
             has_workers=self._workers > 0,
@@ -123,7 +123,7 @@ class ImageClassification(Task):
         else:
             reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {classes} classes"
 
-    def _open(self, split: Split, placement: Placement) -> Backend:
+    def _open(self, split: Split, placement: Placement, progress: Progress | None) -> Backend:
         return open_backend(
             self._backend,
             self.recipe.data,
@@ -132,6 +132,7 @@ class ImageClassification(Task):
             seed=self.recipe.seed,
             workers=self._workers,
             device=placement.device,
+            progress=progress,
         )
 
 

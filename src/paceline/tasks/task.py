@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,11 +67,3 @@ class Task(ABC):
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """One entry per sample, [N, ...], for a predictions file; by default nothing."""
         return {}
-
-
-class TaskFactory(Protocol):
-    """What ``task: package.module:factory`` names: usually the task's class."""
-
-    def __call__(self, recipe: Recipe) -> Task:
-        """Make the task of a recipe."""
-        ...

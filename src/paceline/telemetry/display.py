@@ -40,6 +40,10 @@ class Display(Protocol):
         """Note that ``step`` steps are done; called at every step."""
         ...
 
+    def status(self, text: str) -> None:
+        """Say what keeps the run from its steps; called often, with an empty text when it is over."""
+        ...
+
     def record(self, event: Mapping[str, Any]) -> None:
         """Take an event, as the dictionary written to ``events.jsonl``."""
         ...
@@ -75,6 +79,9 @@ class SilentDisplay:
         """Show nothing."""
 
     def advance(self, step: int) -> None:
+        """Show nothing."""
+
+    def status(self, text: str) -> None:
         """Show nothing."""
 
     def record(self, event: Mapping[str, Any]) -> None:
@@ -128,6 +135,11 @@ class PlainDisplay:
         if time.perf_counter() >= self._due:
             self.message(self._progress.line)
 
+    def status(self, text: str) -> None:
+        """Show a line if one is due."""
+        if text and time.perf_counter() >= self._due:
+            self.message(text)
+
     def record(self, event: Mapping[str, Any]) -> None:
         """Remember a step's figures; show what else there is to tell."""
         if event["event"] == "step" and self._progress is not None:
@@ -169,6 +181,7 @@ class LiveDisplay:
         self._bars: Progress | None = None
         self._live: Live | None = None
         self._due = 0.0
+        self._status = ""
 
     def start(
         self,
@@ -208,6 +221,12 @@ class LiveDisplay:
             return
         self._progress.advance(step)
         if time.perf_counter() >= self._due:
+            self._draw()
+
+    def status(self, text: str) -> None:
+        """Put the text in the place of the figures; redraw if it is time to, or it is over."""
+        self._status = text
+        if not text or time.perf_counter() >= self._due:
             self._draw()
 
     def record(self, event: Mapping[str, Any]) -> None:
@@ -264,4 +283,4 @@ class LiveDisplay:
             total=progress.steps_in_epoch,
         )
         bars.update(run, completed=progress.step, total=progress.total_steps, left=progress.time_left)
-        return Group(bars.get_renderable(), Text(progress.figures))
+        return Group(bars.get_renderable(), Text(self._status or progress.figures))

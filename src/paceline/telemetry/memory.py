@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Peaks since the process began, or since the allocator's statistics were last reset.
+def peak_memory_bytes(device_type: str) -> int | None:
+    """Return the most memory this process held on the current device; reads counters, and makes no device wait.
 
-    Attributes:
-        allocated_bytes: Held by tensors on a GPU; resident memory of the process on a CPU.
-        reserved_bytes: Held by PyTorch's allocator on a GPU; the same as allocated on a CPU.
+    On a CPU that is resident memory. None if the device's allocator keeps no peak, as Metal's.
     """
+    import torch
 
-    allocated_bytes: int
-    reserved_bytes: int
-
-    def to_json(self) -> dict[str, int]:
-        """Return the peaks under the names used in records."""
-        return {
-            "peak_memory_allocated_bytes": self.allocated_bytes,
-            "peak_memory_reserved_bytes": self.reserved_bytes,
-        }
-
-
-def peak_memory(device_type: str) -> PeakMemory:
-    """Return the peaks on the current device; reads counters, and makes no device wait."""
-    if device_type == "cuda":
-        import torch
-
-        return PeakMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-    resident = peak_resident_bytes()
-    return PeakMemory(resident, resident)
+    match device_type:
+        case "cpu":
+            return peak_resident_bytes()
+        case "cuda":
+            return torch.cuda.max_memory_allocated()
+        case "xpu":
+            return int(torch.xpu.max_memory_allocated())
+    return None
 
 
 def peak_resident_bytes() -> int:

@@ -7,14 +7,14 @@ imported when the first record is written, so that a run pays for no tracker bef
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from paceline.errors import RecipeError, did_you_mean
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 _NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights"})
 
@@ -34,6 +34,9 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Writes step records as ``train/<name>`` and evaluations as ``evaluation/<weights>/<name>``.
 
+    One message per record through TensorBoard's own record format, in this thread: torch's ``SummaryWriter`` makes one
+    per value, hands them to a thread and waits for it, which costs several times as much.
+
     Args:
         directory: The folder TensorBoard is pointed at.
         start_step: The step the run goes on from. What an earlier process wrote for later steps is purged.
@@ -42,7 +45,7 @@ class TensorBoardTracker:
     def __init__(self, directory: Path, *, start_step: int = 0) -> None:
         self._directory = directory
         self._start_step = start_step
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Take one event."""
@@ -53,13 +56,16 @@ class TensorBoardTracker:
                 prefix = f"evaluation/{event['weights']}"
             case _:
                 return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         if self._writer is None:
             self._writer = self._open()
-        for name, value in event.items():
-            if name not in _NOT_SCALARS and isinstance(value, int | float):
-                self._writer.add_scalar(f"{prefix}/{name}", value, event["step"], walltime=event.get("time"))
-        # Records are rare, and one still queued when the process is killed would be a gap after a resume.
-        self._writer.flush()
+        values = [
+            Summary.Value(tag=f"{prefix}/{name}", simple_value=value)
+            for name, value in event.items()
+            if name not in _NOT_SCALARS and isinstance(value, int | float)
+        ]
+        self._append(step=event["step"], wall_time=event.get("time"), summary=Summary(value=values))
 
     def close(self) -> None:
         """Close the file, if one was opened."""
@@ -67,11 +73,27 @@ class TensorBoardTracker:
             self._writer.close()
             self._writer = None
 
-    def _open(self) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
+    def _open(self) -> Any:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # The name that TensorBoard looks for; files of one second are told apart by process and number.
+        number = sum(1 for _ in self._directory.iterdir())
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
+        self._writer = RecordWriter((self._directory / name).open("ab"))
+        self._append(file_version="brain.Event:2")
         purge_step = self._start_step + 1 if self._start_step else 0
-        return SummaryWriter(str(self._directory), purge_step=purge_step)
+        self._append(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        return self._writer
+
+    def _append(self, *, wall_time: float | None = None, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        message = Event(wall_time=time.time() if wall_time is None else wall_time, **content)
+        self._writer.write(message.SerializeToString())
+        # Records are rare, and one still buffered when the process is killed would be a gap after a resume.
+        self._writer.flush()
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoardTracker}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.telemetry.display import choose_display
@@ -21,7 +25,8 @@ def train(
 ) -> TrainResult:
     """Train a recipe, or go on with the run in ``run_dir``.
 
-    Joins the world it finds (torchrun, Slurm), else trains in this process.
+    Joins the world it finds (torchrun, Slurm), else trains in this process. Signal handlers, and torch's number of
+    threads and settings of determinism, are afterwards what they were; torch's generator has been seeded.
 
     Args:
         recipe: A shipped recipe's name or the path of a YAML file.
@@ -37,4 +42,21 @@ def train(
     """
     display = None if quiet else choose_display(sys.stdout, unit="images")
     options = Options(run_dir=None if run_dir is None else Path(run_dir), resume=resume, display=display, task=task)
-    return train_recipe(load_recipe(recipe, overrides), options)
+    loaded = load_recipe(recipe, overrides)
+    with _torch_as_it_was():
+        return train_recipe(loaded, options)
+
+
+@contextlib.contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """Give back what a run sets for the whole process; a command ends after it, a caller goes on."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        if torch.are_deterministic_algorithms_enabled() != deterministic[0]:
+            # Only then: the call imports torch's compiler, which takes seconds.
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

@@ -29,10 +29,11 @@ from paceline.recipe.plan import (
     resolve_threads,
 )
 from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task, task_name
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import build_task, place, task_name
+from paceline.trainer.preparation import place
 
 PREDICTION_FORMATS = (".jsonl", ".csv")
 
@@ -106,8 +107,9 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
     _check_classes(task, saved)
     network = _network(task, saved, placement)
     pipeline = task.open_pipeline(placement)
-    collectives = join(launch, device)
     try:
+        pipeline.start(training=False, evaluation=True)
+        collectives = join(launch, device)
         evaluator = Evaluator(
             task=task,
             pipeline=pipeline,

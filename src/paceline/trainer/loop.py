@@ -30,6 +30,8 @@ def fit(run: Run) -> str:
         if run.due(plan.evaluate_every_steps):
             evaluate_run(run)
         ending = run.ending()
+        if ending == "patience" and not run.due(plan.log_every_steps):
+            run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
         if run.due(plan.checkpoint_every_steps) or run.found_best() or ending:
             save_checkpoint(run)
     return ending

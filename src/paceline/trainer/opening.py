@@ -16,7 +16,7 @@ from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.ledger import ledger_files
-from paceline.records.reader import read_plan, read_recipe, read_summary
+from paceline.records.reader import read_environment, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, sync_directory, write_json, write_text
 from paceline.trainer.saving import prepare_resume
 
@@ -203,6 +203,9 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
         before, now = plan[number], getattr(asked.plan, number)
         if before != now:
             notices.append(f"{name}: {before} before, {now} now: the same samples, but not the same bits")
+    before, now = read_environment(directory).get("torch"), asked.device_facts["torch"]
+    if before is not None and before != now:
+        notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
     if plan["total_steps"] != asked.plan.total_steps:
         before, now = plan["total_steps"], asked.plan.total_steps
         notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")

@@ -18,19 +18,16 @@ from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.distributed.device import choose_device, describe_machine
-from paceline.errors import ModelError, RecipeError, did_you_mean
+from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
+from paceline.errors import ModelError, RecipeError
 from paceline.models.build import parameter_count
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference, load_reference
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.build import task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
 from paceline.world import World
-
-TASKS = {"image_classification": ImageClassification}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +50,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     Raises:
         PacelineError: For every mistake that can be known before training.
     """
+    if recipe.train.deterministic:
+        reserve_deterministic_workspace()
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
     plan = plan_run(recipe, task, describe_machine(device), world)
@@ -91,30 +90,6 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         _check_tail(prepared)
         undo.pop_all()
     return prepared
-
-
-def build_task(recipe: Recipe) -> Task:
-    """Make the task a recipe names.
-
-    Raises:
-        RecipeError: If there is none of that name, or the reference does not give a task.
-    """
-    if recipe.task in TASKS:
-        return TASKS[recipe.task](recipe)
-    if not is_reference(recipe.task):
-        raise RecipeError(
-            f"unknown task '{recipe.task}'.{did_you_mean(recipe.task, TASKS)} Tasks: {', '.join(TASKS)}, or "
-            "package.module:factory of your own."
-        )
-    task = load_reference(recipe.task, RecipeError)(recipe)
-    if not isinstance(task, Task):
-        raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, which is no paceline.Task.")
-    return task
-
-
-def task_name(task: Task) -> str:
-    """The task's class as ``module:name``."""
-    return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:

@@ -37,7 +37,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            # None stands for a handler that was not set from Python, and cannot be set from here.
+            if handler is not None:
+                signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
         self._previous = {}
 
     def _remember(self, number: int, _: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from paceline.models.digest import weights_sha256
 from paceline.records.events import Status
 from paceline.records.ledger_count import count_epochs
 from paceline.records.summary import LedgerFacts, Summary
-from paceline.telemetry.memory import peak_memory
+from paceline.telemetry.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -37,7 +37,7 @@ def summarise(run: Run, status: Status, ending: str) -> Summary:
         total_seconds=progress.total_seconds,
         throughput_samples_per_second=clock.throughput_samples_per_second,
         data_wait_fraction=clock.data_wait_fraction,
-        peak_memory_bytes=peak_memory(run.device.type).allocated_bytes,
+        peak_memory_bytes=peak_memory_bytes(run.device.type),
         parameters=plan.parameters or 0,
         # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
         ledger=None if status == "failed" else _ledger(run),

@@ -24,12 +24,13 @@ from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.records.summary import Summary
+from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
-from paceline.trainer.preparation import Prepared, build_task, plan_run, prepare
+from paceline.trainer.preparation import Prepared, plan_run, prepare
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
@@ -83,7 +84,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     """The plan of a recipe, for this world or a world of any size, without training."""
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else _first_of(world_size)
-    device = choose_device(loaded.recipe.parallel.device, launch.world)
+    device = choose_device(loaded.recipe.parallel.device, world)
     return plan_run(loaded.recipe, build_task(loaded.recipe), describe_machine(device), world)
 
 
@@ -100,6 +101,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
     with StopRequest() as stop:
         prepared = prepare(recipe, task, launch.world)
+        loaded = loaded.checked(prepared.plan.unused)
         with (
             contextlib.closing(prepared.pipeline),
             _joined(launch, prepared.device) as collectives,
@@ -156,6 +158,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
         try:
             restore(run, opening.choice)
             _announce(run, loaded, opening)
+            _load(run)
             result = _fit(run)
         except BaseException:
             _conclude_failed(run)
@@ -199,6 +202,11 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
     )
+
+
+def _load(run: Run) -> None:
+    run.pipeline.load(lambda done, total: run.display.status(f"reading images: {done} of {total}"))
+    run.display.status("")
 
 
 def _plan_in_words(run: Run) -> tuple[str, str]:

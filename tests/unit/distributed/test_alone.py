@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
 from paceline.distributed.collectives import Collectives, join, leave
-from paceline.distributed.device import available_devices, choose_device, describe_machine
+from paceline.distributed.device import (
+    available_devices,
+    choose_device,
+    describe_machine,
+    reserve_deterministic_workspace,
+)
 from paceline.distributed.environment import read_launch
 from paceline.distributed.strategy import SingleProcess, build_strategy
 from paceline.errors import DataError, RecipeError
@@ -64,6 +71,17 @@ def test_the_processor_is_always_there() -> None:
     assert facts.device_name
     assert facts.cores >= 1
     assert facts.reasons["fast_bf16"]
+
+
+@pytest.mark.parametrize("before", [None, ":16:8"])
+def test_a_workspace_for_exact_sums_is_reserved_unless_there_is_one(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before or "")
+    if before is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    reserve_deterministic_workspace()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (before or ":4096:8")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])

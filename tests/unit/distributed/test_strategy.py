@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import DataParallel, build_strategy
+from paceline.distributed.strategy import VOTE_LAG, DataParallel, VoteReader, build_strategy, has_training_buffers
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -66,3 +66,59 @@ def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> N
     assert set(network.state_dict()) == names
     assert all(torch.equal(a, b) for a, b in zip(tensors, network.parameters(), strict=True))
     strategy.sync_buffers([network])
+
+
+class Copied:
+    """An event of a device that is done when it is waited for, not before."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host, self.shown = host, host.clone()
+
+    def record(self) -> None:
+        self.shown = self.host.clone()
+        self.host.fill_(torch.nan)
+
+    def synchronize(self) -> None:
+        self.host.copy_(self.shown)
+
+
+def test_a_late_vote_is_read_after_the_same_number_of_steps_from_a_ring_of_slots() -> None:
+    made: list[Copied] = []
+
+    def slot() -> tuple[torch.Tensor, Copied]:
+        made.append(Copied(torch.zeros(1)))
+        return made[-1].host, made[-1]
+
+    votes = VoteReader(CPU, slot)
+    wishes = [False, True, False, False, True, True, False, False, False]
+    heard = []
+    assert not votes.agreed()
+    for wish in wishes:
+        votes.cast(torch.tensor(float(wish)))
+        heard.append(votes.agreed())
+    assert heard == [False] * VOTE_LAG + wishes[:-VOTE_LAG]
+    assert len(made) == VOTE_LAG + 1
+
+
+class Codebook(nn.Module):
+    """A buffer that training moves and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (nn.Linear(2, 2), False),
+        (net(), False),
+        (nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3)), False),
+        (Codebook(), True),
+        (nn.Sequential(nn.BatchNorm1d(3), Codebook()), True),
+        (nn.utils.spectral_norm(nn.Linear(2, 2)), True),
+    ],
+    ids=["none", "batch norm", "norms", "own", "own beside a norm", "spectral norm"],
+)
+def test_statistics_of_norms_are_no_training_buffers_and_all_others_are(network: nn.Module, expected: bool) -> None:
+    assert has_training_buffers(network) is expected

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.models.build import build_model, model_names, parameter_count
+from paceline.models.build import _replace_stem, build_model, model_names, parameter_count
 from paceline.recipe.model import Model
 
 OWN = """
@@ -143,3 +143,16 @@ def test_parameters_are_counted_once_and_only_trainable_ones() -> None:
     assert parameter_count(tied) == 9 + 3 + 3
     tied[0].bias.requires_grad_(requires_grad=False)
     assert parameter_count(tied) == 9 + 3
+
+
+def test_a_stem_for_other_channels_differs_in_nothing_else() -> None:
+    options = {"stride": 2, "padding": 1, "dilation": 2, "padding_mode": "reflect", "bias": False}
+    network = nn.Sequential(nn.Conv2d(3, 6, 3, **options))
+    _replace_stem(network, 1, "torchvision:any")
+    expected = nn.Conv2d(1, 6, 3, **options)
+    assert repr(network[0]) == repr(expected)
+
+
+def test_a_stem_whose_groups_the_channels_cannot_form_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"in 3 groups, which 1 cannot form; set data\.channels=3"):
+        _replace_stem(nn.Sequential(nn.Conv2d(3, 6, 3, groups=3)), 1, "torchvision:any")

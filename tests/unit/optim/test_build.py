@@ -36,6 +36,46 @@ def test_biases_and_norms_do_not_decay() -> None:
     assert names_of(model, free["params"]) == {"0.bias", "1.weight", "1.bias", "3.bias"}
 
 
+class Tokens(nn.Module):
+    """Says itself what should not decay, as timm's transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(1, 4, 3))
+        self.blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.head = nn.Linear(3, 2)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"position", "blocks.1.*"}
+
+
+def test_what_the_network_exempts_does_not_decay() -> None:
+    model = Tokens()
+    decayed, free = parameter_groups(model, section(weight_decay=0.1))
+    assert names_of(model, decayed["params"]) == {"blocks.0.weight", "head.weight"}
+    assert "position" in names_of(model, free["params"])
+    (group,) = parameter_groups(model, section(weight_decay=0.1, decay_norm_and_bias=True))
+    assert len(group["params"]) == 7
+
+
+def test_a_network_inside_another_is_asked_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Tokens())
+    decayed, _ = parameter_groups(model, section(weight_decay=0.1))
+    assert names_of(model, decayed["params"]) == {"0.weight", "1.blocks.0.weight", "1.head.weight"}
+
+
+def test_a_published_transformer_decays_what_its_own_library_would() -> None:
+    timm = pytest.importorskip("timm")
+    from timm.optim import param_groups_weight_decay
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3)
+    theirs = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
+    expected = {group["weight_decay"]: names_of(model, group["params"]) for group in theirs}
+    ours = parameter_groups(model, section(weight_decay=0.1))
+    assert {group["weight_decay"]: names_of(model, group["params"]) for group in ours} == expected
+    assert "pos_embed" in expected[0.0]
+
+
 def test_they_do_if_asked() -> None:
     (group,) = parameter_groups(net(), section(weight_decay=0.1, decay_norm_and_bias=True))
     assert group["weight_decay"] == 0.1

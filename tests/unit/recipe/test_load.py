@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
+from paceline.recipe import foreign
 from paceline.recipe.load import (
     Overrides,
     differences,
     load_recipe,
     recipe_digest,
+    refuse_training_overrides,
     shipped_recipes,
     stored_recipe,
     to_tree,
@@ -64,6 +66,52 @@ def test_an_unknown_key_is_refused_at_every_depth(override: str, said: str, tmp_
         tree = {key: tree}
     path = write(tmp_path, "mine.yaml", yaml.safe_dump(tree))
     assert refusal(source=path).startswith(f"{path}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("epochs", "train.duration"),
+        ("batch_size", "batch.global_size"),
+        ("batch-size", "batch.global_size"),
+        ("opt", "optimizer.name"),
+        ("smoothing", "train.label_smoothing"),
+        ("train.epochs", "train.duration"),
+        ("schedule.warmup_epochs", "schedule.warmup"),
+        ("lr", "optimizer.lr"),
+        ("pretrained", "model.pretrained"),
+    ],
+)
+def test_what_other_trainers_call_a_key_is_understood(word: str, key: str) -> None:
+    assert refusal(f"{word}=1") == f"override '{word}': unknown key '{word}'. Did you mean '{key}'?"
+
+
+def test_every_word_of_other_trainers_names_a_key_and_is_none() -> None:
+    for word, key in foreign._KEYS.items():
+        assert key in set(_dotted(to_tree(Recipe()))) | NOT_ALWAYS_THERE, key
+        assert foreign.our_key(f"--{word.replace('_', '-')}") == key
+    assert foreign.our_key("nothing") is None
+
+
+NOT_ALWAYS_THERE = {"data.path", "schedule.milestones", "schedule.gamma", "data.backend"}
+
+
+def _dotted(tree: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for key, value in tree.items():
+        found += _dotted(value, f"{path}{key}.") if isinstance(value, dict) and value else [f"{path}{key}"]
+    return found
+
+
+def test_a_name_for_a_section_is_answered_with_its_name_key() -> None:
+    assert "found 'resnet18'. Did you mean model.name=resnet18?" in refusal("model=resnet18")
+    assert "Did you mean" not in refusal("data=photos")
+
+
+def test_a_folder_for_an_override_is_taken_for_the_data(tmp_path: Path) -> None:
+    assert (
+        refusal(str(tmp_path)) == f"found '{tmp_path}', but an override is KEY=VALUE, for example data.path={tmp_path}."
+    )
 
 
 @pytest.mark.parametrize("text", ["optimizer: 3", "optimizer: [lr]", "data: {augment: flip}"])
@@ -265,6 +313,71 @@ def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -
 def test_what_the_same_layer_says_is_not_dropped(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "optimizer: {name: adamw, betas: [0.8, 0.9]}\n")
     assert "has no effect" in refusal("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", source=path)
+
+
+UNUSED = {"parallel.bucket_cap_mb": "one process", "optimizer.decay_norm_and_bias": "nothing decays"}
+
+
+def test_where_a_key_was_set_is_remembered(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "seed: 3\nmodel: {options: {width: 4}}\ntrain: {ema: 0.5}\n")
+    path = write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd, lr: 1}\n")
+    loaded = load_recipe(path, ["optimizer.lr=2", "train.ema=null", "data={dataset: digits, augment: {crop: none}}"])
+    assert loaded.origins == {
+        "seed": "file",
+        "model.options": "file",
+        "optimizer.name": "file",
+        "optimizer.lr": "override",
+        "data.dataset": "override",
+        "data.augment.crop": "override",
+    }
+
+
+@pytest.mark.parametrize("overrides", [["parallel.bucket_cap_mb=7"], {"parallel": {"bucket_cap_mb": 7}}])
+def test_an_override_that_the_plan_does_not_use_is_refused(overrides: Overrides) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", overrides).checked(UNUSED)
+    assert str(caught.value) == "override 'parallel.bucket_cap_mb=7' has no effect: one process. Remove it."
+
+
+def test_an_unused_key_of_a_file_is_told(tmp_path: Path) -> None:
+    text = "parallel: {bucket_cap_mb: 7}\noptimizer: {decay_norm_and_bias: true}\n"
+    for path in (write(tmp_path, "a.yaml", text), write(tmp_path, "b.yaml", "base: a.yaml\n")):
+        assert load_recipe(path).checked(UNUSED).notices == (
+            "parallel.bucket_cap_mb=7 has no effect: one process",
+            "optimizer.decay_norm_and_bias=true has no effect: nothing decays",
+        )
+
+
+def test_what_was_not_asked_for_is_not_told(tmp_path: Path) -> None:
+    assert load_recipe("digits").checked(UNUSED).notices == ()
+    stored = write(tmp_path, "stored.yaml", to_yaml(load_recipe("digits").recipe))  # names every key
+    assert load_recipe(stored).checked(UNUSED).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optimizer.lr=1", "optimizer.lr"),
+        ("optimizer={name: adamw}", "optimizer.name"),
+        ("train.duration=3 epochs", "train.duration"),
+        ("evaluate.patience=3", "evaluate.patience"),
+        ("model.pretrained=true", "model.pretrained"),
+        ("parallel.bucket_cap_mb=3", "parallel.bucket_cap_mb"),
+    ],
+)
+def test_saved_weights_are_scored_and_not_trained(override: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=f"override '{key}' has no effect"):
+        refuse_training_overrides([override])
+
+
+def test_what_scoring_depends_on_may_be_overridden() -> None:
+    refuse_training_overrides(
+        [
+            *("data.path=x", "data.workers=0", "data.augment=null", "evaluate.batch_size=7", "evaluate.top_k=3"),
+            *("train.precision=fp32", "train.label_smoothing=0.1", "parallel.device=cpu", "parallel.threads=1"),
+            *("model.channels_last=false", "model.initialize_from=null", "task=mine:Task"),
+        ]
+    )
 
 
 def test_later_overrides_win() -> None:

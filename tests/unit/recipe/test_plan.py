@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -11,18 +12,27 @@ from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, default_processes, make_plan
+from paceline.recipe.schema import Recipe
 
 CPU = MachineFacts(device="cpu", device_name="a processor", fast_bf16=False, cores=64, reasons={"fast_bf16": "no AMX"})
 GPU = MachineFacts(device="cuda", device_name="a card", fast_bf16=True, cores=64, reasons={"fast_bf16": "it has"})
 
 
+def recipe(*overrides: str) -> Recipe:
+    return stored_recipe({"data": {"dataset": "digits"}}, "plain", overrides)
+
+
 def plan(
-    *overrides: str, world_size: int = 1, samples: int = 1000, held_out: int = 200, machine: MachineFacts = CPU
+    *overrides: str,
+    world_size: int = 1,
+    samples: int = 1000,
+    held_out: int = 200,
+    machine: MachineFacts = CPU,
+    **facts: Any,
 ) -> Plan:
-    recipe = stored_recipe({"data": {"dataset": "digits"}}, "plain", overrides)
-    data = DataFacts(train_samples=samples, evaluation_samples=held_out)
-    return make_plan(recipe, data, machine, world_size=world_size, local_world_size=min(world_size, 8))
+    data = DataFacts(train_samples=samples, evaluation_samples=held_out, **facts)
+    return make_plan(recipe(*overrides), data, machine, world_size=world_size, local_world_size=min(world_size, 8))
 
 
 def refusal(*overrides: str, **world: Any) -> str:
@@ -204,6 +214,105 @@ def test_what_was_asked_needs_no_reason() -> None:
         7,
     )
     assert not {"train.precision", "model.channels_last", "batch.micro_size", "parallel.threads"} & set(made.reasons)
+
+
+def test_threads_that_are_just_the_share_of_the_cores_are_called_that() -> None:
+    launched = dataclasses.replace(CPU, threads=32)
+    share, other = plan(world_size=2, machine=launched), plan(world_size=4, machine=launched)
+    assert (share.threads_per_process, share.reasons["parallel.threads"]) == (32, "64 cores for 2 processes here")
+    assert (other.threads_per_process, other.reasons["parallel.threads"]) == (32, "as OMP_NUM_THREADS says")
+
+
+def test_single_samples_at_the_end_of_an_epoch_are_told() -> None:
+    told = "batch.tail"
+    assert told not in plan("batch.global_size=64", samples=66).reasons
+    assert told in plan("batch.global_size=64", samples=65).reasons
+    assert told in plan("batch.global_size=64", "batch.micro_size=16", samples=64 + 7).reasons
+    assert told not in plan("batch.global_size=64", "batch.micro_size=16", samples=64 + 8).reasons
+    assert told not in plan("batch.global_size=64", "train.duration=1 steps", samples=65).reasons
+
+
+# ---------------------------------------------------------------------------------------------- unused keys
+
+MEMORY = {"backend": "memory", "workers": 0}
+IN_PROCESS = {"backend": "pytorch", "workers": 0}
+WORKERS = {"backend": "pytorch", "workers": 3}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "key", "why"),
+    [
+        (["data.prefetch=8"], {"description": MEMORY}, "data.prefetch", "the memory back-end"),
+        (["data.workers=2"], {"description": {"backend": "synthetic"}}, "data.workers", "the synthetic back-end"),
+        (["data.prefetch=8"], {"description": IN_PROCESS}, "data.prefetch", "no loader processes"),
+        ([], {"reasons": {"data.validation_fraction": "val/"}}, "data.validation_fraction", "val/"),
+        (["evaluate.top_k=9"], {"reasons": {"evaluate.top_k": "left out"}}, "evaluate.top_k", "left out"),
+        (["optimizer.decay_norm_and_bias=true"], {}, "optimizer.decay_norm_and_bias", "weight_decay=0"),
+        ([], {"world_size": 1}, "parallel.bucket_cap_mb", "one process"),
+        (["evaluate.every=off"], {}, "evaluate.metric", "evaluate.every=off"),
+        (["evaluate.every=off", "evaluate.batch_size=3"], {}, "evaluate.batch_size", "evaluate.every=off"),
+        ([], {"held_out": 0}, "evaluate.every", "no samples are held out"),
+    ],
+)
+def test_a_key_without_effect_here_is_named_with_the_reason(
+    overrides: list[str], facts: dict[str, Any], key: str, why: str
+) -> None:
+    assert why in plan(*overrides, **facts).unused[key]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "key"),
+    [
+        (["data.prefetch=8"], {"description": WORKERS}, "data.prefetch"),
+        (["data.prefetch=8"], {}, "data.prefetch"),  # a task of one's own tells nothing of back-ends
+        (["data.workers=2"], {"description": WORKERS}, "data.workers"),
+        (["data.workers=0"], {"description": MEMORY}, "data.workers"),  # there are none, as asked
+        ([], {"description": MEMORY}, "data.workers"),
+        ([], {}, "data.validation_fraction"),
+        (["optimizer.decay_norm_and_bias=false"], {}, "optimizer.decay_norm_and_bias"),
+        (
+            ["optimizer.decay_norm_and_bias=true", "optimizer.weight_decay=0.1"],
+            {},
+            "optimizer.decay_norm_and_bias",
+        ),
+        (["batch.global_size=64"], {"world_size": 2}, "parallel.bucket_cap_mb"),
+        (["evaluate.every=off"], {}, "evaluate.every"),
+        (["evaluate.every=off"], {}, "evaluate.batch_size"),
+        (["evaluate.every=off", "train.deterministic=true"], {}, "train.deterministic"),
+        ([], {}, "evaluate.metric"),
+    ],
+)
+def test_a_key_with_effect_or_whose_wish_is_met_is_not(overrides: list[str], facts: dict[str, Any], key: str) -> None:
+    assert key not in plan(*overrides, **facts).unused
+
+
+# ---------------------------------------------------------------------------------------- default processes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "count"),
+    [
+        ([], 0, 1),
+        ([], 1, 1),
+        (["batch.global_size=64"], 8, 8),
+        (["batch.global_size=64"], 6, 4),
+        (["batch.global_size=64"], 3, 2),
+        (["batch.global_size=96"], 7, 6),
+        (["batch.global_size=64", "batch.micro_size=16"], 8, 4),
+        (["batch.global_size=64", "batch.micro_size=48"], 8, 1),
+        (["batch.global_size=7"], 5, 1),
+        (["parallel.strategy=single"], 8, 1),
+    ],
+)
+def test_a_run_takes_as_many_devices_as_share_the_batch(overrides: list[str], devices: int, count: int) -> None:
+    assert default_processes(recipe(*overrides), devices) == count
+
+
+@settings(max_examples=50)
+@given(micro=st.integers(1, 40), parts=st.integers(1, 40), devices=st.integers(0, 16))
+def test_the_default_number_of_processes_can_be_planned(micro: int, parts: int, devices: int) -> None:
+    overrides = (f"batch.global_size={micro * parts}", f"batch.micro_size={micro}")
+    assert plan(*overrides, world_size=default_processes(recipe(*overrides), devices))
 
 
 def test_there_is_always_a_thread() -> None:

@@ -54,6 +54,20 @@ def test_it_plans(name: str, world_size: int, photos: Path) -> None:
     assert all(point.learning_rate >= 0 for point in plan.learning_rates)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_auto_has_its_reason_and_no_key_is_in_vain(name: str, world_size: int, photos: Path) -> None:
+    needs_path = load_recipe(name).recipe.data.dataset in ("image_folder", "cifar10")
+    loaded = load_recipe(name, {"data.path": str(photos)} if needs_path else {})
+    plan = plan_only(loaded, world_size=world_size)
+    tree = to_tree(loaded.recipe)
+    left_open = {
+        f"{s}.{k}" for s, keys in tree.items() if isinstance(keys, dict) for k, v in keys.items() if v == "auto"
+    }
+    assert left_open <= plan.reasons.keys()
+    assert loaded.checked(plan.unused).notices == ()
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_it_is_written_and_read_back(name: str) -> None:
     loaded = load_recipe(name)

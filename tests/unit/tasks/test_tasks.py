@@ -14,8 +14,8 @@ from torch import nn
 import paceline
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.tasks.build import build_task
 from paceline.tasks.image_classification import ImageClassification
-from paceline.trainer.preparation import build_task
 from paceline.trainer.train import plan_only
 from paceline.world import World
 

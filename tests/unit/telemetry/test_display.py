@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
 from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, SilentDisplay, choose_display
@@ -63,6 +64,38 @@ def test_plain_lines_per_interval_and_per_evaluation() -> None:
     assert evaluation.startswith(
         "epoch 1  step 40  validation (ema): loss 0.3  top-1 97.22 %  top-5 100.00 %  training loss 0.5123  lr 0.05"
     )
+
+
+def test_a_long_preparation_is_told_now_and_then() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, interval_seconds=0.05)
+    display.start(**RUN)
+    display.status("reading images: 256 of 60000")
+    time.sleep(0.06)
+    display.status("reading images: 512 of 60000")
+    display.status("reading images: 768 of 60000")
+    time.sleep(0.06)
+    display.status("")
+    assert stream.getvalue().splitlines()[2:] == ["reading images: 512 of 60000"]
+
+
+def test_a_long_preparation_stands_where_the_figures_will_be() -> None:
+    display = LiveDisplay(io.StringIO())
+    display.start(**RUN)
+
+    def drawn() -> str:
+        console = Console(file=io.StringIO(), width=200)
+        with console.capture() as capture:
+            console.print(display._render())
+        return capture.get()
+
+    display.record(STEP)
+    display.status("reading images: 256 of 60000")
+    assert "reading images: 256 of 60000" in drawn()
+    display.status("")
+    assert "reading images" not in drawn()
+    assert "data wait 3%" in drawn()
+    display.close()
 
 
 def test_what_went_wrong_is_shown_and_what_goes_without_saying_is_not() -> None:

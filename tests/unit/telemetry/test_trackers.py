@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_a_resumed_run_repeats_nothing(tmp_path: Path, start_step: int, expected
     first = TensorBoardTracker(tmp_path)
     for step in (10, 20, 30, 40):
         first.write(step_event(step, 1.0))
-    # Killed here: it is never closed.
+    # Killed here: it is never closed. A process takes longer to start; files are read in the order of their seconds.
+    time.sleep(1.01 - time.time() % 1)
     second = TensorBoardTracker(tmp_path, start_step=start_step)
     for step in (start_step + 10, start_step + 20):
         second.write(step_event(step, 2.0))

@@ -103,6 +103,43 @@ def test_the_batch_size_is_invisible(batch_size: int, opened: Callable[..., Any]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
+class Counted(Linear):
+    """Counts its forward passes."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x)
+
+
+def predicted(task: Any, pipeline: Any, model: nn.Module) -> list[float]:
+    found: list[float] = []
+    evaluator(task, pipeline)({"model": model}, lambda _, __, values: found.extend(values["probability"].tolist()))
+    return found
+
+
+def test_predicting_what_was_scored_takes_no_second_forward_pass(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened(evaluation_images=40)
+    model = Counted(3)
+    observed = predicted(task, pipeline, model)
+    assert model.passes == 3  # batches of 16
+    images = task.dataset.validation.images
+    inputs = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25
+    assert observed == pytest.approx(model(inputs).softmax(dim=1).max(dim=1).values.tolist(), rel=1e-5)
+
+
+def test_an_answer_that_scoring_has_written_into_is_not_used_for_predicting(opened: Callable[..., Any]) -> None:
+    def spoil(model: Any, batch: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert model.layers is not None  # a score may use more of the network than its answer
+        model(batch.inputs).zero_()
+        return values
+
+    task, pipeline = opened(on_score=spoil)
+    expected, plain = opened()
+    assert predicted(task, pipeline, Linear(3)) == predicted(expected, plain, Linear(3))
+
+
 def test_every_set_of_weights_is_scored_on_its_own(opened: Callable[..., Any]) -> None:
     task, pipeline = opened()
     first, second = Linear(3), Linear(3)

@@ -127,6 +127,13 @@ def test_patience(script: list[float], patience: int, last: int, scripted: Calla
     assert last in kept(result.run_dir)
 
 
+def test_what_happened_before_patience_ended_is_recorded(scripted: Callable[..., Any]) -> None:
+    result = scripted("run", [20, 10, 10, 50, 60], {"evaluate.patience": 2, "telemetry.log_every": "2 steps"})
+    events = (result.run_dir / "events.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in events if '"event": "step"' in line]
+    assert [record["step"] for record in records] == [2, 3]
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
 def test_patience_counts_across_resumes(stop: int, scripted: Callable[..., Any]) -> None:
     script = [10, 20, 15, 20, 10, 30, 40]

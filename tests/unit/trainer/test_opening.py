@@ -15,9 +15,12 @@ from torch import nn
 
 import paceline
 from paceline.errors import CheckpointError, RunDirectoryError
+from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
+from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.opening import RunLock
+from paceline.trainer.train import Options, train_recipe
 
 Train = Callable[..., Any]
 
@@ -50,6 +53,21 @@ def test_a_completed_run_is_left_alone(train_tiny: Train) -> None:
     assert again.was_complete
     assert (again.status, again.summary) == ("completed", read_summary(RunDirectory(first.run_dir)))
     assert fingerprint(first.run_dir) == before
+
+
+def test_another_torch_is_told(train_tiny: Train, tiny_recipe: Path, tiny_task: Callable[..., Any]) -> None:
+    run_dir = train_tiny("run", {"train.duration": "4 steps"}, task=tiny_task()).run_dir
+    environment = json.loads((run_dir / "environment.json").read_text())
+    (run_dir / "environment.json").write_text(json.dumps({**environment, "torch": "2.0.0"}))
+    told: list[str] = []
+
+    class Listening(SilentDisplay):
+        def message(self, text: str) -> None:
+            told.append(text)
+
+    longer = load_recipe(tiny_recipe, {"train.duration": "6 steps"})
+    train_recipe(longer, Options(run_dir=run_dir, display=Listening(), task=tiny_task()))
+    assert any(text.startswith(f"torch: 2.0.0 before, {torch.__version__} now") for text in told)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 8])

@@ -6,24 +6,20 @@ holds its own copy.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from paceline.data.batch import Batch, BrokenSample
+from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.batched import PaddedImages, flip_some, index_tensor
 from paceline.data.image.source import BrokenImageError, SampleSource, as_array
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import RecipeError
-
-Progress = Callable[[int, int], None]
-"""Called now and then with (images loaded, images in all)."""
 
 _LOADED_AT_ONCE = 256
 _DRAWN_AT_ONCE = 4096
@@ -138,7 +134,8 @@ def load_images(
                 broken[sample] = BrokenSample(sample, error.path, error.reason)
         return stop
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding releases the interpreter's lock
+    # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):
             if progress is not None:
                 progress(stop, count)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 
-from paceline.data.backends.memory import MemoryBackend, Progress
+from paceline.data.backends.memory import MemoryBackend
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
-from paceline.data.batch import Backend
+from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
 from paceline.data.image.transforms import View
 from paceline.errors import RecipeError
+from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data
 from paceline.units import format_bytes, format_count
 from paceline.world import World
@@ -54,7 +54,7 @@ def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
         return 0, f"the {backend} back-end has none"
     if data.workers != "auto":
         return data.workers, "as the recipe says"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
     return (
         workers,
@@ -120,8 +120,8 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
             "random_resized from the original: use data.backend=pytorch, or data.augment.crop=pad."
         )
     total, text = _decoded(dataset)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if total > installed:
+    installed = memory_bytes()
+    if installed is not None and total > installed:
         raise RecipeError(
             f"data.backend is memory, but {text} and this machine has {format_bytes(installed)}: use "
             "data.backend=pytorch."

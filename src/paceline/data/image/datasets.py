@@ -12,7 +12,7 @@ import numpy as np
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
-from paceline.data.image.splits import stratified_split
+from paceline.data.image.splits import split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
@@ -40,8 +40,9 @@ class ImageDataset:
         digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
         mean: Per-channel mean subtracted from pixels in [0, 1].
         std: Per-channel standard deviation they are divided by.
-        reasons: Why a value that the recipe left open is what it is, by its name in the recipe; and under
-            ``validation`` where the held-out images come from.
+        reasons: Why a value that the recipe left open is what it is, by its name in the recipe; under
+            ``validation`` where the held-out images come from; and why ``validation_fraction`` has no say in
+            that, if it has none.
     """
 
     name: str
@@ -93,7 +94,10 @@ def _open_digits(data: Data) -> ImageDataset:
         digest=_array_digest(source),
         mean=digits.MEAN * channels,
         std=digits.STD * channels,
-        reasons=_array_reasons("the digits", digits.SIZE, 1),
+        reasons={
+            **_array_reasons("the digits", digits.SIZE, 1),
+            "validation": split_off(data.validation_fraction),
+        },
     )
 
 
@@ -119,7 +123,11 @@ def _open_cifar10(data: Data) -> ImageDataset:
         digest=digest,
         mean=cifar.MEAN[channels],
         std=cifar.STD[channels],
-        reasons={**_array_reasons("CIFAR-10", cifar.SIZE, 3), **_CIFAR_MEAN},
+        reasons={
+            **_array_reasons("CIFAR-10", cifar.SIZE, 3),
+            **_CIFAR_MEAN,
+            **_own_split("the archive's test images"),
+        },
     )
 
 
@@ -144,7 +152,8 @@ def _open_folder(data: Data) -> ImageDataset:
             "image_size": size_reason,
             "channels": f"of {probe.count} images tried, {'all' if probe.greyscale else 'not all'} are grey",
             "mean": "ImageNet's, which pretrained models expect",
-            "validation": folder.split,
+            "std": "ImageNet's, which pretrained models expect",
+            **({"validation": folder.split} if folder.is_split_off else _own_split(folder.split)),
         },
     )
 
@@ -178,6 +187,7 @@ def _open_synthetic(data: Data) -> ImageDataset:
             "image_size": "the usual size for photographs",
             "channels": "colour unless the recipe says otherwise",
             "mean": "of uniform noise",
+            "std": "of uniform noise",
         },
     )
 
@@ -219,10 +229,16 @@ def _array_reasons(name: str, size: int, channels: int) -> dict[str, str]:
         "image_size": f"{name} are {size}x{size}",
         "channels": f"{name} are {'greyscale' if channels == 1 else 'colour'}",
         "mean": f"of {name}",
+        "std": f"of {name}",
     }
 
 
-_CIFAR_MEAN = {"mean": "of CIFAR-10's training images"}
+def _own_split(held_out: str) -> dict[str, str]:
+    """Reasons of a data set with a split of its own."""
+    return {"validation": held_out, "validation_fraction": f"the data has a split of its own, {held_out}"}
+
+
+_CIFAR_MEAN = dict.fromkeys(("mean", "std"), "of CIFAR-10's training images")
 
 
 def _array_digest(*sources: ArraySource) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.decode import image_header
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource
-from paceline.data.image.splits import stratified_split
+from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
@@ -45,6 +45,7 @@ class ImageFolder:
         classes: Class names, sorted; a label is an index into them.
         digest: SHA-256 over the relative paths and sizes of all files.
         split: Where the held-out images come from, for people.
+        is_split_off: Whether they were split off the training images.
         channels: What the files are decoded to: 1 or 3.
         probe: What some of the training images look like.
     """
@@ -54,6 +55,7 @@ class ImageFolder:
     classes: tuple[str, ...]
     digest: str
     split: str
+    is_split_off: bool
     channels: int
     probe: Probe
 
@@ -90,7 +92,7 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
         train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
         sources = SubsetSource(source, train_ids), SubsetSource(source, held_out_ids)
         digest = _digest(train)
-        split = f"{validation_fraction:.0%} of each class, always the same (data.validation_fraction)"
+        split = split_off(validation_fraction)
     else:
         held_out = _list_classes(root, held_out_folder)
         _require_same_classes(train_folder, train.classes, held_out_folder, held_out.classes)
@@ -99,8 +101,18 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
             FileSource(root, held_out.names, held_out.labels, channels),
         )
         digest = _digest(train, held_out)
-        split = f"the folder {held_out_folder.name}/"
-    return ImageFolder(sources[0], sources[1], train.classes, digest, split, channels, probe)
+        unread = held_out_folder.name == "val" and (root / "test").is_dir()
+        split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
+    return ImageFolder(
+        train=sources[0],
+        validation=sources[1],
+        classes=train.classes,
+        digest=digest,
+        split=split,
+        is_split_off=held_out_folder is None,
+        channels=channels,
+        probe=probe,
+    )
 
 
 def _probe(root: Path, names: list[bytes]) -> Probe:
@@ -209,16 +221,19 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _require_same_classes(train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...]) -> None:
-    for folder, missing in (
-        (held_out, sorted(set(first) - set(second))),
-        (train, sorted(set(second) - set(first))),
-    ):
-        if missing:
-            named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise DataError(
-                f"{str(folder)!r} lacks the classes {named}, but {train.name}/ and {held_out.name}/ must "
-                "hold the same classes: add or rename the class folders."
-            )
+    lacking = [
+        f"{str(folder)!r} lacks the classes {', '.join(missing)}"
+        for folder, missing in (
+            (held_out, sorted(set(first) - set(second))),
+            (train, sorted(set(second) - set(first))),
+        )
+        if missing
+    ]
+    if lacking:
+        raise DataError(
+            f"{' and '.join(lacking)}, but {train.name}/ and {held_out.name}/ must hold the same classes: add or "
+            "rename the class folders."
+        )
 
 
 def _digest(*listings: _Listing) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from paceline.data.batch import Backend, Batch
+from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.source import SampleSource
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Placement
@@ -24,8 +24,8 @@ class ImagePipeline:
         *,
         train: SampleSource,
         evaluation: SampleSource,
-        open_train: Callable[[], Backend],
-        open_evaluation: Callable[[], Backend],
+        open_train: Callable[[Progress | None], Backend],
+        open_evaluation: Callable[[Progress | None], Backend],
         normalize: Normalize,
         placement: Placement,
         has_workers: bool,
@@ -42,6 +42,12 @@ class ImagePipeline:
         for needed, split in ((training, True), (evaluation, False)):
             if needed and self._has_workers:
                 self._backend(training=split)
+
+    def load(self, report: Progress) -> None:
+        """Read now what is held in memory, and report how far it is."""
+        for split in (True, False):
+            if len(self._sources[split]):
+                self._backend(report, training=split)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
@@ -63,7 +69,7 @@ class ImagePipeline:
             backend.close()
         self._opened = {}
 
-    def _backend(self, *, training: bool) -> Backend:
+    def _backend(self, progress: Progress | None = None, *, training: bool) -> Backend:
         if training not in self._opened:
-            self._opened[training] = self._open[training]()
+            self._opened[training] = self._open[training](progress)
         return self._opened[training]

@@ -33,6 +33,13 @@ def stratified_split(labels: Ids, fraction: float) -> tuple[Ids, Ids]:
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
+def split_off(fraction: float) -> str:
+    """Say where held-out images come from that :func:`stratified_split` has drawn."""
+    if fraction == 0:
+        return "none (data.validation_fraction=0)"
+    return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
+
+
 def _drawn(members: Ids, label: int, fraction: float) -> Ids:
     count = len(members)
     wanted = min(max(round(fraction * count), 1), count - 1)

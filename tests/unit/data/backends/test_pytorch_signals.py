@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -90,9 +92,10 @@ class Run:
 @pytest.fixture
 def start(tmp_path: Path, make_source: MakeSource) -> Iterator[Callable[[str], Run]]:
     """Start the run in a mode and wait until its workers are at work."""
-    images, temporary = tmp_path / "images", tmp_path / "temporary"
+    images = tmp_path / "images"
     images.mkdir()
-    temporary.mkdir()
+    # Not in pytest's directory: a socket's path may have 107 characters.
+    temporary = Path(tempfile.mkdtemp(prefix="paceline-test-"))
     make_source(images, [(64, 64)] * 40)
     runs = []
 
@@ -117,6 +120,7 @@ def start(tmp_path: Path, make_source: MakeSource) -> Iterator[Callable[[str], R
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         run.process.communicate()
+    shutil.rmtree(temporary)
 
 
 def test_workers_ignore_what_stops_the_run(start: Callable[[str], Run]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from paceline.data.backends.memory import MemoryBackend
@@ -113,3 +116,40 @@ def test_only_training_images_are_varied(tmp_path: Path) -> None:
                 image = batch.inputs[row].permute(1, 2, 0).numpy()
                 stored = source.read(row)
                 assert np.array_equal(image, stored[:, ::-1] if split == "train" else stored)
+
+
+class CountingThreads:
+    """1,024 images of one colour, each read only when as many threads as expected are reading."""
+
+    def __init__(self, threads: int) -> None:
+        self.labels = np.zeros(1024, dtype=np.int64)
+        self.readers: set[int] = set()
+        self._together = threading.Barrier(threads, timeout=20)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> np.ndarray:
+        if threading.get_ident() not in self.readers:
+            self.readers.add(threading.get_ident())
+            self._together.wait()
+        return np.zeros((4, 4, 3), dtype=np.uint8)
+
+    def path(self, sample: int) -> str:
+        return str(sample)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_images_are_decoded_by_as_many_threads_as_this_process_has_cores(threads: int, torch_threads: None) -> None:
+    torch.set_num_threads(threads)
+    source = CountingThreads(threads)
+    dataset = replace(cifar_like(10), train=source, image_size=4)
+    open_backend("memory", Data(dataset="cifar10"), dataset, "train", seed=0).close()
+    assert len(source.readers) == threads

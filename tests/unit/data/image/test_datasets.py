@@ -174,3 +174,28 @@ def test_a_path_is_needed(name: str) -> None:
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no 'nothing'"):
         open_dataset(Data(dataset="cifar10", path=str(tmp_path / "nothing")))
+
+
+def test_it_is_told_where_held_out_images_come_from(tmp_path: Path) -> None:
+    split_off = "20% of each class, always the same (data.validation_fraction)"
+    folder = make_folder(tmp_path / "train", (8, 8)).parent
+    for dataset in ("digits", "image_folder", "cifar10"):
+        data = Data(dataset=dataset, path=None if dataset == "digits" else str(folder))
+        reasons = open_dataset(data).reasons
+        assert reasons["validation"] == split_off
+        assert "validation_fraction" not in reasons
+    assert open_dataset(Data(dataset="digits", validation_fraction=0)).reasons["validation"].startswith("none")
+
+    make_folder(tmp_path / "val", (8, 8))
+    for dataset in ("image_folder", "cifar10"):
+        reasons = open_dataset(Data(dataset=dataset, path=str(folder))).reasons
+        assert reasons["validation"] == "the folder val/"
+        assert reasons["validation_fraction"] == "the data has a split of its own, the folder val/"
+
+
+def test_the_published_cifar10_is_not_split(tmp_path: Path) -> None:
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(3073))
+    reasons = open_dataset(Data(dataset="cifar10", path=str(tmp_path))).reasons
+    assert reasons["validation"] == "the archive's test images"
+    assert "archive's test images" in reasons["validation_fraction"]

@@ -52,7 +52,9 @@ def test_its_own_split(tmp_path: Path, held_out: str) -> None:
 
 def test_val_goes_before_test(tmp_path: Path) -> None:
     make(tmp_path, *(f"{split}/{name}/1.png" for split in ("train", "val", "test") for name in "ab"))
-    assert paths(opened(tmp_path), tmp_path)[1] == ["val/a/1.png", "val/b/1.png"]
+    folder = opened(tmp_path)
+    assert paths(folder, tmp_path)[1] == ["val/a/1.png", "val/b/1.png"]
+    assert folder.split == "the folder val/; test/ is not read"
 
 
 @pytest.mark.parametrize("lead", ["", "train/"])
@@ -166,9 +168,16 @@ def test_a_folder_in_a_class(tmp_path: Path) -> None:
 
 def test_classes_differ(tmp_path: Path) -> None:
     make(tmp_path, "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/fox/1.png")
-    fault("val' lacks the classes dog", tmp_path)
+    fault("val' lacks the classes dog and ", tmp_path)
     make(tmp_path, "val/dog/1.png")
-    fault("train' lacks the classes fox", tmp_path)
+    fault("train' lacks the classes fox, but train/ and val/ must hold the same classes", tmp_path)
+
+
+def test_every_missing_class_is_named(tmp_path: Path) -> None:
+    missing = [f"class{number}" for number in range(9)]
+    make(tmp_path, "val/cat/1.png", "val/eel/1.png", "train/cat/1.png", *(f"train/{name}/1.png" for name in missing))
+    fault(f"val' lacks the classes {', '.join(missing)} and ", tmp_path)
+    fault("train' lacks the classes eel, but", tmp_path)
 
 
 def test_held_out_images_alone(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""What do other trainers call our keys? Only for messages: nothing here is accepted in a recipe."""
+
+from __future__ import annotations
+
+# As timm, torchvision's references and Lightning say it; words that end one of our own keys need no entry.
+_FOREIGN = {
+    "train.duration": ("epochs", "max_epochs", "num_epochs", "max_steps"),
+    "batch.global_size": ("batch_size", "bs", "b", "train_batch_size"),
+    "batch.micro_size": ("accum", "grad_accum_steps", "accumulate_grad_batches", "micro_batch_size"),
+    "data.path": ("data_dir", "data_path", "root"),
+    "data.image_size": ("img_size", "input_size", "resolution"),
+    "data.workers": ("num_workers", "j"),
+    "data.backend": ("loader",),
+    "data.augment.flip": ("hflip",),
+    "model.name": ("arch", "architecture", "net"),
+    "model.options": ("model_kwargs",),
+    "model.initialize_from": ("initial_checkpoint", "weights", "checkpoint_path", "finetune"),
+    "model.compile": ("torchcompile",),
+    "optimizer.name": ("opt", "optim"),
+    "optimizer.lr": ("learning_rate",),
+    "optimizer.weight_decay": ("wd",),
+    "optimizer.clip_norm": ("clip_grad", "gradient_clip_val", "max_grad_norm"),
+    "schedule.name": ("sched", "scheduler", "lr_scheduler"),
+    "schedule.warmup": ("warmup_epochs", "warmup_steps"),
+    "schedule.end_lr": ("min_lr", "eta_min"),
+    "schedule.milestones": ("decay_milestones", "lr_step_size"),
+    "schedule.gamma": ("decay_rate", "lr_gamma"),
+    "train.precision": ("amp", "amp_dtype", "dtype", "fp16", "bf16"),
+    "train.label_smoothing": ("smoothing",),
+    "train.ema": ("model_ema", "model_ema_decay", "ema_decay"),
+    "evaluate.every": ("val_interval", "check_val_every_n_epoch"),
+    "evaluate.metric": ("eval_metric", "monitor"),
+    "evaluate.batch_size": ("validation_batch_size", "val_batch_size"),
+    "checkpoint.keep": ("checkpoint_hist", "save_top_k"),
+    "telemetry.log_every": ("log_interval", "log_every_n_steps", "print_freq"),
+    "telemetry.trackers": ("log_wandb", "logger"),
+}
+_KEYS = {word: key for key, words in _FOREIGN.items() for word in words}
+
+
+def our_key(word: str) -> str | None:
+    """Our dotted key for another trainer's option (``epochs``, ``batch-size``), or None."""
+    return _KEYS.get(word.strip("-").replace("-", "_").lower())

@@ -1,0 +1,35 @@
+"""Which task does a recipe name?"""
+
+from __future__ import annotations
+
+from paceline.errors import RecipeError, did_you_mean
+from paceline.recipe.schema import Recipe
+from paceline.references import is_reference, load_reference
+from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import Task
+
+TASKS = {"image_classification": ImageClassification}
+
+
+def build_task(recipe: Recipe) -> Task:
+    """Make the task a recipe names.
+
+    Raises:
+        RecipeError: If there is none of that name, or the reference does not give a task.
+    """
+    if recipe.task in TASKS:
+        return TASKS[recipe.task](recipe)
+    if not is_reference(recipe.task):
+        raise RecipeError(
+            f"unknown task '{recipe.task}'.{did_you_mean(recipe.task, TASKS)} Tasks: {', '.join(TASKS)}, or "
+            "package.module:factory of your own."
+        )
+    task = load_reference(recipe.task, RecipeError)(recipe)
+    if not isinstance(task, Task):
+        raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, which is no paceline.Task.")
+    return task
+
+
+def task_name(task: Task) -> str:
+    """The task's class as ``module:name``."""
+    return f"{type(task).__module__}:{type(task).__qualname__}"

@@ -1,0 +1,97 @@
+"""How many ranks a command starts where nobody says: a function of the recipe and of the GPUs there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+import pytest
+
+from paceline.cli.options import Processes, choose_processes, is_one_of_several, usable_gpus
+from paceline.recipe.load import load_recipe
+
+FOUR_AND_TWO = {"cuda": 4, "xpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "present", "count"),
+    [
+        ("auto", FOUR_AND_TWO, 4),
+        ("auto", {"cuda": 0, "xpu": 2}, 2),
+        ("auto", {"cuda": 0, "xpu": 0}, 0),
+        ("cuda", FOUR_AND_TWO, 4),
+        ("xpu", FOUR_AND_TWO, 2),
+        ("cpu", FOUR_AND_TWO, 0),
+        ("mps", FOUR_AND_TWO, 0),
+    ],
+)
+def test_gpus_of_the_kind_that_is_asked_for_count(asked: str, present: dict[str, int], count: int) -> None:
+    assert usable_gpus(asked, present) == count
+
+
+def test_what_is_asked_for_is_started() -> None:
+    digits = load_recipe("digits").recipe
+    assert choose_processes(3, 8, digits) == choose_processes(3, 8) == Processes(3)
+
+
+@pytest.mark.parametrize(("gpus", "count"), [(0, 1), (1, 1), (2, 2), (8, 8)])
+def test_a_rank_per_gpu_is_started(gpus: int, count: int) -> None:
+    assert choose_processes(None, gpus, load_recipe("digits").recipe) == Processes(count)
+    assert choose_processes(None, gpus) == Processes(count)
+
+
+def test_gpus_that_cannot_share_the_batch_are_left_out_and_this_is_told() -> None:
+    six = choose_processes(None, 6, load_recipe("digits").recipe)
+    assert six.count == 4
+    assert six.notice == "4 of 6 GPUs are used: no more of them can share batch.global_size=64 evenly"
+    in_parts = load_recipe("digits", ["batch.micro_size=32"]).recipe
+    notice = choose_processes(None, 8, in_parts).notice
+    assert notice is not None
+    assert notice.startswith("2 of 8 GPUs are used")
+    assert "batch.global_size=64 in micro-batches of 32" in notice
+
+
+def test_scoring_needs_no_even_shares() -> None:
+    assert choose_processes(None, 7) == Processes(7)
+
+
+def test_one_gpu_is_enough_for_a_strategy_of_one() -> None:
+    assert choose_processes(None, 8, load_recipe("digits", ["parallel.strategy=single"]).recipe) == Processes(1)
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_one_of_several(4)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_one_of_several(None)
+    with pytest.raises(click.UsageError, match="--processes starts ranks of its own"):
+        is_one_of_several(2)
+
+
+@pytest.mark.parametrize("processes", [None, 1, 2])
+def test_the_plan_is_that_of_the_run(
+    paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Any, processes: int | None
+) -> None:
+    command = ["train", "digits", *tiny, "train.duration=1 steps"]
+    command += [] if processes is None else ["--processes", str(processes)]
+    planned = json.loads(paceline(*command, "--plan-only", "--json").out)["plan"]
+    done = paceline(*command, "--run-dir", "run")
+    assert done.code == 0, done.err
+    trained = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert planned | {"parameters": trained["parameters"]} == trained
+
+
+def test_a_rank_among_several_shows_the_plan_of_their_world_once(
+    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, shown in (("0", "2 (ddp)"), ("1", "")):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, value)
+        done = paceline_here("train", "digits", "--plan-only")
+        assert done.code == 0
+        assert shown in done.out
+        assert bool(done.out) == bool(shown)

@@ -1,0 +1,176 @@
+"""What two processes do to one another's tensors, groups and buffers: real processes that meet through a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+
+SOURCE = str(Path(paceline.__file__).parents[1])
+BEGINNING = """
+import json, os, sys
+import torch
+from torch import nn
+from paceline.distributed.collectives import Collectives, join, leave
+from paceline.distributed.environment import read_launch
+
+CPU = torch.device("cpu")
+launch = read_launch(os.environ)
+rank = launch.world.rank
+answer = {}
+"""
+END = """
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+print(json.dumps(answer))
+"""
+
+
+def both(program: str, directory: Path) -> list[dict[str, Any]]:
+    """Run a program on two ranks; returns what each put into ``answer``."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGINNING + textwrap.dedent(program) + END],
+            cwd=directory,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                "PYTHONPATH": f"{SOURCE}:{directory}",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "PACELINE_RENDEZVOUS": f"file://{directory}/meet",
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=90) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], told
+    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes have to say of one meeting: the same on both."""
+    first, second = both(
+        """
+        from dataclasses import replace
+        from paceline.distributed.strategy import build_strategy
+        from paceline.errors import LaunchError
+        from paceline.world import World
+
+        collectives = join(launch, CPU)
+        calls, broadcast = [], torch.distributed.broadcast
+        torch.distributed.broadcast = lambda *a, **k: calls.append(1) or broadcast(*a, **k)
+        tensors = [
+            torch.full((3,), rank + 0.5, dtype=torch.bfloat16),
+            torch.tensor(rank + 7),
+            torch.tensor([rank == 0, True, False]),
+            torch.full((2, 3), rank + 0.25).t(),
+            torch.full((), rank + 1e-12, dtype=torch.float64),
+            torch.empty(0),
+        ]
+        collectives.broadcast_tensors(tensors)
+        answer["tensors"] = [len(calls), [t.tolist() for t in tensors]]
+
+        network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        strategy = build_strategy("ddp", network, collectives, CPU, bucket_cap_mb=1)
+        calls.clear()
+        answer["means"], answer["calls"] = [], []
+        for step in range(2):
+            loss = strategy.model(torch.full((4, 2), float(rank + step)).cumsum(0)).square().mean()
+            strategy.with_vote(loss, stop=False, is_last=True).backward()
+            for _ in range(2):
+                strategy.sync_buffers([network])
+            answer["calls"].append(len(calls))
+            answer["means"].append(network[1].running_mean.tolist())
+
+        try:
+            join(replace(launch, world=World()), CPU)
+        except LaunchError as error:
+            answer["error"] = str(error)
+        leave()
+        answer["left"] = not torch.distributed.is_initialized()
+        """,
+        tmp_path_factory.mktemp("told"),
+    )
+    assert first == second
+    return first
+
+
+def test_one_broadcast_carries_tensors_of_every_kind(told: dict[str, Any]) -> None:
+    assert told["tensors"] == [1, [[0.5] * 3, 7, [True, True, False], [[0.25] * 2] * 3, 1e-12, []]]
+
+
+def test_buffers_that_were_just_made_equal_are_not_sent_again(told: dict[str, Any]) -> None:
+    assert told["calls"] == [1, 2]
+    assert told["means"][0] != told["means"][1]
+
+
+def test_a_group_of_another_size_is_refused(told: dict[str, Any]) -> None:
+    said = "this process is in a process group of 2, but the environment describes a world of 1"
+    assert told["error"].startswith(said)
+
+
+def test_a_group_that_was_formed_here_is_dissolved(told: dict[str, Any]) -> None:
+    assert told["left"]
+
+
+# The scale decides the gradient and follows each rank's own samples: ranks that are not made equal drift apart.
+SCALED = """
+import torch
+from torch import nn
+from paceline.tasks.image_classification import ImageClassification
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, images):
+        if self.training:
+            self.scale += images.mean().abs()
+        return self.linear(images.flatten(1)) / self.scale
+
+class Task(ImageClassification):
+    def build_model(self):
+        return Scaled()
+"""
+
+
+def test_a_buffer_of_training_is_the_same_whatever_the_evaluations_and_saves_and_the_callers_group_stays(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "scaled.py").write_text(SCALED)
+    program = """
+        import paceline
+        from scaled import Task
+        torch.distributed.init_process_group("gloo", init_method=launch.rendezvous, rank=rank, world_size=2)
+        short = {"train.duration": "6 steps", "batch.global_size": 32, "batch.micro_size": 8, "parallel.threads": 1,
+                 "telemetry.log_every": "6 steps", "parallel.device": "cpu", "schedule.warmup": "0 steps"}
+        for every in ("1 steps", "4 steps", "off"):
+            often = {**short, "evaluate.every": every, "checkpoint.every": every}
+            result = paceline.train("digits", overrides=often, run_dir=f"runs/{every[0]}", task=Task, quiet=True)
+            answer[every] = result.summary.weights_sha256
+        answer["group stays"] = torch.distributed.is_initialized()
+    """
+    first, second = both(program, tmp_path)
+    assert first == second
+    assert first.pop("group stays")
+    assert len(set(first.values())) == 1
