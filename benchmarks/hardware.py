@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.distributed.device import available_cores, cpu_name
+from paceline.machine import available_cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -34,6 +35,42 @@ telemetry: {log_every: 2 steps, trackers: []}
 """
 
 _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
+
+
+# One worker of pytest-xdist runs all of a folder named here, begun in this order; of other folders, all of a file:
+# what shares a run stays together, and what starts several processes fills the machine once.
+_IN_ONE_WORKER = ("distributed", "cli", "docs")
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]  # tests/FOLDER/…
+    folder = file.split("/")[1]
+    return folder if folder in _IN_ONE_WORKER else file
+
+
+def pytest_configure() -> None:
+    """Take SIGINT as a terminal's programs do: a shell's background jobs, and their children, ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest."""
+    ranks = {name: rank for rank, name in enumerate(_IN_ONE_WORKER)}
+    items.sort(key=lambda item: ranks.get(_scope(item.nodeid), len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share out scopes as above with ``--dist=loadfile``."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class InFoldersAndFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid)
+
+    return InFoldersAndFiles(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @cache

@@ -300,12 +300,12 @@ def damage(checkpoint: Path, weights: str = "model") -> None:
 
 
 def test_the_newest_checkpoint_is_damaged(
-    paceline: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The one before it is whole: the run says so, goes on from there, and ends where it would have."""
     *_, previous, newest = unfinished_copy(finished, tmp_path / "run")
     damage(newest)
-    done = paceline("train", "digits", *tiny, "--run-dir", "run")
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run")
     assert (done.code, done.err) == (0, "")
     assert "damaged checkpoint" in done.out
     assert newest.name in done.out

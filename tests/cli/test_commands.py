@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -271,7 +272,13 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def test_train_as_json(paceline: Callable[..., Any], tiny: tuple[str, ...], finished: Path, tmp_path: Path) -> None:
+def test_train_as_json(
+    paceline: Callable[..., Any],
+    paceline_here: Callable[..., Any],
+    tiny: tuple[str, ...],
+    finished: Path,
+    tmp_path: Path,
+) -> None:
     """Progress goes to standard error, so that standard output is one document."""
     done = paceline("train", "digits", *tiny, "--run-dir", "run", "--json")
     document = strict_json(done.out)
@@ -279,15 +286,15 @@ def test_train_as_json(paceline: Callable[..., Any], tiny: tuple[str, ...], fini
     assert document.keys() == {"run_dir", *summary_of(tmp_path / "run")}
     assert document["run_dir"] == "run"
     assert document["weights_sha256"] == summary_of(finished)["weights_sha256"]
-    again = paceline("train", "digits", *tiny, "--run-dir", "run", "--json")
+    again = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--json")
     assert (again.code, strict_json(again.out)["weights_sha256"]) == (0, document["weights_sha256"])
 
 
 @pytest.mark.parametrize("form", ["recipe.yaml", "."])
 def test_a_run_can_be_repeated_from_its_directory(
-    paceline: Callable[..., Any], finished: Path, tmp_path: Path, form: str
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, form: str
 ) -> None:
-    done = paceline("train", finished / form, "--run-dir", "again")
+    done = paceline_here("train", finished / form, "--run-dir", "again")
     assert done.code == 0, done.err
     first, second = summary_of(finished), summary_of(tmp_path / "again")
     for key in ("weights_sha256", "ema_sha256", "metrics", "samples"):
@@ -304,11 +311,10 @@ def test_a_completed_run_says_so(paceline_here: Callable[..., Any], finished: Pa
 
 
 def test_a_completed_run_can_be_trained_longer(
-    paceline: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = ("train", "digits", *tiny, "--run-dir", "run")
-    assert paceline(*command).code == 0
-    done = paceline(*command, "train.duration=9 steps")
+    shutil.copytree(finished, tmp_path / "run")
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "train.duration=9 steps")
     assert done.code == 0, done.err
     assert "resumed from step-00000006" in done.out
     assert [event["step"] for event in events_of(tmp_path / "run") if event["event"] == "step"] == [2, 4, 6, 8, 9]
@@ -316,12 +322,12 @@ def test_a_completed_run_can_be_trained_longer(
 
 
 def test_resume_from_an_older_checkpoint(
-    paceline: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The run goes back in time: records and later checkpoints with it; the end is the same."""
+    shutil.copytree(finished, tmp_path / "run")
     command = ("train", "digits", *tiny, "--run-dir", "run")
-    assert paceline(*command).code == 0
-    done = paceline(*command, "--resume", "run/checkpoints/step-00000004")
+    done = paceline_here(*command, "--resume", "run/checkpoints/step-00000004")
     assert done.code == 0, done.err
     assert "resumed from step-00000004" in done.out
     assert summary_of(tmp_path / "run")["weights_sha256"] == summary_of(finished)["weights_sha256"]

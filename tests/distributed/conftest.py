@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
+
+from paceline.cli.main import run as run_command_line
 
 SOURCES = Path(__file__).parents[2] / "src"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -215,6 +218,14 @@ def _environment() -> dict[str, str]:
     }
 
 
+@pytest.fixture(autouse=True)
+def _not_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs in this process must not think it was started by Slurm or torchrun."""
+    kept = _environment()
+    for name in set(os.environ) - set(kept) - {"TMPDIR"}:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks if asked."""
@@ -247,6 +258,32 @@ def run(start: Callable[..., Launched]) -> Callable[..., Done]:
     return runner
 
 
+@pytest.fixture
+def run_here(
+    studio: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Done]]:
+    """Run ``paceline ARGUMENTS`` in this process, in the studio: for one rank whose death is not the point.
+
+    Torch's import, which is paid once here, is nearly all that such a run costs.
+    """
+    import torch
+
+    monkeypatch.chdir(studio)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    modules, threads = set(sys.modules), torch.get_num_threads()
+
+    def runner(*arguments: object) -> Done:
+        capfd.readouterr()
+        code = run_command_line([str(each) for each in arguments])
+        return Done(code, *capfd.readouterr())
+
+    yield runner
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(studio)):
+            del sys.modules[name]
+
+
 def write_photos(root: Path) -> None:
     """Three classes of noisy 12x12 images, each a little bluer, greener or redder than noise."""
     generator = np.random.default_rng(0)
@@ -271,12 +308,12 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(studio: Path) -> Path:
-    """The run directory of the recipe trained by two processes from beginning to end without a stop."""
-    launched = Launched(
-        [sys.executable, "-m", "paceline", "train", "recipe.yaml", "--run-dir", "undisturbed", "--processes", "2"],
-        studio,
-        _environment(),
-    )
+    """The run directory of the recipe trained by two processes from beginning to end without a stop.
+
+    It keeps all its checkpoints, so that a run can be compared with it half-way.
+    """
+    train = ("train", "recipe.yaml", "checkpoint.keep=99", "--processes", "2", "--run-dir", "undisturbed")
+    launched = Launched([sys.executable, "-m", "paceline", *train], studio, _environment())
     done = launched.wait(200)
     launched.clean()
     assert done.code == 0, done.err
@@ -284,7 +321,8 @@ def undisturbed(studio: Path) -> Path:
 
 
 def _records(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    # A kill may have left a part of a last line.
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().split("\n")[:-1]]
     return [
         {key: value for key, value in event.items() if not any(word in key for word in _WALL_CLOCK)}
         for event in events
@@ -329,5 +367,44 @@ def same_outcome(
         for key in ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
             assert mine[key] == theirs[key], key
         assert records(run_dir, "step", "evaluation") == records(undisturbed, "step", "evaluation")
+
+    return compare
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    """The step that a run directory would be resumed from; 0 if there is none."""
+    found = [int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-????????")]
+    return max(found, default=0)
+
+
+def _state_in(checkpoint: Path) -> dict[str, Any]:
+    """Everything in a checkpoint that a run goes on from: each tensor's bits, and each document but for the clock."""
+    found: dict[str, Any] = {}
+    for path in checkpoint.iterdir():
+        if path.suffix == ".safetensors":
+            found[path.name] = {key: (str(v.dtype), v.shape, v.tobytes()) for key, v in load_file(path).items()}
+        elif path.name not in ("manifest.json", "clock.json"):
+            document = json.loads(path.read_text())
+            found[path.name] = {k: v for k, v in document.items() if k not in ("resumes", "earlier_seconds")}
+    return found
+
+
+@pytest.fixture
+def same_so_far(undisturbed: Path, records: Callable[..., Any]) -> Callable[[Path], int]:
+    """Assert that an unfinished run is where the undisturbed one was; returns the step of its newest checkpoint."""
+
+    def compare(run_dir: Path) -> int:
+        if not (run_dir / "events.jsonl").exists():
+            return 0
+        mine = records(run_dir, "step", "evaluation")
+        assert mine == records(undisturbed, "step", "evaluation")[: len(mine)]
+        step = newest_checkpoint(run_dir)
+        name = f"step-{step:08d}"
+        # A run that was asked to stop has a checkpoint where the undisturbed one may have none.
+        if (undisturbed / "checkpoints" / name).exists():
+            mine, theirs = (_state_in(each / "checkpoints" / name) for each in (run_dir, undisturbed))
+            assert mine.keys() >= {"model.safetensors", "ema.safetensors", "optimizer.safetensors", "progress.json"}
+            assert mine == theirs
+        return step
 
     return compare

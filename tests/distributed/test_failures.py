@@ -78,6 +78,7 @@ def test_an_exception_on_one_rank(
     studio: Path,
     frail: Callable[..., Any],
     run: Callable[..., Any],
+    run_here: Callable[..., Any],
     summary: Callable[[Path], Any],
 ) -> None:
     run_dir = studio / "raise"
@@ -94,7 +95,7 @@ def test_an_exception_on_one_rank(
     again = run(*TRAIN, run_dir, where=studio)
     assert again.code == 0, again.err
     assert "resumed from step-00000004" in again.out
-    assert run("audit", run_dir).code == 0
+    assert run_here("audit", run_dir).code == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -154,7 +155,9 @@ def test_a_mistake_is_told_once(
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_a_broken_image_is_told_once(studio: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_broken_image_is_told_once(
+    studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], tmp_path: Path
+) -> None:
     broken = studio / "photos" / "train" / "green" / "007.png"
     whole = broken.read_bytes()
     try:
@@ -170,7 +173,7 @@ def test_a_broken_image_is_told_once(studio: Path, run: Callable[..., Any], tmp_
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     incidents = [event for event in events if event["event"] == "incident"]
     assert [event["path"].endswith("007.png") for event in incidents] == [True]
-    audit = json.loads(run("audit", tmp_path / "run", "--json").out)
+    audit = json.loads(run_here("audit", tmp_path / "run", "--json").out)
     assert (audit["passed"], audit["broken"], audit["missing"]) == (True, 2, 0)
 
 

@@ -31,12 +31,15 @@ PLAIN_MODEL = ("model.name=plain:plain", "model.options=null", "data.workers=0",
 
 
 @pytest.fixture
-def train(studio: Path, run: Callable[..., Any], summary: Callable[[Path], Any]) -> Callable[..., dict[str, Any]]:
-    """Train in the studio to the end, and return what summary.json says."""
+def train(
+    studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
+) -> Callable[..., dict[str, Any]]:
+    """Train in the studio to the end, alone in this process or in several others; returns what summary.json says."""
     (studio / "plain.py").write_text(PLAIN)
 
-    def trainer(run_dir: Path, *arguments: object, **options: Any) -> dict[str, Any]:
-        done = run("train", "recipe.yaml", *arguments, "--run-dir", run_dir, where=studio, **options)
+    def trainer(run_dir: Path, *arguments: object, processes: int) -> dict[str, Any]:
+        command = ("train", "recipe.yaml", *arguments, "--run-dir", run_dir)
+        done = run_here(*command) if processes == 1 else run(*command, "--processes", processes, where=studio)
         assert done.code == 0, done.err
         found: dict[str, Any] = summary(run_dir)
         assert found["status"] == "completed"
@@ -46,11 +49,11 @@ def train(studio: Path, run: Callable[..., Any], summary: Callable[[Path], Any])
 
 
 @pytest.fixture
-def audited(run: Callable[..., Any]) -> Callable[[Path], dict[str, Any]]:
+def audited(run_here: Callable[..., Any]) -> Callable[[Path], dict[str, Any]]:
     """Audit a run directory; it must pass."""
 
     def auditor(run_dir: Path) -> dict[str, Any]:
-        done = run("audit", run_dir, "--json")
+        done = run_here("audit", run_dir, "--json")
         assert done.code == 0, done.out
         document: dict[str, Any] = json.loads(done.out)
         return document
@@ -75,13 +78,15 @@ def losses(run_dir: Path) -> list[float]:
 @linux
 @pytest.mark.world_size(3)
 @pytest.mark.slow
-def test_evaluation_is_exact_in_any_world(studio: Path, undisturbed: Path, run: Callable[..., Any]) -> None:
+def test_evaluation_is_exact_in_any_world(
+    studio: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any]
+) -> None:
     """33 samples in five batches over 1, 2 and 3 processes: the same numbers, each sample once."""
     answers, predictions = [], []
     for processes in (1, 2, 3):
         file = studio / f"predictions-{processes}.jsonl"
-        arguments = ("--processes", processes, "--json", "--predictions", file)
-        done = run("evaluate", undisturbed, *arguments, where=studio)
+        command = ("evaluate", undisturbed, "--json", "--predictions", file)
+        done = run_here(*command) if processes == 1 else run(*command, "--processes", processes, where=studio)
         assert (done.code, done.err) == (0, "")
         answers.append(json.loads(done.out))
         predictions.append([json.loads(line) for line in file.read_text().splitlines()])
@@ -98,7 +103,12 @@ def test_evaluation_is_exact_in_any_world(studio: Path, undisturbed: Path, run: 
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("processes", [1, 3])
 def test_fewer_samples_than_processes(
-    studio: Path, tmp_path: Path, undisturbed: Path, run: Callable[..., Any], processes: int
+    studio: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    run: Callable[..., Any],
+    run_here: Callable[..., Any],
+    processes: int,
 ) -> None:
     """Three samples in two batches: the third process has nothing to score, and nobody waits for it."""
     for split in ("train", "val"):
@@ -106,8 +116,8 @@ def test_fewer_samples_than_processes(
             (tmp_path / "few" / split / name).mkdir(parents=True)
             pixels = np.full((12, 12, 3), 60 * level, dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "few" / split / name / "0.png")
-    arguments = (f"data.path={tmp_path / 'few'}", "evaluate.batch_size=2", "--processes", processes, "--json")
-    done = run("evaluate", undisturbed, *arguments, where=studio)
+    command = ("evaluate", undisturbed, f"data.path={tmp_path / 'few'}", "evaluate.batch_size=2", "--json")
+    done = run_here(*command) if processes == 1 else run(*command, "--processes", processes, where=studio)
     assert done.code == 0, done.err
     answer = json.loads(done.out)
     assert answer["samples"] == 3
@@ -120,33 +130,20 @@ def test_fewer_samples_than_processes(
 def test_two_processes_train_as_one_does(
     studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]
 ) -> None:
-    """The same slots of the same batches with the same dropout: equal but for the order of sums."""
+    """The same slots of the same batches with the same dropout: equal but for the order of sums.
+
+    90 samples in batches of 88: every other step has two, both the first rank's, and the second rank has none.
+    """
     alone, both = studio / "as-one", studio / "as-two"
-    changes = (*PLAIN_MODEL, "train.duration=12 steps", "data.workers=0")
-    train(alone, *changes)
-    train(both, *changes, "--processes", "2")
+    changes = (*PLAIN_MODEL, "batch.global_size=88", "train.duration=6 epochs", "schedule.warmup=1 steps")
+    train(alone, *changes, processes=1)
+    train(both, *changes, processes=2)
+    assert [len(ids) for ids in batches(both).values()] == [88, 2] * 6
     assert batches(alone) == batches(both)
     assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
     for run_dir in (alone, both):
-        assert audited(run_dir)["epochs_complete"] == 2
-
-
-@linux
-@pytest.mark.world_size(2)
-@pytest.mark.slow
-def test_an_epoch_may_end_with_fewer_samples_than_processes(
-    studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]
-) -> None:
-    """90 samples in batches of 88: the last step has two, both the first rank's, and the second rank has none."""
-    alone, both = studio / "rest-as-one", studio / "rest-as-two"
-    changes = (*PLAIN_MODEL, "batch.global_size=88", "train.duration=3 epochs", "schedule.warmup=1 steps")
-    train(alone, *changes)
-    train(both, *changes, "--processes", "2")
-    assert [len(ids) for ids in batches(both).values()] == [88, 2] * 3
-    assert batches(alone) == batches(both)
-    assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
-    document = audited(both)
-    assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (3, 0, 0)
+        document = audited(run_dir)
+        assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (6, 0, 0)
 
 
 @linux
@@ -156,7 +153,7 @@ def test_going_on_in_another_world(studio: Path, train: Callable[..., Any], audi
     """Two processes, then one, then two: each sample of each epoch still once."""
     run_dir = studio / "worlds"
     for steps, processes in ((9, 2), (20, 1), (30, 2)):
-        outcome = train(run_dir, "data.workers=0", f"train.duration={steps} steps", "--processes", processes)
+        outcome = train(run_dir, "data.workers=0", f"train.duration={steps} steps", processes=processes)
         assert (outcome["step"], outcome["world_size"]) == (steps, processes)
         document = audited(run_dir)
         assert (document["steps"], document["duplicates"], document["missing"]) == (steps, 0, 0)
@@ -167,13 +164,13 @@ def test_going_on_in_another_world(studio: Path, train: Callable[..., Any], audi
 @linux
 @pytest.mark.world_size(1)
 def test_a_changed_number_of_slots_is_said(
-    studio: Path, run: Callable[..., Any], audited: Callable[[Path], Any]
+    studio: Path, run_here: Callable[..., Any], audited: Callable[[Path], Any]
 ) -> None:
     """Another micro-batch uses the same samples, but in other sums; the user is told."""
     run_dir = studio / "slots"
     command = ("train", "recipe.yaml", "data.workers=0", "--run-dir", run_dir)
-    assert run(*command, "train.duration=8 steps", where=studio).code == 0
-    done = run(*command, "train.duration=12 steps", "batch.micro_size=8", where=studio)
+    assert run_here(*command, "train.duration=8 steps").code == 0
+    done = run_here(*command, "train.duration=12 steps", "batch.micro_size=8")
     assert done.code == 0, done.err
     assert "micro-batches per step: 4 before, 2 now" in done.out
     audited(run_dir)

@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -153,6 +154,11 @@ class PytorchBackend:
             if str(error).startswith("DataLoader timed out"):
                 raise TrainingError(self._board.explain_silence(self._wait_seconds)) from error
             raise
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            # Batches are fetched from the worker's own socket: one that dies then is missed there first.
+            if not self._board.has_lost_a_worker():
+                raise
+            raise TrainingError(self._board.explain_death("DataLoader worker died handing over a batch")) from error
 
 
 class _Order:
@@ -193,6 +199,7 @@ class _Board:
         for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        sys.excepthook = self._tell_unless_orphaned
         self._worker = worker
         self._pids[worker] = os.getpid()
         threading.Thread(target=self._leave_in_time, daemon=True).start()
@@ -205,11 +212,16 @@ class _Board:
         """Tell the workers that nobody waits for their batches."""
         self._closing[0] = 1
 
+    def has_lost_a_worker(self) -> bool:
+        """Whether a worker has died, or does so within a second: its socket may be gone before itself is."""
+        deadline = time.monotonic() + 1
+        while not self._dead() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(self._dead())
+
     def explain_death(self, reason: str) -> str:
         """Add to torch's sentence on a dead worker which sample it was reading."""
-        alive = {child.pid for child in multiprocessing.active_children()}
-        dead = (k for k, pid in enumerate(self._pids) if pid and pid not in alive)
-        samples = [self._reading[k] for k in dead if self._reading[k] >= 0]
+        samples = [self._reading[k] for k in self._dead() if self._reading[k] >= 0]
         names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
         where = f", while it read sample {names}" if names else ""
         return f"{reason.strip().rstrip('.')}{where}."
@@ -218,6 +230,10 @@ class _Board:
         """Say what the workers were last reading, when no batch has come for so long."""
         last = (f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid)
         return f"no batch came for {seconds} s: {'; '.join(last) or 'no worker has started'}."
+
+    def _dead(self) -> list[int]:
+        alive = {child.pid for child in multiprocessing.active_children()}
+        return [k for k, pid in enumerate(self._pids) if pid and pid not in alive]
 
     def _last_read(self, worker: int) -> str:
         sample = self._reading[worker]
@@ -229,6 +245,15 @@ class _Board:
             if child.pid in list(self._pids):
                 child.kill()
                 child.join()
+
+    def _tell_unless_orphaned(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Print an error, unless it is only that the run is gone: then there is nobody who would not know."""
+        if isinstance(error, ConnectionError | EOFError):
+            time.sleep(_CHECK_SECONDS)  # a dying process closes its sockets before it leaves its children
+        if os.getppid() == self._run_process:
+            sys.__excepthook__(kind, error, trace)
 
     def _leave_in_time(self) -> None:
         """Leave when the run's process is gone, or when the worker hangs although the back-end closes."""
