@@ -10,9 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
 from paceline.checkpoint import codec
 from paceline.checkpoint.codec import TensorSpec
 from paceline.checkpoint.manifest import check_component_names
@@ -21,6 +18,7 @@ from paceline.checkpoint.optimizer_state import (
     check_optimizer_state,
     load_optimizer_state,
 )
+from paceline.checkpoint.snapshot import HostCopies
 from paceline.checkpoint.store import State
 from paceline.errors import CheckpointError, did_you_mean
 
@@ -61,6 +59,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._components: dict[str, Component] = {}
+        self._copies = HostCopies()
 
     def add(self, name: str, component: Component) -> None:
         """Add a component under a new name.
@@ -74,13 +73,13 @@ class Registry:
         self._components[name] = component
 
     def snapshot(self) -> dict[str, State]:
-        """Copy every state to host memory, so that it stands still while it is written; waits for the device.
+        """Copy every state to host memory, so that training may go on while the copy is written.
 
-        On a CPU, too: the states of all components together exist twice until they are written.
+        The copy waits for the device: this is the pause that a save costs. The next snapshot overwrites it.
         """
-        return {
-            name: codec.map_tensors(component.state_dict(), _host_copy) for name, component in self._components.items()
-        }
+        states = {name: self._copies.take(name, component.state_dict()) for name, component in self._components.items()}
+        self._copies.settle()
+        return states
 
     def restore(self, states: Mapping[str, State]) -> None:
         """Give every component its state; all are checked before the first is changed.
@@ -144,8 +143,3 @@ def _naming(name: str) -> Iterator[None]:
 
 def _described(spec: TensorSpec | None) -> str:
     return "absent" if spec is None else str(spec)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.detach().to("cpu", copy=True)

@@ -79,7 +79,7 @@ def choose_processes(asked: int | None, gpus: int, to_train: Recipe | None = Non
         return Processes(asked)
     if to_train is None:
         return Processes(max(1, gpus))
-    from paceline.recipe.plan import default_processes
+    from paceline.recipe.batching import default_processes
 
     recipe, count = to_train, default_processes(to_train, gpus)
     if count >= gpus or recipe.parallel.strategy == "single":

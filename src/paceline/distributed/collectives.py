@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -124,8 +125,13 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800)
 
 
 def leave() -> None:
-    """Dissolve the process group if :func:`join` has formed it."""
+    """Dissolve the process group if :func:`join` has formed it.
+
+    What still holds it (a replica, in a cycle of references) is let go first: the group's threads end with its last
+    holder, and one that outlives the interpreter aborts the process when it touches a Python object.
+    """
     if _is_joined() and torch.distributed.group.WORLD in _ours:
+        gc.collect()
         torch.distributed.destroy_process_group()
     _ours.clear()
 

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from paceline.distributed.collectives import Collectives
-
-# torch 2.14 renamed the switch.
-_DDP_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-_BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
-
-# Layers whose running statistics are used in evaluation only, and what they are called.
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
 # On a GPU the vote is read this many steps late, when its copy has long arrived, so that the host never waits.
 VOTE_LAG = 2
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch's place in its step.
+
+    Attributes:
+        logical_rank: Its number among the step's micro-batches over all processes.
+        step_samples: Samples of the whole step, over all processes.
+        weight: Samples of the micro-batch that count; 0 for one that is only there to match others' collectives.
+        is_last: Whether it is the last one of the step on this process.
+    """
+
+    logical_rank: int
+    step_samples: int
+    weight: int
+    is_last: bool = True
+
+
 class Strategy(Protocol):
-    """What the step and the loop need to know of parallel work."""
+    """What the step and the loop need to know of parallel work.
+
+    Attributes:
+        averages_over: By how much the reduction divides what it has summed: the mean loss of a micro-batch is to be
+            multiplied by it, and by the micro-batch's share of the step's samples.
+        is_rehearsed: Whether a batch must go through all replicas before the first step.
+    """
+
+    averages_over: int
+    is_rehearsed: bool
 
     @property
     def model(self) -> Callable[..., Any]:
         """What the step calls; wraps the network."""
         ...
 
-    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Around a micro-batch: gradients are averaged over processes in the last one only."""
+    def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
+        """Around the forward and backward pass of a micro-batch."""
         ...
 
     def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
         """Let a stop request ride on the gradient reduction that happens anyway."""
+        ...
+
+    def combine(self) -> torch.Tensor | None:
+        """After the last micro-batch: make gradients the step's on every process.
+
+        Returns:
+            The step's sum of losses and its number of samples, [2], if they were combined as well.
+        """
         ...
 
     def agreed_stop(self) -> bool:
@@ -52,16 +73,25 @@ class Strategy(Protocol):
         ...
 
 
+_NOTHING = nullcontext()
+
+
 class SingleProcess:
     """One process: nothing to agree on."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self.model = network
+    averages_over = 1
+    is_rehearsed = False
+
+    def __init__(self, called: Callable[..., Any]) -> None:
+        self.model = called
         self._stop = False
 
-    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
+    def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Nothing to reduce."""
-        return nullcontext()
+        return _NOTHING
+
+    def combine(self) -> None:
+        """Gradients are the step's as they are."""
 
     def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
         """Remember the request; the loss is unchanged."""
@@ -74,27 +104,6 @@ class SingleProcess:
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy."""
-
-
-class _Voting(nn.Module):
-    """The network plus one extra parameter whose gradient carries the stop vote through DDP's reduction."""
-
-    def __init__(self, network: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.network = network
-        self.vote = nn.Parameter(torch.zeros(1, device=device))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.network(*args, **kwargs)
-
-
-def has_training_buffers(network: nn.Module) -> bool:
-    """Whether a buffer may take part in training: any but the running statistics of torch's own norms."""
-    return any(
-        not (isinstance(module, _NORMS) and name in _STATISTICS)
-        for module in network.modules()
-        for name, _ in module.named_buffers(recurse=False)
-    )
 
 
 class Arrival(Protocol):
@@ -152,65 +161,3 @@ class VoteReader:
 
     def _page_locked(self) -> tuple[torch.Tensor, Arrival]:
         return torch.empty(1, pin_memory=True), torch.get_device_module(self._device).Event()
-
-
-class DataParallel:
-    """torch's DistributedDataParallel: one replica per process, gradients averaged bucket by bucket.
-
-    DDP's broadcast of buffers before a step's first forward pass is off for networks whose only buffers are the
-    norms' running statistics: each rank's then follow its own micro-batches, and the first rank's become everyone's
-    when they are scored or saved. Other buffers may decide what is learned: they are the first rank's at each step,
-    so that neither evaluating nor saving can change them.
-    """
-
-    def __init__(
-        self, network: nn.Module, collectives: Collectives, device: torch.device, *, bucket_cap_mb: int
-    ) -> None:
-        self._voting = _Voting(network, device)
-        self._collectives = collectives
-        self._ayes = torch.ones(1, device=device)
-        self._votes = VoteReader(device)
-        self._synced: list[nn.Module] = []
-        self.model = nn.parallel.DistributedDataParallel(
-            self._voting,
-            device_ids=[device.index] if device.index is not None else None,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=True,
-            **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
-        )
-
-    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """DDP reduces in the last micro-batch's backward pass."""
-        return nullcontext() if is_last else self.model.no_sync()
-
-    def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
-        """Add ``vote * flag``: zero to the loss, and the flag is the vote parameter's gradient."""
-        self._synced = []
-        if not is_last:
-            return loss
-        vote = self._voting.vote
-        vote.grad = None
-        return loss + (vote * (self._ayes if stop else self._ayes.new_zeros(1))).sum()
-
-    def agreed_stop(self) -> bool:
-        """Read the reduced vote (late on a GPU, but equally late on every rank)."""
-        gradient = self._voting.vote.grad
-        if gradient is None:  # before the first step
-            return False
-        self._votes.cast(gradient)
-        return self._votes.agreed()
-
-    def sync_buffers(self, modules: list[nn.Module]) -> None:
-        """Broadcast every buffer from the first rank; once, if nothing is trained in between."""
-        if modules != self._synced:
-            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-        self._synced = list(modules)
-
-
-def build_strategy(
-    name: str, network: nn.Module, collectives: Collectives, device: torch.device, *, bucket_cap_mb: int
-) -> Strategy:
-    """The strategy the plan chose."""
-    if name == "ddp":
-        return DataParallel(network, collectives, device, bucket_cap_mb=bucket_cap_mb)
-    return SingleProcess(network)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+Rows = list[tuple[float, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,31 +27,38 @@ class Metric:
 
 
 class Accumulator:
-    """Sums and a count on the device, divided once at the end.
+    """One row of sums per batch, kept on the device, and added up exactly at the end.
 
-    The sums are float64 (float32 on devices without it), so that neither the size of batches nor the number of
-    processes is visible in the result.
+    Rows are float64 (float32 on devices without it). Their total is the correctly rounded one, which does not depend on
+    their order: batches may be scored by any number of processes.
     """
 
     def __init__(self, metrics: tuple[Metric, ...], device: torch.device) -> None:
         self.metrics = metrics
-        self.count = 0
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.sums = torch.zeros(len(metrics), dtype=dtype, device=device)
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums: list[torch.Tensor] = []
+        self._counts: list[int] = []
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add one batch: a tensor [N] for each metric. No host-device synchronisation."""
-        self.sums += torch.stack([values[metric.name].to(self.sums.dtype).sum() for metric in self.metrics])
-        self.count += len(values[self.metrics[0].name])
+        self._sums.append(torch.stack([values[metric.name].to(self._dtype).sum() for metric in self.metrics]))
+        self._counts.append(len(values[self.metrics[0].name]))
 
-    def totals(self) -> torch.Tensor:
-        """The sums, then the count: the one tensor to add up over processes."""
-        return torch.cat([self.sums, self.sums.new_tensor([self.count])])
+    def rows(self) -> Rows:
+        """One row per batch: its number of samples, then its sums; the one place that waits for the device."""
+        sums = torch.stack(self._sums).tolist() if self._sums else []
+        return [(count, *row) for count, row in zip(self._counts, sums, strict=True)]
 
-    def results(self, totals: torch.Tensor) -> tuple[int, dict[str, float]]:
-        """Samples and metric values from (reduced) totals; the one place that waits for the device."""
-        *sums, count = totals.tolist()
+    def results(self, rows: Rows) -> tuple[int, dict[str, float]]:
+        """Samples and metric values from the rows of all processes, in any order."""
+        count = round(sum(row[0] for row in rows))
         if count == 0:
-            return 0, {metric.name: float("nan") for metric in self.metrics}
-        values = {m.name: m.scale * total / count for m, total in zip(self.metrics, sums, strict=True)}
-        return round(count), values
+            return 0, {metric.name: math.nan for metric in self.metrics}
+        totals = (_exact_sum(row[1 + index] for row in rows) for index in range(len(self.metrics)))
+        return count, {m.name: m.scale * total / count for m, total in zip(self.metrics, totals, strict=True)}
+
+
+def _exact_sum(values: Iterable[float]) -> float:
+    numbers = list(values)
+    # fsum refuses to add infinities of both signs, and has no need to be exact about them.
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

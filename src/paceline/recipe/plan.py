@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import RecipeError
+from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration
 
@@ -204,8 +205,8 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
             found[key] = data.reasons[key]
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
-    if world_size == 1:
-        found["parallel.bucket_cap_mb"] = "one process has no gradients to average with others"
+    if recipe.parallel.exact or world_size == 1:
+        found["parallel.bucket_cap_mb"] = f"{'an exact run' if recipe.parallel.exact else 'one process'} has no buckets"
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
         keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
@@ -230,41 +231,6 @@ def _check_evaluation(recipe: Recipe, data: DataFacts, reasons: dict[str, str]) 
         )
     if data.evaluation_samples == 0:
         reasons["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
-
-
-def default_processes(recipe: Recipe, devices: int) -> int:
-    """Processes of a run that was not told how many: one per device, as many as share the global batch evenly."""
-    if recipe.parallel.strategy == "single":
-        return 1
-    batch, unit = recipe.batch.global_size, 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
-    return max((count for count in range(1, devices + 1) if batch % (unit * count) == 0), default=1)
-
-
-def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> int:
-    """Samples per forward pass, or a RecipeError that names the world sizes that fit."""
-    batch, asked = recipe.batch.global_size, recipe.batch.micro_size
-    unit = 1 if asked == "auto" else asked
-    if batch % (unit * world_size):
-        fitting = [str(size) for size in range(1, min(batch // unit, 1024) + 1) if batch % (unit * size) == 0]
-        per_rank = f"{batch / world_size:g} samples each"
-        if asked != "auto" and batch % asked:
-            raise RecipeError(
-                f"batch.global_size={batch} is not a multiple of batch.micro_size={asked}; "
-                f"choose a micro_size that divides it, for example {_nearest_divisor(batch, asked)}."
-            )
-        raise RecipeError(
-            f"batch.global_size={batch} over {world_size} processes gives {per_rank}, which "
-            f"{'is not whole' if asked == 'auto' else f'batch.micro_size={asked} does not divide'}; the global batch "
-            f"is never changed silently, so run it on {', '.join(fitting)} processes or change batch.global_size."
-        )
-    if asked == "auto":
-        reasons["batch.micro_size"] = f"a process's whole share of {batch} samples over {world_size}"
-        return batch // world_size
-    return asked
-
-
-def _nearest_divisor(batch: int, wanted: int) -> int:
-    return min((d for d in range(1, batch + 1) if batch % d == 0), key=lambda d: abs(d - wanted))
 
 
 @dataclass(frozen=True)
@@ -328,6 +294,14 @@ def resolve_channels_last(recipe: Recipe, machine: MachineFacts, reasons: dict[s
 
 def _strategy(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> str:
     asked = recipe.parallel.strategy
+    if recipe.parallel.exact:
+        if asked != "auto":
+            raise RecipeError(
+                f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={asked} does not; "
+                "leave the strategy at auto, or turn exactness off."
+            )
+        reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
+        return "exact"
     if asked == "auto":
         reasons["parallel.strategy"] = _plural(world_size, "process")
         return "ddp" if world_size > 1 else "single"
@@ -343,6 +317,9 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
     asked = recipe.parallel.threads
     if asked != "auto":
         return asked
+    if recipe.parallel.exact and machine.device == "cpu":
+        reasons["parallel.threads"] = "parallel.exact: sums over one thread do not depend on the number of processes"
+        return 1
     share = max(1, machine.cores // local_world_size)
     if machine.threads not in (None, share):
         reasons["parallel.threads"] = "as OMP_NUM_THREADS says"

@@ -47,10 +47,14 @@ class Parallel:
     """Where the model lives; `cuda` includes ROCm."""
     strategy: Literal["auto", "single", "ddp"] = "auto"
     """`ddp`: one replica per process, gradients averaged."""
+    exact: Switch = False
+    """The same bits for any number of processes that divides `logical_ranks`, also where a resume changes it."""
+    logical_ranks: Auto | PositiveInt = "auto"
+    """Micro-batches per step over all processes; with `auto` one per process, or the 8 that `exact` is divided into."""
     bucket_cap_mb: PositiveInt = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
     threads: Auto | PositiveInt = "auto"
-    """CPU threads per process; `auto` shares the machine's cores among its processes."""
+    """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

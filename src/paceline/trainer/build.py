@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.components import OptimizerComponent, Registry
+from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import build_strategy
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_optimizer
 from paceline.optim.schedules import LearningRate
@@ -72,7 +73,7 @@ def build_run(setting: Setting) -> Run:
         network=network,
         scored=scored,
         strategy=build_strategy(
-            plan.strategy, called, setting.collectives, device, bucket_cap_mb=recipe.parallel.bucket_cap_mb
+            plan, network, called, setting.collectives, device, bucket_cap_mb=recipe.parallel.bucket_cap_mb
         ),
         optimizer=optimizer,
         learning_rate=LearningRate.of(recipe.optimizer, recipe.schedule, plan),
@@ -87,6 +88,7 @@ def build_run(setting: Setting) -> Run:
         display=setting.display,
         stop=setting.stop,
         components=Registry(),
+        writer=BackgroundWriter(),
         file_metadata=file_metadata(recipe, plan, prepared.task),
     )
     _register(run)

@@ -73,13 +73,13 @@ class Evaluator:
                         sums[name].add(self.task.score(answers, batch))
                         if observe is not None:
                             observe(name, batch, self.task.predict(answers, batch))
-        # One reduction for all sets of weights; the first moment the host waits for the device.
-        totals = self.collectives.reduce_sum(torch.stack([each.totals() for each in sums.values()]))
-        counted = {name: sums[name].results(row) for name, row in zip(sums, totals, strict=True)}
+        # One collective for all sets of weights; the first moment the host waits for the device.
+        parts = self.collectives.gather(({name: each.rows() for name, each in sums.items()}, broken))
+        counted = {name: sums[name].results([row for rows, _ in parts for row in rows[name]]) for name in sums}
         return Evaluation(
             samples=next(count for count, _ in counted.values()),
             results={name: values for name, (_, values) in counted.items()},
-            broken=tuple(each for part in self.collectives.gather(broken) for each in part),
+            broken=tuple(sorted((each for _, part in parts for each in part), key=lambda each: each.id)),
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.trainer.evaluate import evaluate_run
 from paceline.trainer.rehearsal import rehearse
-from paceline.trainer.saving import save_checkpoint
+from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
 
 if TYPE_CHECKING:
@@ -34,4 +34,5 @@ def fit(run: Run) -> str:
             run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
         if run.due(plan.checkpoint_every_steps) or run.found_best() or ending:
             save_checkpoint(run)
+    finish_saving(run)
     return ending

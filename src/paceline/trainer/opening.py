@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ _FIXED_NUMBERS = {
     "steps_per_epoch": "batch.global_size",
 }
 
+# Those that an exact run must keep as well: what its bits depend on.
+_FIXED_IF_EXACT = {
+    "strategy": "parallel.exact",
+    "logical_ranks": "parallel.logical_ranks",
+    "threads_per_process": "parallel.threads",
+}
 
 # Numbers that may change at a resume, but not without being told: arithmetic then rounds otherwise.
 _BITS = {
@@ -180,7 +187,8 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
             f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
         )
     plan = read_plan(directory)
-    for number, key in _FIXED_NUMBERS.items():
+    fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
+    for number, key in fixed.items():
         old, new = plan[number], getattr(asked.plan, number)
         if old != new:
             raise RunDirectoryError(
@@ -198,8 +206,15 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
             f"the data of the run in '{directory.root}' has changed since it began: other files, names or sizes; "
             "restore them, or begin in another --run-dir."
         )
+    return _notices(directory, plan, asked)
+
+
+def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> tuple[str, ...]:
+    """What is otherwise than before, and may be."""
     notices = []
     for number, name in _BITS.items():
+        if plan["strategy"] == "exact" and number == "world_size":
+            continue
         before, now = plan[number], getattr(asked.plan, number)
         if before != now:
             notices.append(f"{name}: {before} before, {now} now: the same samples, but not the same bits")

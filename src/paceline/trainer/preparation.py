@@ -50,13 +50,13 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     Raises:
         PacelineError: For every mistake that can be known before training.
     """
-    if recipe.train.deterministic:
+    if recipe.train.deterministic or recipe.parallel.exact:
         reserve_deterministic_workspace()
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
     plan = plan_run(recipe, task, describe_machine(device), world)
     torch.set_num_threads(plan.threads_per_process)
-    if recipe.train.deterministic:
+    if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
         # Only when asked: the call imports torch's compiler, which takes seconds.
         torch.use_deterministic_algorithms(mode=True)
     elif device.type == "cuda":

@@ -27,7 +27,7 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
     """
     first = next(batches, None)
-    if first is None or run.world.world_size == 1:
+    if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
     buffers = [(buffer, buffer.clone()) for buffer in run.network.buffers()]
     seed_forward(run.recipe.seed, first.slice, run.device)
@@ -42,7 +42,7 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     if unused:
         raise ModelError(
             f"{len(unused)} parameter(s) took no part in the loss: {', '.join(unused[:5])}"
-            f"{', …' if len(unused) > 5 else ''}; with several processes every trainable parameter must: remove them, "
-            "use them, or set requires_grad=False."
+            f"{', …' if len(unused) > 5 else ''}; with several processes, or parallel.exact, every trainable parameter "
+            "must: remove them, use them, or set requires_grad=False."
         )
     return chain([first], batches)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.components import Registry
+from paceline.checkpoint.store import SavedCheckpoint
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline
@@ -42,6 +44,7 @@ class Run:
         scored: What evaluation calls, by set of weights: the network and its average, compiled if asked.
         strategy: Holds the network as the step calls it, compiled and wrapped.
         components: What a checkpoint holds, by name.
+        writer: Writes checkpoints, on the first rank.
         saved_position: Position of the newest checkpoint; -1 before the first.
         file_metadata: What each weights file says about itself.
     """
@@ -72,12 +75,18 @@ class Run:
     stop: StopRequest
     components: Registry
     file_metadata: Mapping[str, str]
+    writer: BackgroundWriter[SavedCheckpoint]
     saved_position: int = -1
 
     def train_batches(self) -> Iterator[Batch]:
         """This process's micro-batches from where the run stands to its end."""
         first, last = self.progress.position, self.plan.total_steps
         return self.pipeline.train_batches(self.geometry, first, last, self.world)
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this process votes to stop: it was asked to, or its checkpoints can no longer be written."""
+        return self.stop.requested or self.writer.has_failed
 
     def models(self) -> dict[str, nn.Module]:
         """The sets of weights by name."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.checkpoint.restore import Choice, choose
-from paceline.checkpoint.store import CheckpointStore, read_components, read_manifest
+from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, read_components, read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
@@ -20,10 +21,17 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save every component under the current step; a collective. Does nothing if this very state is saved."""
+    """Save every component under the current step; a collective. Does nothing if this very state is saved.
+
+    Training pauses for the copy to host memory; the first rank writes it while the others go on, and so does itself.
+
+    Raises:
+        CheckpointError: On every rank, if the save before this one has failed.
+    """
     if run.saved_position == run.progress.position:
         return
     with run.clock.paused():
+        finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = f"step-{run.progress.step:08d}"
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
@@ -31,16 +39,28 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.flush(durable=True)
         # The one state that differs between ranks is gathered; of the rest, the first rank's stands for all.
         run.window.gather()
-        run.collectives.on_first(lambda: _write(run, run.components.snapshot()))
+        run.collectives.on_first(lambda: run.writer.submit(_write_later(run)))
         run.saved_position = run.progress.position
 
 
-def _write(run: Run, states: dict[str, Any]) -> None:
-    for loss, samples, *_ in states["window"]["ranks"]:
+def finish_saving(run: Run) -> None:
+    """Wait for the save under way, if any; a collective.
+
+    Raises:
+        CheckpointError: On every rank, if it has failed.
+    """
+    run.collectives.on_first(run.writer.wait)
+
+
+def _write_later(run: Run) -> Callable[[], SavedCheckpoint]:
+    """Take the state now, and return what writes it."""
+    states = run.components.snapshot()
+    for losses, samples, *_ in states["window"]["ranks"]:
         # Weights behind a loss that is no number must not push out the last good checkpoint.
-        check_finite(loss / max(samples, 1), run.progress.step)
+        check_finite(losses / max(samples, 1), run.progress.step)
     store = CheckpointStore(run.directory.checkpoints)
     plan, progress = run.plan, run.progress
+    step, best = progress.step, dict(progress.best)
     facts = {
         "version": __version__,
         "recipe_sha256": run.recipe_sha256,
@@ -49,13 +69,17 @@ def _write(run: Run, states: dict[str, Any]) -> None:
         "samples": plan.samples_before(progress.position),
         "precision": plan.precision,
     }
-    store.save(progress.step, states, facts, replace=True, file_metadata=run.file_metadata)
-    store.prune(keep=run.recipe.checkpoint.keep, protect=_note_best(run, store))
+
+    def write() -> SavedCheckpoint:
+        saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata)
+        store.prune(keep=run.recipe.checkpoint.keep, protect=_note_best(run, store, best))
+        return saved
+
+    return write
 
 
-def _note_best(run: Run, store: CheckpointStore) -> list[int]:
+def _note_best(run: Run, store: CheckpointStore, best: Mapping[str, Any]) -> list[int]:
     """Name the best step that has a checkpoint in best.json; returns it as the one to protect."""
-    best = run.progress.best
     if not best:
         store.forget_best()
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
@@ -102,7 +126,8 @@ def restore(run: Run, choice: Choice) -> None:
     run.progress.resumes += 1
     run.saved_position = run.progress.position
     # A kill between a save and its best.json would have left an older name there.
-    run.collectives.on_first(lambda: _note_best(run, CheckpointStore(run.directory.checkpoints)))
+    store = CheckpointStore(run.directory.checkpoints)
+    run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))
     for damaged in choice.damaged:
         message = f"checkpoint {damaged.path.name} is damaged and was set aside: {damaged.reason}"
         run.recorder.write(IncidentEvent(**run.progress.here, incident="damaged_checkpoint", message=message))

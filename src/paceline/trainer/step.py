@@ -10,6 +10,7 @@ import torch
 from paceline.data.batch import Batch
 from paceline.data.random_draws import seed_of
 from paceline.data.slices import SampleSlice
+from paceline.distributed.strategy import MicroBatch
 from paceline.optim.build import set_learning_rate
 
 if TYPE_CHECKING:
@@ -21,18 +22,19 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     set_learning_rate(run.optimizer, run.learning_rate(run.progress.step))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
-        with run.strategy.gradient_sync(is_last=is_last):
+        with run.strategy.micro_batch(_place_of(batch)):
             with run.clock.span("forward"):
                 seed_forward(run.recipe.seed, batch.slice, run.device)
                 with run.precision.autocast():
                     loss = run.task.loss(run.strategy.model, batch)
             with run.clock.span("backward"):
-                share = _share(loss, batch, run.world.world_size)
-                run.precision.backward(run.strategy.with_vote(share, stop=run.stop.requested, is_last=is_last))
+                share = _share(loss, batch, run.strategy.averages_over)
+                run.precision.backward(run.strategy.with_vote(share, stop=run.wants_stop, is_last=is_last))
         run.window.add(loss, batch)
     with run.clock.span("optimizer"):
+        combined = run.strategy.combine()
         stepped = _update(run)
-    run.window.end_step(stepped=stepped)
+    run.window.end_step(stepped=stepped, combined=combined)
     return stepped
 
 
@@ -46,9 +48,14 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             return
 
 
-def _share(loss: torch.Tensor, batch: Batch, world_size: int) -> torch.Tensor:
-    # The mean over processes that the reduction takes becomes the mean over the step's samples.
-    factor = batch.weight * world_size / batch.slice.step_weight
+def _place_of(batch: Batch) -> MicroBatch:
+    part = batch.slice
+    return MicroBatch(part.logical_rank, part.step_weight, batch.weight, part.is_last)
+
+
+def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
+    # A mean over the micro-batch becomes its part of the mean over the step's samples.
+    factor = batch.weight * averages_over / batch.slice.step_weight
     return loss if factor == 1 else loss * factor
 
 

@@ -161,11 +161,14 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
             _load(run)
             result = _fit(run)
         except BaseException:
+            with contextlib.suppress(Exception):
+                run.writer.close()  # the last good state may be on its way to the disk
             _conclude_failed(run)
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
                 run.recorder.close()
             raise
+        run.writer.close()
         run.recorder.close()
         return result
 

@@ -32,6 +32,7 @@ class Window:
         self._samples = 0
         self._pending: list[tuple[torch.Tensor, int]] = []
         self._settled = 0
+        self._combined: list[torch.Tensor] = []
         self._gathered: list[list[Any]] = []
         self.grad_norm: torch.Tensor | None = None
         self.new_broken: list[BrokenSample] = []
@@ -48,10 +49,17 @@ class Window:
             self.broken_ids.update(broken)
         self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
 
-    def end_step(self, *, stepped: bool) -> None:
-        """Close the step; the loss of one that fp16 skipped, which may be no number, does not count."""
-        if not stepped:
+    def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:
+        """Close the step; the loss of one that fp16 skipped, which may be no number, does not count.
+
+        Args:
+            stepped: False if the optimizer did not move.
+            combined: Losses and samples over all processes, [2], if they are known: the first one writes them down.
+        """
+        if not stepped or combined is not None:
             del self._pending[self._settled :]
+        if stepped and combined is not None and self._collectives.world.is_first:
+            self._combined.append(combined)
         self._settled = len(self._pending)
 
     def drain(self) -> tuple[float | None, list[BrokenSample]]:
@@ -66,7 +74,7 @@ class Window:
         self._sum, self._samples = 0.0, 0
         # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
         parts = self._collectives.gather(self.new_broken) if broken else []
-        found = list({each.id: each for part in parts for each in part}.values())
+        found = [each for _, each in sorted({each.id: each for part in parts for each in part}.items())]
         self.new_broken = []
         self.broken_ids.update(each.id for each in found)
         return total / samples if samples else None, found
@@ -94,6 +102,11 @@ class Window:
         self.broken_ids = {sample for each in ranks for sample in each[3]}
 
     def _add_up(self) -> None:
+        if self._combined:
+            for losses, samples in torch.stack(self._combined).tolist():
+                self._sum += losses
+                self._samples += round(samples)
+            self._combined = []
         if not self._pending:
             return
         values = torch.stack([loss for loss, _ in self._pending]).tolist()

@@ -16,7 +16,7 @@ from paceline.distributed.device import (
     reserve_deterministic_workspace,
 )
 from paceline.distributed.environment import read_launch
-from paceline.distributed.strategy import SingleProcess, build_strategy
+from paceline.distributed.strategy import MicroBatch, SingleProcess
 from paceline.errors import DataError, RecipeError
 from paceline.world import World
 
@@ -50,12 +50,11 @@ def test_no_process_group_is_formed_alone() -> None:
 
 def test_one_process_votes_for_itself() -> None:
     network = nn.Linear(2, 2)
-    strategy = build_strategy("single", network, Collectives(World()), CPU, bucket_cap_mb=25)
-    assert isinstance(strategy, SingleProcess)
+    strategy = SingleProcess(network)
     assert strategy.model is network
     assert not strategy.agreed_stop()
     loss = torch.ones(())
-    with strategy.gradient_sync(is_last=False):
+    with strategy.micro_batch(MicroBatch(0, 8, 4, is_last=False)):
         assert strategy.with_vote(loss, stop=False, is_last=True) is loss
     assert not strategy.agreed_stop()
     strategy.with_vote(loss, stop=True, is_last=True)

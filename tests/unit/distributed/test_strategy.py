@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import VOTE_LAG, DataParallel, VoteReader, build_strategy, has_training_buffers
+from paceline.distributed.data_parallel import DataParallel, has_training_buffers
+from paceline.distributed.strategy import VOTE_LAG, MicroBatch, VoteReader
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -30,15 +31,14 @@ def net() -> nn.Module:
 
 def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collectives) -> None:
     ours, plain = net(), net()
-    strategy = build_strategy("ddp", ours, group, CPU, bucket_cap_mb=1)
-    assert isinstance(strategy, DataParallel)
+    strategy = DataParallel(ours, ours, group, CPU, bucket_cap_mb=1)
     batches = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         ours.zero_grad(set_to_none=True)
         plain.zero_grad(set_to_none=True)
         for index, batch in enumerate(batches):
             last = index == 2
-            with strategy.gradient_sync(is_last=last):
+            with strategy.micro_batch(MicroBatch(index, 18, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() / 3
                 strategy.with_vote(loss, stop=False, is_last=last).backward()
             (plain(batch).square().mean() / 3).backward()
@@ -47,7 +47,8 @@ def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collec
 
 
 def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectives) -> None:
-    strategy = build_strategy("ddp", net(), group, CPU, bucket_cap_mb=25)
+    network = net()
+    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
     batch = torch.randn(6, 4)
     assert not strategy.agreed_stop()
     for wish in (False, True, False, True):
@@ -59,7 +60,7 @@ def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectiv
 def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
     network = net()
     names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]
-    strategy = build_strategy("ddp", network, group, CPU, bucket_cap_mb=25)
+    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
     loss = strategy.model(torch.randn(6, 4)).square().mean()
     assert strategy.with_vote(loss, stop=True, is_last=True).item() == loss.item()
     assert strategy.with_vote(loss, stop=True, is_last=False) is loss

@@ -70,7 +70,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first, second = both(
         """
         from dataclasses import replace
-        from paceline.distributed.strategy import build_strategy
+        from paceline.distributed.data_parallel import DataParallel
         from paceline.errors import LaunchError
         from paceline.world import World
 
@@ -89,7 +89,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         answer["tensors"] = [len(calls), [t.tolist() for t in tensors]]
 
         network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        strategy = build_strategy("ddp", network, collectives, CPU, bucket_cap_mb=1)
+        strategy = DataParallel(network, network, collectives, CPU, bucket_cap_mb=1)
         calls.clear()
         answer["means"], answer["calls"] = [], []
         for step in range(2):
@@ -104,6 +104,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             join(replace(launch, world=World()), CPU)
         except LaunchError as error:
             answer["error"] = str(error)
+        del strategy
         leave()
         answer["left"] = not torch.distributed.is_initialized()
         """,

@@ -35,20 +35,19 @@ def test_batches_and_processes_are_invisible(pieces: list[int], samples: int, wo
     losses, correct = torch.randn(samples) * 10, torch.rand(samples) < 0.3
     whole = Accumulator(METRICS, CPU)
     whole.add({"loss": losses, "top1_accuracy": correct})
-    count, expected = whole.results(whole.totals())
+    count, expected = whole.results(whole.rows())
 
     parts = filled(losses, correct, cut(samples, pieces))
-    assert parts.results(parts.totals())[0] == count == samples
+    assert parts.results(parts.rows())[0] == count == samples
 
-    ranks = [
-        filled(losses[rank::world_size], correct[rank::world_size], [len(losses[rank::world_size])])
-        for rank in range(world_size)
-    ]
-    total = torch.stack([each.totals() for each in ranks]).sum(dim=0)
-    for results in (parts.results(parts.totals()), ranks[0].results(total)):
-        assert results[0] == samples
-        assert results[1]["top1_accuracy"] == expected["top1_accuracy"] == 100 * int(correct.sum()) / samples
-        assert results[1]["loss"] == pytest.approx(expected["loss"], rel=1e-12, abs=1e-12)
+    # Batches are the same for any number of processes; whose they are, and in which order they come, is not.
+    rows = parts.rows()
+    shared = [row for rank in range(world_size) for row in rows[rank::world_size]]
+    assert parts.results(shared) == parts.results(rows)
+    count, values = parts.results(rows)
+    assert count == samples
+    assert values["top1_accuracy"] == expected["top1_accuracy"] == 100 * int(correct.sum()) / samples
+    assert values["loss"] == pytest.approx(expected["loss"], rel=1e-12, abs=1e-12)
 
 
 def test_small_values_are_not_lost_in_a_large_sum() -> None:
@@ -57,7 +56,7 @@ def test_small_values_are_not_lost_in_a_large_sum() -> None:
         made.add({"loss": torch.full((1000,), 1e-3), "top1_accuracy": torch.ones(1000, dtype=torch.bool)})
     made.add({"loss": torch.tensor([2.0**26]), "top1_accuracy": torch.ones(1, dtype=torch.bool)})
     made.add({"loss": torch.tensor([1.0]), "top1_accuracy": torch.ones(1, dtype=torch.bool)})
-    count, values = made.results(made.totals())
+    count, values = made.results(made.rows())
     assert count == 1_000_002
     assert values["loss"] * count == pytest.approx(2**26 + 1000 + 1, rel=1e-9)
     assert values["top1_accuracy"] == 100.0
@@ -65,20 +64,24 @@ def test_small_values_are_not_lost_in_a_large_sum() -> None:
 
 def test_low_precision_values_are_summed_in_float64() -> None:
     made = Accumulator((METRICS[0],), CPU)
-    made.add({"loss": torch.full((5000,), 1.0, dtype=torch.bfloat16)})
-    assert made.results(made.totals()) == (5000, {"loss": 1.0})
-    assert made.totals().dtype == torch.float64
+    made.add({"loss": torch.full((5000,), 1.0, dtype=torch.bfloat16)})  # whose sums stop at 256
+    assert made.results(made.rows()) == (5000, {"loss": 1.0})
 
 
 def test_no_samples_are_no_number() -> None:
     made = Accumulator(METRICS, CPU)
-    count, values = made.results(made.totals())
+    count, values = made.results(made.rows())
     assert count == 0
     assert all(math.isnan(value) for value in values.values())
 
 
+def test_infinities_of_both_signs_are_no_number() -> None:
+    made = filled(torch.tensor([math.inf, -math.inf]), torch.tensor([True, False]), [1, 1])
+    assert math.isnan(made.results(made.rows())[1]["loss"])
+
+
 def test_a_loss_that_is_no_number_shows() -> None:
     made = filled(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]), [2])
-    values = made.results(made.totals())[1]
+    values = made.results(made.rows())[1]
     assert math.isnan(values["loss"])
     assert values["top1_accuracy"] == 50.0

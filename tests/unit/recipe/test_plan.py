@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
+from paceline.recipe.batching import default_processes
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, default_processes, make_plan
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
 
 CPU = MachineFacts(device="cpu", device_name="a processor", fast_bf16=False, cores=64, reasons={"fast_bf16": "no AMX"})
@@ -76,6 +77,31 @@ def test_sixty_four_processes_see_the_same_steps() -> None:
 def test_a_given_micro_batch_is_accumulated() -> None:
     made = plan("batch.global_size=256", "batch.micro_size=8", world_size=4)
     assert (made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (8, 8, 32)
+
+
+def test_logical_ranks_say_the_same_the_other_way_round() -> None:
+    made = plan("batch.global_size=256", "parallel.logical_ranks=32", world_size=4)
+    assert (made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (8, 8, 32)
+    assert made.reasons["batch.micro_size"] == "256 samples in 32 logical ranks"
+    contradiction = refusal("batch.global_size=64", "parallel.logical_ranks=4", "batch.micro_size=8")
+    assert "batch.micro_size=8 times parallel.logical_ranks=4 is 32, but batch.global_size=64" in contradiction
+    assert "choose a number that divides it, for example 8" in refusal(
+        "batch.global_size=64", "parallel.logical_ranks=9"
+    )
+    assert "is no whole number of parallel.logical_ranks=4" in refusal("parallel.logical_ranks=4", world_size=8)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(64, 8), (12, 4), (6, 2), (7, 1)])
+def test_an_exact_run_has_as_many_logical_ranks_in_any_world(batch: int, ranks: int) -> None:
+    for world in (each for each in (1, 2, 4, 8) if ranks % each == 0):
+        made = plan("parallel.exact=true", f"batch.global_size={batch}", world_size=world)
+        assert (made.strategy, made.logical_ranks, made.threads_per_process) == ("exact", ranks, 1)
+        assert made.accumulation_steps == ranks // world
+        assert "with the same bits" in made.reasons["parallel.logical_ranks"]
+    assert refusal("parallel.exact=true", f"batch.global_size={batch}", world_size=3)
+    assert plan("parallel.exact=true", "parallel.threads=4").threads_per_process == 4
+    assert "parallel.bucket_cap_mb" in plan("parallel.exact=true", world_size=2).unused
+    assert "leave the strategy at auto" in refusal("parallel.exact=true", "parallel.strategy=ddp", world_size=2)
 
 
 @settings(max_examples=100)

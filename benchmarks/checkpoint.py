@@ -1,0 +1,117 @@
+"""How long does a save hold training back, and how long until it is on the disk, beside ``torch.save`` and ``fsync``?
+
+Both save the same state: weights and optimizer state after one step. ``pause`` is the copy to host memory, after which
+training goes on; ``total`` adds what happens beside training: encoding, writing, digests, fsync of every file and
+folder, and the rename that makes the checkpoint visible. The plain way holds training back for all of its time. The two
+take turns (A B A B …) on one disk.
+
+    python benchmarks/checkpoint.py [--runs 9] [--directory FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hardware import spread, write_result
+from torch import nn
+
+from paceline.checkpoint.components import OptimizerComponent, Registry
+from paceline.checkpoint.store import CheckpointStore
+from paceline.units import format_bytes
+
+
+def trained(name: str, optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network with an optimizer that has moved once, so that its state is there."""
+    import timm
+
+    model = timm.create_model(name)
+    made = optimizer(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    made.step()
+    made.zero_grad(set_to_none=True)
+    return model, made
+
+
+CASES: dict[str, tuple[str, Callable[[Any], torch.optim.Optimizer]]] = {
+    "ResNet-50 with SGD and momentum": ("resnet50", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "ViT-B/16 with AdamW": ("vit_base_patch16_224", lambda p: torch.optim.AdamW(p, lr=1e-3)),
+}
+
+
+def plain_seconds(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> float:
+    """``torch.save`` of both states to one file, flushed to the disk."""
+    begun = time.perf_counter()
+    with (directory / "plain.pt").open("wb") as file:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - begun
+
+
+def measure(case: str, runs: int, directory: Path) -> dict[str, Any]:
+    """Pause and total of our save, and the plain way's time, in turns."""
+    model, optimizer = trained(*CASES[case])
+    registry = Registry()
+    registry.add("model", model)
+    registry.add("optimizer", OptimizerComponent(optimizer))
+    store = CheckpointStore(directory / "checkpoints")
+    pauses, totals, plains, size = [], [], [], 0
+    for run in range(runs + 1):
+        plain = plain_seconds(model, optimizer, directory)
+        begun = time.perf_counter()
+        states = registry.snapshot()
+        pause = time.perf_counter() - begun
+        size = store.save(run, states, {}).size_bytes
+        total = time.perf_counter() - begun
+        store.prune(keep=1)
+        if run:  # the first of each makes memory and files
+            plains.append(plain)
+            pauses.append(pause)
+            totals.append(total)
+    shutil.rmtree(store.directory)
+    return {
+        "case": case,
+        "size_bytes": size,
+        "plain_seconds": spread(plains),
+        "pause_seconds": spread(pauses),
+        "total_seconds": spread(totals),
+        "pause_over_plain": spread([a / b for a, b in zip(pauses, plains, strict=True)]),
+        "total_over_plain": spread([a / b for a, b in zip(totals, plains, strict=True)]),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the result files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
+        rows = [measure(case, options.runs, Path(scratch)) for case in CASES]
+    lines = [
+        f"{row['case']} ({format_bytes(row['size_bytes'])}): training pauses for "
+        f"{row['pause_over_plain']['median']:.3f} of the time of torch.save and fsync "
+        f"({row['pause_over_plain']['minimum']:.3f} to {row['pause_over_plain']['maximum']:.3f}), and the checkpoint "
+        f"is on the disk after {row['total_over_plain']['median']:.2f} of it "
+        f"({row['total_over_plain']['minimum']:.2f} to {row['total_over_plain']['maximum']:.2f}); "
+        f"medians of {row['pause_over_plain']['runs']} pairs; torch.save and fsync: "
+        f"{row['plain_seconds']['median']:.2f} s. Held for it in host memory: one copy of the state."
+        for row in rows
+    ]
+    print("\n".join(lines))
+    if not options.dry_run:
+        print(write_result("checkpoint-pause", {"measurements": rows}, lines))
+
+
+if __name__ == "__main__":
+    main()

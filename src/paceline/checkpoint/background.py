@@ -1,0 +1,51 @@
+"""How is a checkpoint written while training goes on?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundWriter(Generic[T]):
+    """Runs one save at a time beside training; what fails is raised by the next call, never forgotten.
+
+    A save under way when the interpreter ends is finished first.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[T] | None = None
+
+    def submit(self, save: Callable[[], T]) -> None:
+        """Begin a save; the one before must have been waited for.
+
+        Raises:
+            RuntimeError: If it was not: two saves would write from the same copy of the state.
+        """
+        if self._under_way is not None:
+            raise RuntimeError("a save is still under way")
+        self._under_way = self._thread.submit(save)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save under way is over and has failed; never waits."""
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    def wait(self) -> T | None:
+        """Wait for the save under way and return its result, once; None if there is none.
+
+        Raises:
+            Exception: What the save raised.
+        """
+        under_way, self._under_way = self._under_way, None
+        return None if under_way is None else under_way.result()
+
+    def close(self) -> None:
+        """End the thread; waits for a save under way, and raises what it raised."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()

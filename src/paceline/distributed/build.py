@@ -1,0 +1,41 @@
+"""Which strategy keeps the replicas of a plan together?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.data_parallel import DataParallel
+from paceline.distributed.exact import ExactDataParallel
+from paceline.distributed.strategy import SingleProcess, Strategy
+from paceline.recipe.plan import Plan
+
+
+def build_strategy(
+    plan: Plan,
+    network: nn.Module,
+    called: Callable[..., Any],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    bucket_cap_mb: int,
+) -> Strategy:
+    """Build the strategy the plan chose.
+
+    Args:
+        plan: Says which, and how many logical ranks there are.
+        network: The bare network.
+        called: What a step calls: the network, compiled if asked.
+        collectives: The processes.
+        device: Where the network is.
+        bucket_cap_mb: Size of DDP's gradient buckets.
+    """
+    if plan.strategy == "exact":
+        return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
+    if plan.strategy == "ddp":
+        return DataParallel(network, called, collectives, device, bucket_cap_mb=bucket_cap_mb)
+    return SingleProcess(called)

@@ -1,0 +1,210 @@
+"""How do replicas keep the same weights, to the bit, however many of them there are?
+
+The step's work is cut into a fixed number of logical ranks. Each leaves its share of the gradient, of the change of
+every buffer (BatchNorm statistics) and of the loss in one flat leaf; leaves are added along a tree whose shape is that
+number's alone (:mod:`paceline.distributed.reduction_tree`). A process adds up what it can of its own logical ranks,
+which leaves it few partial sums; then every process gets one slice of everyone's partial sums, finishes the tree for
+its slice, and hands the result to all: as many bytes as a ring's all-reduce moves, and no process holds every leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
+from paceline.distributed.strategy import MicroBatch, VoteReader
+
+_LOSS, _SAMPLES, _VOTE = 0, 1, 2
+
+
+class Leaf:
+    """Everything of one logical rank, or of several added up, that the step sums over logical ranks.
+
+    Attributes:
+        parts: One flat tensor per data type, and last the notes: losses, samples and stop votes, float64.
+        gradients: Views into ``parts``, shaped like the parameters.
+        changes: Views into ``parts``, shaped like the floating-point buffers.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], *, slices: int) -> None:
+        tensors = [*parameters, *buffers]
+        views: dict[int, torch.Tensor] = {}
+        self.parts: list[torch.Tensor] = []
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            numbers = [number for number, each in enumerate(tensors) if each.dtype == dtype]
+            ends = list(accumulate(tensors[number].numel() for number in numbers))
+            flat = torch.zeros(_round_up(ends[-1], slices), dtype=dtype, device=tensors[0].device)
+            for number, end in zip(numbers, ends, strict=True):
+                views[number] = _shaped(flat[end - tensors[number].numel() : end], tensors[number])
+            self.parts.append(flat)
+        exact = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+        self.notes = torch.zeros(_round_up(3, slices), dtype=exact, device=tensors[0].device)
+        self.parts.append(self.notes)
+        self.gradients = [views[number] for number in range(len(parameters))]
+        self.changes = [views[number] for number in range(len(parameters), len(tensors))]
+
+    def zero(self) -> None:
+        """Forget what was there."""
+        for part in self.parts:
+            part.zero_()
+
+    def add(self, other: Leaf) -> Leaf:
+        """Add another leaf to this one."""
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            mine.add_(theirs)
+        return self
+
+
+def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # With the tensor's own strides (channels last, say): optimizers are fastest where gradients have them too.
+    dense = like.is_contiguous() or (like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last))
+    return flat.as_strided(like.shape, like.stride()) if dense else flat.view(like.shape)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+class ExactDataParallel:
+    """Replicas that compute the same bits in any number; satisfies :class:`paceline.distributed.strategy.Strategy`.
+
+    Args:
+        network: The bare network.
+        called: What the step calls: the network, compiled if asked.
+        collectives: The processes.
+        logical_ranks: Micro-batches per step over all processes; a multiple of their number.
+    """
+
+    averages_over = 1
+    is_rehearsed = True
+
+    def __init__(
+        self, network: nn.Module, called: Callable[..., Any], collectives: Collectives, *, logical_ranks: int
+    ) -> None:
+        self.model = called
+        self._world = collectives.world
+        self._logical_ranks = logical_ranks
+        self._parameters = [each for each in network.parameters() if each.requires_grad]
+        self._buffers = list(network.buffers())
+        self._floating = [each for each in self._buffers if each.is_floating_point()]
+        self._before = [torch.empty_like(each) for each in self._buffers]
+        self._floating_before = [was for was in self._before if was.is_floating_point()]
+        self._sums: PartialSums[Leaf] = PartialSums(Leaf.add)
+        self._leaf = self._make_leaf()
+        self._free = [self._leaf]
+        self._combined: Leaf | None = None
+        self._leaves = 0
+        self._begun = False
+        self._votes = VoteReader(self._leaf.notes.device)
+        collectives.broadcast_tensors([*(each.data for each in network.parameters()), *self._buffers])
+
+    @contextmanager
+    def micro_batch(self, part: MicroBatch) -> Iterator[None]:
+        """Collect one logical rank's leaf; every one starts from the buffers the step started from."""
+        if self._begun:
+            _copy(self._buffers, self._before)
+        else:
+            self._begin(part)
+        self._leaf = self._free.pop() if self._free else self._make_leaf()
+        self._leaf.zero()
+        for parameter, gradient in zip(self._parameters, self._leaf.gradients, strict=True):
+            parameter.grad = gradient
+        yield
+        if part.logical_rank >= self._leaves:  # it has no samples, and is there in vain
+            self._free.append(self._leaf)
+            return
+        self._leaf.notes[_LOSS] *= part.step_samples
+        self._leaf.notes[_SAMPLES] = part.weight
+        if self._floating:
+            _copy(self._leaf.changes, self._floating)
+            torch._foreach_sub_(self._leaf.changes, self._floating_before)
+            torch._foreach_mul_(self._leaf.changes, part.weight / part.step_samples)
+        self._free += self._sums.push(part.logical_rank, self._leaf)
+
+    def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
+        """Note the loss's share and the request beside the gradient; the loss is unchanged."""
+        self._leaf.notes[_LOSS] = loss.detach()
+        if stop:
+            self._leaf.notes[_VOTE] = 1
+        return loss
+
+    def combine(self) -> torch.Tensor:
+        """Make gradients and buffers the step's, on every process; returns its losses and samples."""
+        self._combined = combined = self._exchange(self._sums.take())
+        for parameter, gradient in zip(self._parameters, combined.gradients, strict=True):
+            parameter.grad = gradient
+        if self._floating:
+            _copy(self._floating, self._floating_before)
+            torch._foreach_add_(self._floating, combined.changes)
+        self._begun = False
+        self._votes.cast(combined.notes[_VOTE])
+        return combined.notes[:_VOTE].clone()
+
+    def agreed_stop(self) -> bool:
+        """Whether any process voted to stop; the same answer on every process after the same step."""
+        return self._votes.agreed()
+
+    def sync_buffers(self, modules: list[nn.Module]) -> None:
+        """Nothing to copy: buffers are the same everywhere."""
+
+    def _begin(self, part: MicroBatch) -> None:
+        _copy(self._before, self._buffers)
+        if self._combined is not None:
+            self._free.append(self._combined)
+            self._combined = None
+        self._leaves = min(self._logical_ranks, part.step_samples)
+        self._begun = True
+
+    def _make_leaf(self) -> Leaf:
+        return Leaf([each.detach() for each in self._parameters], self._floating, slices=self._world.world_size)
+
+    def _exchange(self, held: dict[Node, Leaf]) -> Leaf:
+        """Finish the tree; over several processes, each for its slice, and then put the slices together."""
+        if self._world.world_size == 1:
+            combined = total(held, Leaf.add, leaves=self._leaves)
+            self._free += [leaf for leaf in held.values() if leaf is not combined]
+            return combined
+        slices = [self._own_slices(part, [leaf.parts[part] for leaf in held.values()]) for part in self._part_numbers()]
+        self._free += held.values()
+        combined = self._free.pop() if self._free else self._make_leaf()
+        for part, nodes in enumerate(slices):
+            mine = total(nodes, torch.Tensor.add_, leaves=self._leaves)
+            torch.distributed.all_gather_into_tensor(combined.parts[part], mine)
+        return combined
+
+    def _part_numbers(self) -> range:
+        return range(len(self._leaf.parts))
+
+    def _own_slices(self, part: int, held: list[torch.Tensor]) -> dict[Node, torch.Tensor]:
+        """Swap slices of one part: this process's slice of every process's partial sums, by node."""
+        like = self._leaf.parts[part]
+        size = like.numel() // self._world.world_size
+        per_process = self._logical_ranks // self._world.world_size
+        everyones = [
+            nodes_of(min(first, self._leaves), min(first + per_process, self._leaves))
+            for first in range(0, self._logical_ranks, per_process)
+        ]
+        received: dict[Node, torch.Tensor] = {}
+        for turn in range(max(len(nodes) for nodes in everyones)):
+            givers = [nodes[turn] for nodes in everyones if turn < len(nodes)]
+            output = like.new_empty(size * len(givers))
+            torch.distributed.all_to_all_single(
+                output,
+                held[turn] if turn < len(held) else like.new_empty(0),
+                [size if turn < len(nodes) else 0 for nodes in everyones],
+                [size if turn < len(held) else 0] * self._world.world_size,
+            )
+            received.update(zip(givers, torch.split(output, size), strict=True))
+        return received
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,130 @@
+"""Exact runs: the same bits from one, two, three or four processes, and from any number after any kill."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+EXACT = ("train", "recipe.yaml", "parallel.exact=true")
+SIX_PARTS = ("batch.micro_size=auto", "batch.global_size=18", "parallel.logical_ranks=6", "train.duration=24 steps")
+
+
+@pytest.fixture
+def outcome(summary: Callable[[Path], Any], records: Callable[..., Any]) -> Callable[[Path], Any]:
+    """Everything a run came to that must not depend on who computed it."""
+
+    def of(run_dir: Path) -> Any:
+        keys = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
+        found = summary(run_dir)
+        return [{key: found[key] for key in keys}, records(run_dir, "step", "evaluation")]
+
+    return of
+
+
+@pytest.fixture
+def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], Any]) -> Callable[..., Any]:
+    """The outcome of an exact run by one process; each is trained once."""
+
+    def train(name: str, *overrides: str) -> Any:
+        if not (studio / name / "summary.json").exists():
+            done = run_here(*EXACT, *overrides, "--run-dir", name)
+            assert done.code == 0, done.err
+        return outcome(studio / name)
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_any_number_of_processes_gives_the_same_bits(
+    studio: Path,
+    run: Callable[..., Any],
+    alone: Callable[..., Any],
+    outcome: Callable[[Path], Any],
+    processes: int,
+) -> None:
+    run_dir = studio / f"exact-{processes}"
+    done = run(*EXACT, "--processes", processes, "--run-dir", run_dir, where=studio)
+    assert done.code == 0, done.err
+    assert outcome(run_dir) == alone("exact-1")
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(3)
+def test_numbers_that_are_no_power_of_two(
+    studio: Path, run: Callable[..., Any], alone: Callable[..., Any], outcome: Callable[[Path], Any]
+) -> None:
+    for processes in (2, 3):  # of six logical ranks each holds three, and two: partial sums of several levels
+        run_dir = studio / f"exact-six-{processes}"
+        done = run(*EXACT, *SIX_PARTS, "--processes", processes, "--run-dir", run_dir, where=studio)
+        assert done.code == 0, done.err
+        assert outcome(run_dir) == alone("exact-six-1", *SIX_PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_and_resumed_by_fewer_processes_and_more(
+    studio: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    alone: Callable[..., Any],
+    outcome: Callable[[Path], Any],
+    steps_recorded: Callable[[Path], int],
+    seed: int,
+) -> None:
+    run_dir = studio / f"exact-chain-{seed}"
+    draw = random.Random(seed)
+    worlds = (4, 2, 1) if seed == 1 else (1, 4, 2)
+    for processes in worlds[:2]:
+        launched = start(*EXACT, "--processes", processes, "--run-dir", run_dir, where=studio)
+        step = max(steps_recorded(run_dir), 0) + draw.randint(5, 18)
+        launched.wait_for(lambda step=step: steps_recorded(run_dir) >= step)
+        time.sleep(draw.uniform(0, 0.15))
+        launched.kill()
+    done = run(*EXACT, "--processes", worlds[2], "--run-dir", run_dir, where=studio)
+    assert done.code == 0, done.err
+    assert outcome(run_dir) == alone("exact-1")
+    audit = run("audit", run_dir, "--json", where=studio)
+    assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+
+
+def test_what_the_bits_depend_on_may_not_change(studio: Path, run_here: Callable[..., Any]) -> None:
+    short = (*EXACT, "--run-dir", "exact-short")
+    assert run_here(*short, "train.duration=8 steps").code == 0
+    longer = "train.duration=12 steps"
+    threads = run_here(*short, longer, "parallel.threads=2")
+    assert threads.code == 2
+    assert "threads_per_process=1" in threads.err
+    assert "parallel.threads" in threads.err
+    parts = run_here(*short, longer, "batch.micro_size=8")
+    assert parts.code == 2
+    assert "logical_ranks=4" in parts.err
+    loose = run_here(*short, longer, "parallel.exact=false")
+    assert loose.code == 2
+    assert "parallel.exact" in loose.err
+
+
+def test_impossible_requests_are_refused(run_here: Callable[..., Any], studio: Path) -> None:
+    for wrong, words in {
+        "parallel.logical_ranks=8": "batch.micro_size=4 times parallel.logical_ranks=8 is 32",
+        "parallel.strategy=ddp": "leave the strategy at auto",
+        "parallel.bucket_cap_mb=5": "an exact run has no buckets",
+    }.items():
+        done = run_here(*EXACT, wrong, "--run-dir", "never")
+        assert done.code == 2, done.out
+        assert words in done.err
+    plan = run_here(*EXACT, "--plan-only", "--processes", "3")
+    assert plan.code == 2
+    assert "run it on 1, 2, 4 processes" in plan.err
+    assert not (studio / "never").exists()

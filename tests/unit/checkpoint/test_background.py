@@ -1,0 +1,67 @@
+"""Saving beside training: one at a time, and no failure is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint.background import BackgroundWriter
+from paceline.errors import CheckpointError
+
+
+def test_the_caller_goes_on_while_it_is_written() -> None:
+    writer: BackgroundWriter[str] = BackgroundWriter()
+    goes_on = threading.Event()
+    writer.submit(lambda: "written" if goes_on.wait(10) else "never told")
+    goes_on.set()
+    assert writer.wait() == "written"
+    assert writer.wait() is None
+    writer.close()
+
+
+def test_a_failure_is_seen_without_waiting_and_raised_once() -> None:
+    writer: BackgroundWriter[None] = BackgroundWriter()
+
+    def fail() -> None:
+        raise CheckpointError("no space")
+
+    assert not writer.has_failed
+    writer.submit(fail)
+    for _ in range(1000):
+        if writer.has_failed:
+            break
+        threading.Event().wait(0.01)
+    assert writer.has_failed
+    with pytest.raises(CheckpointError, match="no space"):
+        writer.wait()
+    assert not writer.has_failed
+    writer.close()
+
+
+def test_two_saves_never_overlap() -> None:
+    writer: BackgroundWriter[None] = BackgroundWriter()
+    writer.submit(lambda: None)
+    with pytest.raises(RuntimeError, match="under way"):
+        writer.submit(lambda: None)
+    writer.close()
+
+
+def test_a_failure_is_not_lost_at_the_end() -> None:
+    writer: BackgroundWriter[None] = BackgroundWriter()
+    writer.submit(lambda: (_ for _ in ()).throw(CheckpointError("no space")))
+    with pytest.raises(CheckpointError, match="no space"):
+        writer.close()
+
+
+def test_a_save_under_way_is_finished_at_the_interpreters_end(tmp_path: Path) -> None:
+    code = (
+        "import time, pathlib, sys\n"
+        "from paceline.checkpoint.background import BackgroundWriter\n"
+        "BackgroundWriter().submit(lambda: (time.sleep(0.5), pathlib.Path(sys.argv[1]).write_text('whole')))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "whole"

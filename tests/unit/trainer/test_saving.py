@@ -1,0 +1,131 @@
+"""Checkpoints are written while training goes on; a disk that refuses ends the run soon, and on purpose."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.data.batch import Batch
+from paceline.errors import TrainingError
+
+EVERY_THIRD = {"checkpoint.every": "3 steps", "evaluate.every": "off", "checkpoint.keep": 9}
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """``disk(act)``: from now on ``act()`` is called before each fsync of the thread that writes checkpoints."""
+    real = os.fsync
+
+    def watch(act: Callable[[], None]) -> None:
+        def fsync(descriptor: int) -> None:
+            if threading.current_thread().name.startswith("checkpoint"):
+                act()
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return watch
+
+
+def saved(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], disk: Any, runs: Path
+) -> None:
+    """The first save is held back until two further steps are under way; it is whole, and of its own step."""
+    held = threading.Event()
+    seen: list[tuple[int, list[int]]] = []
+
+    def on_loss(batch: Batch, _: torch.Tensor) -> None:
+        seen.append((batch.slice.step + 1, saved(runs / "run") if (runs / "run" / "checkpoints").exists() else []))
+        if batch.slice.step + 1 == 5:
+            held.set()
+
+    disk(lambda: held.wait(60))
+    result = train_tiny("run", EVERY_THIRD, task=tiny_task(on_loss=on_loss))
+    assert dict(seen)[5] == []
+    assert saved(result.run_dir) == [3, 6, 8]
+    plain = train_tiny("plain", {**EVERY_THIRD, "train.duration": "3 steps"})
+    held_back, undisturbed = (
+        load_file(each.run_dir / "checkpoints" / "step-00000003" / "model.safetensors") for each in (result, plain)
+    )
+    assert held_back.keys() == undisturbed.keys()
+    assert all(torch.equal(held_back[name], undisturbed[name]) for name in held_back)
+    assert plain.summary.weights_sha256 != result.summary.weights_sha256
+
+
+def test_two_saves_never_overlap(train_tiny: Callable[..., Any], disk: Any) -> None:
+    writing: set[int] = set()
+    most = []
+
+    def act() -> None:
+        writing.add(threading.get_ident())
+        most.append(len(writing))
+        threading.Event().wait(0.005)
+        writing.discard(threading.get_ident())
+
+    disk(act)
+    result = train_tiny("run", {**EVERY_THIRD, "checkpoint.every": "1 steps"})
+    assert max(most) == 1
+    assert saved(result.run_dir) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_save_that_fails_ends_the_run_after_the_next_step(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], disk: Any, runs: Path
+) -> None:
+    steps: list[int] = []
+
+    def refuse() -> None:
+        if any((runs / "run" / "checkpoints").glob(".saving-step-00000006-*")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def on_loss(batch: Batch, _: torch.Tensor) -> None:
+        steps.append(batch.slice.step + 1)
+        threading.Event().wait(0.05)  # time to fail
+
+    disk(refuse)
+    overrides = {**EVERY_THIRD, "train.duration": "30 steps"}
+    with pytest.raises(TrainingError, match=r"No space left.*Free some space"):
+        train_tiny("run", overrides, task=tiny_task(on_loss=on_loss))
+    assert steps[-1] in (7, 8)  # the save after step 6 failed while step 7 was under way
+    assert saved(runs / "run") == [3]
+    assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_save_that_fails_at_the_end_is_no_success(train_tiny: Callable[..., Any], disk: Any, runs: Path) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk(refuse)
+    with pytest.raises(TrainingError, match="EIO"):
+        train_tiny("run", {"checkpoint.every": "off", "evaluate.every": "off"})
+    assert saved(runs / "run") == []
+
+
+def test_after_a_full_disk_the_run_goes_on_to_the_same_end(
+    train_tiny: Callable[..., Any], disk: Any, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_tiny("whole", EVERY_THIRD)
+
+    def refuse() -> None:
+        if any((runs / "run" / "checkpoints").glob(".saving-step-00000006-*")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk(refuse)
+    with pytest.raises(TrainingError):
+        train_tiny("run", EVERY_THIRD)
+    monkeypatch.undo()
+    again = train_tiny("run", EVERY_THIRD)
+    assert again.summary.resumes == 1
+    assert again.summary.weights_sha256 == whole.summary.weights_sha256
