@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ _ADVICE = {
     errno.EPERM: "Give this user the right to write there, or choose another run directory.",
     errno.EROFS: "Choose a run directory on a file system that can be written.",
 }
+
+
+_WORTH_A_THREAD = 1 << 18  # bytes
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,16 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     """
     digest = hashlib.sha256()
     size = 0
-    with open(path, "xb") as file:
+    with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
         for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
+            if len(chunk) < _WORTH_A_THREAD:
+                digest.update(chunk)
+                file.write(chunk)
+            else:
+                # Hashing takes as long as writing, and both leave the interpreter to others meanwhile.
+                hashing = beside.submit(digest.update, chunk)
+                file.write(chunk)
+                hashing.result()
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
