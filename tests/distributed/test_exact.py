@@ -99,6 +99,54 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
 
 
+# Buffers of every awkward kind: infinite, replaced by each forward pass, numbers and flags that depend on the batch.
+AWKWARD = """
+import torch
+from torch import nn
+
+class Awkward(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, num_classes)
+        self.register_buffer("mask", torch.triu(torch.full((num_classes, num_classes), float("-inf")), 1))
+        self.register_buffer("centre", torch.zeros(16))
+        self.register_buffer("bright", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+
+    def forward(self, x):
+        features = self.body(x) - self.centre
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * features.detach().mean(0)
+            self.bright += (x > 0).sum()
+            self.seen[int(self.bright) % 4] = True
+        bias = self.mask.exp().sum(1) * (1 + 1e-3 * (self.bright % 7)) + 1e-3 * self.seen.sum()
+        return self.head(features) + bias
+"""
+AWKWARD_MODEL = (
+    "model.name=awkward:Awkward",
+    "model.options=null",
+    "train.duration=20 steps",
+    "checkpoint.every=7 steps",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(
+    studio: Path, run: Callable[..., Any], alone: Callable[..., Any], outcome: Callable[[Path], Any]
+) -> None:
+    (studio / "awkward.py").write_text(AWKWARD)
+    run_dir = studio / "exact-awkward"
+    for processes, duration in ((2, 9), (2, 14), (1, 17), (2, 20)):
+        shortened = (*AWKWARD_MODEL, f"train.duration={duration} steps", "schedule.name=constant")
+        done = run(*EXACT, *shortened, "--processes", processes, "--run-dir", run_dir, where=studio)
+        assert done.code == 0, done.err
+    whole = alone("exact-awkward-1", *AWKWARD_MODEL, "schedule.name=constant")
+    for key in ("weights_sha256", "ema_sha256"):
+        assert outcome(run_dir)[0][key] == whole[0][key]
+
+
 def test_what_the_bits_depend_on_may_not_change(studio: Path, run_here: Callable[..., Any]) -> None:
     short = (*EXACT, "--run-dir", "exact-short")
     assert run_here(*short, "train.duration=8 steps").code == 0

@@ -34,14 +34,15 @@ class BackgroundWriter(Generic[T]):
         """Whether the save under way is over and has failed; never waits."""
         return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
 
-    def wait(self) -> T | None:
+    def wait(self, timeout_seconds: float | None = None) -> T | None:
         """Wait for the save under way and return its result, once; None if there is none.
 
         Raises:
             Exception: What the save raised.
+            TimeoutError: If it takes longer than that; it goes on.
         """
         under_way, self._under_way = self._under_way, None
-        return None if under_way is None else under_way.result()
+        return None if under_way is None else under_way.result(timeout_seconds)
 
     def close(self) -> None:
         """End the thread; waits for a save under way, and raises what it raised."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.exact_buffers import StepBuffers
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
 from paceline.distributed.strategy import MicroBatch, VoteReader
 
@@ -64,7 +65,7 @@ class Leaf:
 
 def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     # With the tensor's own strides (channels last, say): optimizers are fastest where gradients have them too.
-    dense = like.is_contiguous() or (like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last))
+    dense = torch.empty_like(like).stride() == like.stride()
     return flat.as_strided(like.shape, like.stride()) if dense else flat.view(like.shape)
 
 
@@ -92,10 +93,8 @@ class ExactDataParallel:
         self._world = collectives.world
         self._logical_ranks = logical_ranks
         self._parameters = [each for each in network.parameters() if each.requires_grad]
-        self._buffers = list(network.buffers())
-        self._floating = [each for each in self._buffers if each.is_floating_point()]
-        self._before = [torch.empty_like(each) for each in self._buffers]
-        self._floating_before = [was for was in self._before if was.is_floating_point()]
+        collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
+        self._buffers = StepBuffers(network, collectives)
         self._sums: PartialSums[Leaf] = PartialSums(Leaf.add)
         self._leaf = self._make_leaf()
         self._free = [self._leaf]
@@ -103,13 +102,12 @@ class ExactDataParallel:
         self._leaves = 0
         self._begun = False
         self._votes = VoteReader(self._leaf.notes.device)
-        collectives.broadcast_tensors([*(each.data for each in network.parameters()), *self._buffers])
 
     @contextmanager
     def micro_batch(self, part: MicroBatch) -> Iterator[None]:
         """Collect one logical rank's leaf; every one starts from the buffers the step started from."""
         if self._begun:
-            _copy(self._buffers, self._before)
+            self._buffers.start_again()
         else:
             self._begin(part)
         self._leaf = self._free.pop() if self._free else self._make_leaf()
@@ -118,14 +116,12 @@ class ExactDataParallel:
             parameter.grad = gradient
         yield
         if part.logical_rank >= self._leaves:  # it has no samples, and is there in vain
+            self._buffers.put_back()
             self._free.append(self._leaf)
             return
         self._leaf.notes[_LOSS] *= part.step_samples
         self._leaf.notes[_SAMPLES] = part.weight
-        if self._floating:
-            _copy(self._leaf.changes, self._floating)
-            torch._foreach_sub_(self._leaf.changes, self._floating_before)
-            torch._foreach_mul_(self._leaf.changes, part.weight / part.step_samples)
+        self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_samples)
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
     def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
@@ -140,9 +136,7 @@ class ExactDataParallel:
         self._combined = combined = self._exchange(self._sums.take())
         for parameter, gradient in zip(self._parameters, combined.gradients, strict=True):
             parameter.grad = gradient
-        if self._floating:
-            _copy(self._floating, self._floating_before)
-            torch._foreach_add_(self._floating, combined.changes)
+        self._buffers.end(combined.changes)
         self._begun = False
         self._votes.cast(combined.notes[_VOTE])
         return combined.notes[:_VOTE].clone()
@@ -155,7 +149,7 @@ class ExactDataParallel:
         """Nothing to copy: buffers are the same everywhere."""
 
     def _begin(self, part: MicroBatch) -> None:
-        _copy(self._before, self._buffers)
+        self._buffers.begin()
         if self._combined is not None:
             self._free.append(self._combined)
             self._combined = None
@@ -163,7 +157,7 @@ class ExactDataParallel:
         self._begun = True
 
     def _make_leaf(self) -> Leaf:
-        return Leaf([each.detach() for each in self._parameters], self._floating, slices=self._world.world_size)
+        return Leaf([each.detach() for each in self._parameters], self._buffers.summed, slices=self._world.world_size)
 
     def _exchange(self, held: dict[Node, Leaf]) -> Leaf:
         """Finish the tree; over several processes, each for its slice, and then put the slices together."""
@@ -203,8 +197,3 @@ class ExactDataParallel:
             )
             received.update(zip(givers, torch.split(output, size), strict=True))
         return received
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

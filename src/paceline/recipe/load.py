@@ -108,7 +108,8 @@ _FOR_TRAINING = (
     *("optimizer.", "schedule.", "checkpoint.", "telemetry."),
     *("train.duration", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
-    *("parallel.strategy", "parallel.bucket_cap_mb", "model.pretrained", "model.initialize_from"),
+    *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
+    *("model.pretrained", "model.initialize_from"),
 )
 
 

@@ -28,6 +28,7 @@ from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import build_trackers
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
 from paceline.trainer.progress import Progress
@@ -54,8 +55,12 @@ def build_run(setting: Setting) -> Run:
     """Build every part of a run on this process."""
     prepared = setting.prepared
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
-    ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
     called = _compiled(network, recipe)
+    # Before the average is copied: building it gives every process the first one's weights.
+    strategy = build_strategy(
+        plan, network, called, setting.collectives, device, bucket_cap_mb=recipe.parallel.bucket_cap_mb
+    )
+    ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
     scored = {"model": called} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
@@ -72,13 +77,12 @@ def build_run(setting: Setting) -> Run:
         pipeline=prepared.pipeline,
         network=network,
         scored=scored,
-        strategy=build_strategy(
-            plan, network, called, setting.collectives, device, bucket_cap_mb=recipe.parallel.bucket_cap_mb
-        ),
+        strategy=strategy,
         optimizer=optimizer,
         learning_rate=LearningRate.of(recipe.optimizer, recipe.schedule, plan),
         geometry=prepared.geometry,
         precision=precision,
+        guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
         ema=ema,
         evaluator=_evaluator(setting, precision),
         progress=Progress(begun=setting.started),

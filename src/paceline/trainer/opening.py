@@ -46,6 +46,9 @@ _FIXED_IF_EXACT = {
     "threads_per_process": "parallel.threads",
 }
 
+# What decides no bits where another device computes.
+_ON_CPU_ONLY = ("threads_per_process",)
+
 # Numbers that may change at a resume, but not without being told: arithmetic then rounds otherwise.
 _BITS = {
     "logical_ranks": "micro-batches per step",
@@ -189,6 +192,8 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
     plan = read_plan(directory)
     fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
+        if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
+            continue
         old, new = plan[number], getattr(asked.plan, number)
         if old != new:
             raise RunDirectoryError(
@@ -215,12 +220,16 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
     for number, name in _BITS.items():
         if plan["strategy"] == "exact" and number == "world_size":
             continue
+        if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
+            continue
         before, now = plan[number], getattr(asked.plan, number)
         if before != now:
             notices.append(f"{name}: {before} before, {now} now: the same samples, but not the same bits")
     before, now = read_environment(directory).get("torch"), asked.device_facts["torch"]
     if before is not None and before != now:
         notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
+    if asked.plan.strategy == "exact" != plan["strategy"]:
+        notices.append("parallel.exact: off before, on now: the same samples, but not the same bits")
     if plan["total_steps"] != asked.plan.total_steps:
         before, now = plan["total_steps"], asked.plan.total_steps
         notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")

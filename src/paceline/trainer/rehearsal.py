@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.data.batch import Batch
+from paceline.distributed.exact_buffers import buffers_of, put_back
 from paceline.errors import ModelError
 from paceline.trainer.step import seed_forward
 
@@ -29,7 +30,7 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
-    buffers = [(buffer, buffer.clone()) for buffer in run.network.buffers()]
+    buffers = [(*place, place[-1].clone()) for place in buffers_of(run.network)]
     seed_forward(run.recipe.seed, first.slice, run.device)
     with run.precision.autocast():
         loss = run.task.loss(run.strategy.model, first)
@@ -37,7 +38,8 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     unused = [name for name, p in run.network.named_parameters() if p.requires_grad and p.grad is None]
     run.optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for buffer, before in buffers:
+        for module, name, buffer, before in buffers:
+            put_back(module, name, buffer)
             buffer.copy_(before)
     if unused:
         raise ModelError(

@@ -42,6 +42,16 @@ def test_a_failure_is_seen_without_waiting_and_raised_once() -> None:
     writer.close()
 
 
+def test_waiting_can_be_given_up() -> None:
+    writer: BackgroundWriter[None] = BackgroundWriter()
+    goes_on = threading.Event()
+    writer.submit(lambda: goes_on.wait(10) and None)
+    with pytest.raises(TimeoutError):
+        writer.wait(timeout_seconds=0.01)
+    goes_on.set()
+    writer.close()
+
+
 def test_two_saves_never_overlap() -> None:
     writer: BackgroundWriter[None] = BackgroundWriter()
     writer.submit(lambda: None)

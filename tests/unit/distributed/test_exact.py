@@ -144,3 +144,43 @@ def test_memory_is_bounded_by_the_logarithm_of_the_logical_ranks() -> None:
                 (loss_of(network, x) / 64).backward()
         strategy.combine()
     assert len(strategy._free) + 1 <= 8  # log2(64) partial sums, one at work, one to hand on
+
+
+class Awkward(Net):
+    """Also a mask of infinities, a buffer that is replaced, and a number that depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("centre", torch.zeros(2))
+        self.register_buffer("bright", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer = super().forward(x)
+        self.centre = 0.5 * self.centre + answer.detach().mean(0)
+        self.bright = self.bright + (x > 0).sum()
+        return answer + self.mask.exp()
+
+
+def test_buffers_that_cannot_be_averaged_end_as_the_first_logical_rank_leaves_them() -> None:
+    network, first = Awkward(), Awkward()
+    strategy = ExactDataParallel(network, network, Collectives(World()), logical_ranks=4)
+    for _ in range(2):
+        take_step(strategy, network)
+        first(images()[0])
+        assert network.bright == first.bright
+    assert torch.equal(network.mask, torch.tensor([0.0, -torch.inf]))
+
+
+def test_a_buffer_that_is_replaced_is_averaged_and_stays_the_same_tensor() -> None:
+    network = Awkward()
+    held = network.centre
+    strategy = ExactDataParallel(network, network, Collectives(World()), logical_ranks=4)
+    take_step(strategy, network)
+    assert network.centre is held
+    parts = []
+    for x in images():
+        single = Awkward()
+        single(x)
+        parts.append(single.centre * (len(x) / sum(SIZES)))
+    torch.testing.assert_close(network.centre, torch.stack(parts).sum(0), rtol=1e-6, atol=1e-7)
