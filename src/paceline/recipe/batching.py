@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 
-# Exact runs divide their step into this many parts unless told otherwise: for 1, 2, 4 and 8 processes.
+# Exact runs divide their step into this many parts unless told otherwise, or the next smaller number that divides it.
 _EXACT_LOGICAL_RANKS = 8
 
 
@@ -66,7 +66,7 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
         return batch // micro
     if not recipe.parallel.exact:
         return None
-    return next(each for each in (_EXACT_LOGICAL_RANKS, 4, 2, 1) if batch % each == 0)
+    return next(each for each in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % each == 0)
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:

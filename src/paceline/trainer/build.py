@@ -28,7 +28,6 @@ from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import build_trackers
 from paceline.trainer.evaluate import Evaluator
-from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
 from paceline.trainer.progress import Progress
@@ -82,7 +81,6 @@ def build_run(setting: Setting) -> Run:
         learning_rate=LearningRate.of(recipe.optimizer, recipe.schedule, plan),
         geometry=prepared.geometry,
         precision=precision,
-        guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
         ema=ema,
         evaluator=_evaluator(setting, precision),
         progress=Progress(begun=setting.started),

@@ -40,6 +40,8 @@ from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
 
+_PATIENCE_SECONDS = 5.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
@@ -162,7 +164,9 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
             result = _fit(run)
         except BaseException:
             with contextlib.suppress(Exception):
-                run.writer.close()  # the last good state may be on its way to the disk
+                # The last good state may be on its way to the disk. A slow one must not keep back the error: what is
+                # not written by then is finished when the interpreter ends.
+                run.writer.wait(timeout_seconds=_PATIENCE_SECONDS)
             _conclude_failed(run)
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
