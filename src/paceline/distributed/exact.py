@@ -24,6 +24,9 @@ from paceline.distributed.strategy import MicroBatch, VoteReader
 
 _LOSS, _SAMPLES, _VOTE = 0, 1, 2
 
+# torch 2.14 renamed it.
+_gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+
 
 class Leaf:
     """Everything of one logical rank, or of several added up, that the step sums over logical ranks.
@@ -170,7 +173,7 @@ class ExactDataParallel:
         combined = self._free.pop() if self._free else self._make_leaf()
         for part, nodes in enumerate(slices):
             mine = total(nodes, torch.Tensor.add_, leaves=self._leaves)
-            torch.distributed.all_gather_into_tensor(combined.parts[part], mine)
+            _gather(combined.parts[part], mine)
         return combined
 
     def _part_numbers(self) -> range:
