@@ -1,5 +1,5 @@
 # train   the first run: digits, on whatever this machine has
-# test    what CI runs: checks, then tests
+# test    checks, then tests; THOROUGH=1 for those that take minutes too, as CI runs them
 # .venv   the environment only; built again whenever pyproject.toml or constraints.txt changes
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ train: $(STAMP)
 	@$(VENV)/bin/paceline train digits
 
 test: check
-	@scripts/test
+	@THOROUGH=$(THOROUGH) scripts/test
 
 check: $(STAMP)
 	@scripts/check

@@ -33,11 +33,12 @@ import numpy as np
 from hardware import spread, write_result
 from PIL import Image
 
+from paceline.records.reader import without_clock
+
 MARK = "PACELINE_BENCHMARK_FAMILY"
 PROCESSES = 2
 TRAIN_SAMPLES, VALIDATION_SAMPLES = 90, 33  # five steps of 16 an epoch, and a last one of 10
 VICTIMS = ("everyone", "a loader process", "all ranks", "rank 0", "rank 1")
-CLOCK_FIELDS = ("time", "seconds", "throughput", "data_wait_fraction")
 LIMIT = 300.0
 RECIPE: dict[str, Any] = {
     "seed": 3,
@@ -211,11 +212,7 @@ def outcome(run: Path) -> dict[str, Any]:
     """Everything in which two runs of the same thing must be equal."""
     summary = json.loads((run / "summary.json").read_text())
     keys = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
-    records = [
-        {key: value for key, value in event.items() if not any(word in key for word in CLOCK_FIELDS)}
-        for event in events_of(run)
-        if event["event"] in ("step", "evaluation")
-    ]
+    records = [without_clock(event) for event in events_of(run) if event["event"] in ("step", "evaluation")]
     return {**{key: summary[key] for key in keys}, "records": records}
 
 

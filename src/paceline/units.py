@@ -19,6 +19,17 @@ _UNITS: dict[str, DurationUnit] = {
 }
 DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
 
+TimeUnit = Literal["seconds", "minutes", "hours"]
+
+_TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|s|minutes?|min|hours?|h)\s*$")
+_TIME_UNITS: dict[str, TimeUnit] = {
+    **dict.fromkeys(("s", "second", "seconds"), "seconds"),
+    **dict.fromkeys(("min", "minute", "minutes"), "minutes"),
+    **dict.fromkeys(("h", "hour", "hours"), "hours"),
+}
+_SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600}
+TIME_RULE = "a time is a number above zero with its unit: '90 seconds', '10 minutes' or '2 hours'"
+
 
 @dataclass(frozen=True)
 class Duration:
@@ -69,6 +80,35 @@ class Duration:
         number = str(int(self.value)) if float(self.value).is_integer() else repr(self.value)
         if self.unit == "percent":
             return f"{number}%"
+        return f"{number} {self.unit.removesuffix('s') if self.value == 1 else self.unit}"
+
+
+@dataclass(frozen=True)
+class TimeSpan:
+    """A time by the clock, with its unit."""
+
+    value: float
+    unit: TimeUnit
+
+    @classmethod
+    def parse(cls, text: object) -> TimeSpan:
+        """Read ``'90 seconds'``, ``'10 minutes'`` or ``'2 hours'``.
+
+        Raises:
+            ValueError: If the unit is missing or unknown, the text is no time at all, or the time is nothing.
+        """
+        match = _TIME.match(text) if isinstance(text, str) else None
+        if match is None or not 0 < float(match[1]) < math.inf:
+            raise ValueError(f"found {text!r}, but {TIME_RULE}")
+        return cls(float(match[1]), _TIME_UNITS[match[2]])
+
+    @property
+    def seconds(self) -> float:
+        """The time in seconds."""
+        return self.value * _SECONDS[self.unit]
+
+    def __str__(self) -> str:
+        number = str(int(self.value)) if float(self.value).is_integer() else repr(self.value)
         return f"{number} {self.unit.removesuffix('s') if self.value == 1 else self.unit}"
 
 

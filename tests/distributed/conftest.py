@@ -23,9 +23,10 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from paceline.cli.main import run as run_command_line
+from paceline.records.reader import without_clock
 
 SOURCES = Path(__file__).parents[2] / "src"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MARK = "PACELINE_TEST_FAMILY"
 
 # Small, but with everything that could lose its place: loader processes, augmentation, dropout, BatchNorm, bf16,
@@ -52,9 +53,6 @@ RECIPE: dict[str, Any] = {
 }
 TRAIN_SAMPLES = 90  # five steps of 16 an epoch, and a last one of 10
 VALIDATION_SAMPLES = 33
-
-# What a clock decides; the only keys of a record that a resume may change.
-_WALL_CLOCK = ("time", "seconds", "throughput", "data_wait_fraction")
 
 
 @dataclass
@@ -214,7 +212,6 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": str(SOURCES),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
@@ -228,13 +225,17 @@ def _not_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks if asked."""
+    """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks, or such options, if asked."""
     launched: list[Launched] = []
 
     def starter(
-        *arguments: object, where: Path = tmp_path, torchrun: int = 0, variables: dict[str, str] | None = None
+        *arguments: object,
+        where: Path = tmp_path,
+        torchrun: int | tuple[str, ...] = 0,
+        variables: dict[str, str] | None = None,
     ) -> Launched:
-        head = [*TORCHRUN, f"--nproc-per-node={torchrun}"] if torchrun else [sys.executable]
+        options = torchrun if isinstance(torchrun, tuple) else ("--standalone", f"--nproc-per-node={torchrun}")
+        head = [*TORCHRUN, *options] if torchrun else [sys.executable]
         command = [*head, "-m", "paceline", *map(str, arguments)]
         launched.append(Launched(command, where, _environment() | (variables or {})))
         return launched[-1]
@@ -323,11 +324,7 @@ def undisturbed(studio: Path) -> Path:
 def _records(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     # A kill may have left a part of a last line.
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().split("\n")[:-1]]
-    return [
-        {key: value for key, value in event.items() if not any(word in key for word in _WALL_CLOCK)}
-        for event in events
-        if event["event"] in kinds
-    ]
+    return [without_clock(event) for event in events if event["event"] in kinds]
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_a_loss_that_is_no_number(studio: Path, frail: Callable[..., Any], summa
     run_dir = studio / "nan"
     done = frail(run_dir, 1, "nan")
     assert done.code == 1
-    assert done.err.startswith("paceline: the training loss became nan by step 5")
+    assert done.err.startswith("paceline: the training loss became nan on rank 1 at step 5; lower optimizer.lr")
     assert done.err.count("\n") == 1
     assert summary(run_dir)["status"] == "failed"
     # No checkpoint may hold what the failed step made of the weights, the best of a first evaluation or not.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.units import Duration, format_bytes, format_count, format_seconds
+from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,19 @@ def test_size_for_people(count: float, text: str) -> None:
 
 def test_count_for_people() -> None:
     assert [format_count(count) for count in (0, 999, 1_281_167, 12.6)] == ["0", "999", "1,281,167", "13"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90 seconds", 90), ("1 second", 1), ("2s", 2), ("10 minutes", 600), (".5 h", 1800)]
+)
+def test_a_time_is_read_and_written(text: str, seconds: float) -> None:
+    time = TimeSpan.parse(text)
+    assert time.seconds == seconds
+    assert TimeSpan.parse(str(time)) == time
+    assert str(TimeSpan.parse("1 min")) == "1 minute"
+
+
+@pytest.mark.parametrize("found", ["10", 10, "0 s", "-1 s", "3 epochs", "1e999 s", "", None])
+def test_what_is_no_time_is_refused_with_the_rule(found: object) -> None:
+    with pytest.raises(ValueError, match="'90 seconds', '10 minutes' or '2 hours'"):
+        TimeSpan.parse(found)

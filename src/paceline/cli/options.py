@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,52 @@ from paceline.distributed.environment import read_launch
 from paceline.machine import available_cores
 
 if TYPE_CHECKING:
+    from paceline.distributed.restarts import Restarts
     from paceline.recipe.schema import Recipe
 
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on standard output and nothing else."
 )
 overrides_argument: Callable[[Any], Any] = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number of ranks that may change: as many as ``highest``, and after a failure no fewer than ``lowest``."""
+
+    lowest: int
+    highest: int
+
+
+def _rank_count(text: str) -> int | Between:
+    """Read ``N`` or ``MIN:MAX``."""
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if match is None or (match[2] and int(match[1]) > int(match[2])):
+        raise click.BadParameter(f"{text!r} is no number of ranks; give one of at least 1, or MIN:MAX.")
+    return Between(int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
 processes_option: Callable[[Any], Any] = click.option(
     "--processes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU; `train` leaves out GPUs that cannot share "
-    "the global batch evenly). Leave it out under torchrun or Slurm.",
+    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU). Leave it out under torchrun or Slurm.",
+)
+changing_processes_option: Callable[[Any], Any] = click.option(
+    "--processes",
+    type=_rank_count,
+    metavar="N|MIN:MAX",
+    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch "
+    "evenly are left out). MIN:MAX starts MAX and goes on with fewer after a failure (see --max-restarts). Leave it "
+    "out under torchrun or Slurm.",
+)
+max_restarts_option: Callable[[Any], Any] = click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="If a rank dies, start all again from the newest checkpoint, at most K times; needs --run-dir.",
 )
 weights_option: Callable[[Any], Any] = click.option(
     "--weights",
@@ -49,10 +84,17 @@ def is_first_process() -> bool:
 
 @dataclass(frozen=True)
 class Processes:
-    """How many ranks a command is to start on this machine, and what the user should know of it."""
+    """How many ranks a command is to start on this machine, and what the user should know of it.
+
+    Attributes:
+        count: Their number.
+        notice: Why it is not what one might expect.
+        fewer: Numbers that may go on after a failure, the largest first.
+    """
 
     count: int
     notice: str | None = None
+    fewer: tuple[int, ...] = ()
 
 
 def usable_gpus(asked: str, present: Mapping[str, int]) -> int:
@@ -67,7 +109,7 @@ def usable_gpus(asked: str, present: Mapping[str, int]) -> int:
     return present.get(asked, 0)
 
 
-def choose_processes(asked: int | None, gpus: int, to_train: Recipe | None = None) -> Processes:
+def choose_processes(asked: int | Between | None, gpus: int, to_train: Recipe | None = None) -> Processes:
     """As many ranks as asked for, else one per GPU.
 
     Args:
@@ -75,8 +117,11 @@ def choose_processes(asked: int | None, gpus: int, to_train: Recipe | None = Non
         gpus: What :func:`usable_gpus` found.
         to_train: A recipe whose global batch the ranks must share evenly; None where they only score samples.
     """
-    if asked is not None:
+    if isinstance(asked, int):
         return Processes(asked)
+    if isinstance(asked, Between):
+        assert to_train is not None  # a command that only scores samples offers no range
+        return _largest_between(asked, to_train)
     if to_train is None:
         return Processes(max(1, gpus))
     from paceline.recipe.batching import default_processes
@@ -90,6 +135,17 @@ def choose_processes(asked: int | None, gpus: int, to_train: Recipe | None = Non
     return Processes(count, f"{count} of {gpus} GPUs are used: no more of them can share {sizes} evenly")
 
 
+def _largest_between(asked: Between, recipe: Recipe) -> Processes:
+    from paceline.recipe.batching import usable_processes
+
+    usable = usable_processes(recipe, asked.lowest, asked.highest)
+    if not usable:
+        return Processes(asked.highest)  # which the plan refuses, and names those that fit
+    count, *fewer = usable
+    notice = f"{count} of {asked.highest} processes are started: no more of them can share the global batch evenly"
+    return Processes(count, None if count == asked.highest else notice, tuple(fewer))
+
+
 def present_gpus() -> dict[str, int]:
     """Devices of the kinds that several processes can share out."""
     import torch
@@ -97,7 +153,7 @@ def present_gpus() -> dict[str, int]:
     return {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
 
 
-def is_one_of_several(processes: int | None) -> bool:
+def is_one_of_several(processes: int | Between | None, max_restarts: int = 0) -> bool:
     """Whether this process was started as one of a world's: then it starts no others.
 
     Raises:
@@ -105,6 +161,11 @@ def is_one_of_several(processes: int | None) -> bool:
     """
     if read_launch(os.environ).source == "alone":
         return False
+    if max_restarts:
+        raise click.UsageError(
+            "--max-restarts is for ranks that Paceline starts itself, but this process is one of several already; give "
+            "it to torchrun."
+        )
     if processes is not None:
         raise click.UsageError(
             "--processes starts ranks of its own, but this process is one of several already; leave it out under "
@@ -113,11 +174,11 @@ def is_one_of_several(processes: int | None) -> bool:
     return True
 
 
-def launch(processes: Processes, arguments: Sequence[str]) -> int | None:
+def launch(processes: Processes, arguments: Sequence[str], restarts: Restarts | None = None) -> int | None:
     """Start several ranks and return their exit code; None means that one is enough: go on in this process."""
-    if processes.count < 2:
+    if processes.count < 2 and restarts is None:
         return None
     from paceline.distributed.local_launch import launch_local
 
     sys.stdout.flush()
-    return launch_local(arguments, processes.count, cores=available_cores())
+    return launch_local(arguments, processes.count, cores=available_cores(), restarts=restarts)

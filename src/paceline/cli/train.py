@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import (
+    Between,
     Processes,
+    changing_processes_option,
     choose_processes,
     is_first_process,
     is_one_of_several,
     json_option,
     launch,
+    max_restarts_option,
     overrides_argument,
     present_gpus,
-    processes_option,
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table, program
@@ -25,6 +27,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paceline.distributed.restarts import Restarts
     from paceline.recipe.plan import Plan
     from paceline.trainer.train import TrainResult
 
@@ -35,7 +38,8 @@ _STOPPED = 75
 @click.argument("recipe")
 @overrides_argument
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory (default: a new one under runs/).")
-@processes_option
+@changing_processes_option
+@max_restarts_option
 @click.option(
     "--resume",
     default="auto",
@@ -49,7 +53,8 @@ def command(
     recipe: str,
     overrides: tuple[str, ...],
     run_dir: Path | None,
-    processes: int | None,
+    processes: int | Between | None,
+    max_restarts: int,
     resume: str,
     plan_only: bool,
     as_json: bool,
@@ -69,17 +74,40 @@ def command(
     if plan_only:
         _show_plan(loaded, processes, as_json=as_json)
         return 0
-    if not is_one_of_several(processes):
+    if not is_one_of_several(processes, max_restarts):
         chosen = _processes(processes, loaded)
         if chosen.notice:
             click.echo(f"note: {chosen.notice}", err=as_json)
-        launched = launch(chosen, _arguments(recipe, overrides, run_dir, resume, as_json))
+        again = _arguments(recipe, overrides, run_dir, "auto", as_json)
+        restarts = _restarts(processes, chosen, max_restarts, run_dir, again)
+        launched = launch(chosen, _arguments(recipe, overrides, run_dir, resume, as_json), restarts)
         if launched is not None:
             return launched
     return _train_here(loaded, run_dir, resume, as_json)
 
 
-def _processes(asked: int | None, loaded: LoadedRecipe) -> Processes:
+def _restarts(
+    asked: int | Between | None, chosen: Processes, most: int, run_dir: Path | None, arguments: list[str]
+) -> Restarts | None:
+    """What is to happen if a rank dies; None if nothing is."""
+    if isinstance(asked, Between) and not most:
+        raise click.UsageError(
+            f"--processes {asked.lowest}:{asked.highest} is for ranks that are started again after a failure; add "
+            "--max-restarts, or give one number."
+        )
+    if not most:
+        return None
+    if run_dir is None:
+        raise click.UsageError(
+            f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
+            "directory with --run-dir."
+        )
+    from paceline.distributed.restarts import Restarts
+
+    return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=run_dir, arguments=arguments)
+
+
+def _processes(asked: int | Between | None, loaded: LoadedRecipe) -> Processes:
     """How many ranks train here, for a run and for its plan alike."""
     gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked is None else 0
     return choose_processes(asked, gpus, loaded.recipe)
@@ -144,7 +172,7 @@ def _figures(result: TrainResult) -> dict[str, Any]:
     return figures
 
 
-def _show_plan(loaded: LoadedRecipe, processes: int | None, *, as_json: bool) -> None:
+def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json: bool) -> None:
     from paceline.trainer.train import plan_only
 
     # Among several ranks the plan is that of their world, unless it is asked for another.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.environment import Launch
 from paceline.errors import LaunchError, PacelineError
@@ -89,10 +90,15 @@ class Collectives:
             torch.distributed.barrier()
 
 
-def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800) -> Collectives:
+def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) -> Collectives:
     """Form the process group of this world: NCCL for CUDA devices, gloo for the CPU, XCCL for XPU.
 
     A group that is there already is used as it is.
+
+    Args:
+        launch: This process's place, and where the others are met.
+        device: The device whose tensors they will exchange.
+        timeout_seconds: How long to wait for the others, here and in every collective.
 
     Raises:
         LaunchError: If the processes do not find one another, or the group that is there is of another size.
@@ -106,22 +112,42 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 1800)
                 f"{world.world_size}; set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to what the group is."
             )
     elif world.world_size > 1:
+        timeout = dt.timedelta(seconds=timeout_seconds)
         try:
             torch.distributed.init_process_group(
                 torch.distributed.get_default_backend_for_device(device),
-                init_method=launch.rendezvous,
+                **_meeting_place(launch, timeout),
                 rank=world.rank,
                 world_size=world.world_size,
-                timeout=dt.timedelta(seconds=timeout_seconds),
+                timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
-                f"rank {world.rank} of {world.world_size} could not join the others at {launch.rendezvous}: "
+                f"rank {world.rank} of {world.world_size} could not join the others at "
+                f"{launch.store or launch.rendezvous}: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from error
         _ours.append(torch.distributed.group.WORLD)
     return Collectives(world)
+
+
+def _meeting_place(launch: Launch, timeout: dt.timedelta) -> dict[str, Any]:
+    """What tells torch where the processes meet."""
+    if launch.store is None:
+        return {"init_method": launch.rendezvous}
+    from paceline.distributed.rendezvous import agents_store
+
+    return {"store": agents_store(launch.store, launch.world, timeout=timeout)}
+
+
+def open_store(name: str) -> Store | None:
+    """A part of the store in which the group was formed, with a connection of its own; None in a world of one."""
+    if not _is_joined():
+        return None
+    # Torch has no public way to the store of a group that it formed from a URL.
+    shared = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+    return PrefixStore(name, shared.clone())
 
 
 def leave() -> None:

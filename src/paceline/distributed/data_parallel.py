@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import MicroBatch, VoteReader
+from paceline.distributed.strategy import Marks, MicroBatch, VoteReader
 
 # torch 2.14 renamed the switch.
 _DDP_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
@@ -26,12 +26,15 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 class _Voting(nn.Module):
-    """The network plus one extra parameter whose gradient carries the stop vote through DDP's reduction."""
+    """The network plus one extra parameter whose gradient carries the votes through DDP's reduction.
+
+    There are two: whether to stop, and whether a loss was no number.
+    """
 
     def __init__(self, network: Callable[..., Any], device: torch.device) -> None:
         super().__init__()
         self.network = network
-        self.vote = nn.Parameter(torch.zeros(1, device=device))
+        self.vote = nn.Parameter(torch.zeros(2, device=device))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.network(*args, **kwargs)
@@ -68,7 +71,8 @@ class DataParallel:
         self.is_rehearsed = collectives.world.world_size > 1
         self._voting = _Voting(called, device)
         self._collectives = collectives
-        self._ayes = torch.ones(1, device=device)
+        self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
+        self._marks = Marks()
         self._votes = VoteReader(device)
         self._synced: list[nn.Module] = []
         self.model = nn.parallel.DistributedDataParallel(
@@ -86,21 +90,30 @@ class DataParallel:
     def combine(self) -> None:
         """DDP's hooks have done it."""
 
-    def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
-        """Add ``vote * flag``: zero to the loss, and the flag is the vote parameter's gradient."""
+    def with_vote(
+        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add ``vote * flags``: zero to the loss, and the flags are the vote parameter's gradient."""
         self._synced = []
+        self._marks.add(spoiled, loss, is_last=is_last)
         if not is_last:
             return loss
         vote = self._voting.vote
         vote.grad = None
-        return loss + (vote * (self._ayes if stop else self._ayes.new_zeros(1))).sum()
+        return loss + (vote * torch.stack((self._yes if stop else self._no, self._marks.of_step))).sum()
+
+    def spoiled(self) -> torch.Tensor:
+        """The mean of all processes' marks."""
+        gradient = self._voting.vote.grad
+        assert gradient is not None  # there is one after a backward pass
+        return gradient[1]
 
     def agreed_stop(self) -> bool:
         """Read the reduced vote (late on a GPU, but equally late on every rank)."""
         gradient = self._voting.vote.grad
         if gradient is None:  # before the first step
             return False
-        self._votes.cast(gradient)
+        self._votes.cast(gradient[0])
         return self._votes.agreed()
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.world import World
 
 RENDEZVOUS_VARIABLE = "PACELINE_RENDEZVOUS"
+RESTARTS_VARIABLE = "PACELINE_RESTARTS"
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,22 @@ class Launch:
         world: This process's place.
         rendezvous: URL for torch.distributed's ``init_method``.
         source: Who started the processes: ``alone``, ``torchrun``, ``slurm`` or ``paceline``.
+        store: HOST:PORT of the store that torchrun's agent keeps for its workers, where it keeps one. It outlives them.
+        restarts: How often they were started again by now.
+        comes_again: Which of torchrun's settings may have it start them again, as it was written; None if none does.
     """
 
     world: World
     rendezvous: str
     source: str
+    store: str | None = None
+    restarts: int = 0
+    comes_again: str | None = None
+
+    @property
+    def changes_size(self) -> bool:
+        """Whether nodes may come and go, so that the world may be of another size at the next start."""
+        return self.comes_again is not None and self.comes_again.startswith("--nnodes")
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
@@ -35,8 +50,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     """
     alone = environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0"
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rendezvous = environ.get(RENDEZVOUS_VARIABLE)
-        return Launch(_torchrun_world(environ), rendezvous or "env://", "paceline" if rendezvous else "torchrun")
+        world = _torchrun_world(environ)
+        if (rendezvous := environ.get(RENDEZVOUS_VARIABLE)) is not None:
+            return Launch(world, rendezvous, "paceline", restarts=_number(environ, RESTARTS_VARIABLE, 0))
+        restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+        return Launch(world, "env://", "torchrun", _agents_store(environ), restarts, _comes_again(environ))
     if not alone:
         missing, present = ("WORLD_SIZE", "RANK") if "RANK" in environ else ("RANK", "WORLD_SIZE")
         raise LaunchError(
@@ -72,6 +90,36 @@ def _torchrun_world(environ: Mapping[str, str]) -> World:
         world_size,
         _number(environ, "LOCAL_WORLD_SIZE", world_size),
     )
+
+
+def _agents_store(environ: Mapping[str, str]) -> str | None:
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
+
+def _comes_again(environ: Mapping[str, str]) -> str | None:
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    # torchrun tells its workers of no range of nodes; it stands in what started torchrun, their parent.
+    nodes = _option(Path(f"/proc/{os.getppid()}/cmdline"), "--nnodes") or environ.get("PET_NNODES", "")
+    if ":" in nodes:
+        return f"--nnodes={nodes}"
+    most = _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0)
+    return f"--max-restarts={most}" if most else None
+
+
+def _option(command_line: Path, name: str) -> str | None:
+    """The value of an option on a process's command line; None if it is not there or cannot be read."""
+    try:
+        words = command_line.read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    for word, following in pairwise(words):
+        option, sign, value = word.partition("=")
+        if option == name:
+            return value if sign else following
+    return None
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:

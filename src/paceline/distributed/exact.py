@@ -22,7 +22,7 @@ from paceline.distributed.exact_buffers import StepBuffers
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
 from paceline.distributed.strategy import MicroBatch, VoteReader
 
-_LOSS, _SAMPLES, _VOTE = 0, 1, 2
+_LOSS, _SAMPLES, _VOTE, _SPOILED = 0, 1, 2, 3
 
 # torch 2.14 renamed it.
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -32,7 +32,8 @@ class Leaf:
     """Everything of one logical rank, or of several added up, that the step sums over logical ranks.
 
     Attributes:
-        parts: One flat tensor per data type, and last the notes: losses, samples and stop votes, float64.
+        parts: One flat tensor per data type, and last the notes: losses, samples, stop votes and marks of
+            losses that are no numbers, float64.
         gradients: Views into ``parts``, shaped like the parameters.
         changes: Views into ``parts``, shaped like the floating-point buffers.
     """
@@ -49,7 +50,7 @@ class Leaf:
                 views[number] = _shaped(flat[end - tensors[number].numel() : end], tensors[number])
             self.parts.append(flat)
         exact = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-        self.notes = torch.zeros(_round_up(3, slices), dtype=exact, device=tensors[0].device)
+        self.notes = torch.zeros(_round_up(4, slices), dtype=exact, device=tensors[0].device)
         self.parts.append(self.notes)
         self.gradients = [views[number] for number in range(len(parameters))]
         self.changes = [views[number] for number in range(len(parameters), len(tensors))]
@@ -122,17 +123,29 @@ class ExactDataParallel:
             self._buffers.put_back()
             self._free.append(self._leaf)
             return
-        self._leaf.notes[_LOSS] *= part.step_samples
+        if part.weight:
+            self._leaf.notes[_LOSS] *= part.step_samples
+        else:  # its images could all not be read; a mean over nothing is no number
+            self._leaf.notes[_LOSS] = 0
         self._leaf.notes[_SAMPLES] = part.weight
         self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_samples)
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
-    def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
-        """Note the loss's share and the request beside the gradient; the loss is unchanged."""
+    def with_vote(
+        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Note the loss's share, the request and the mark beside the gradient; the loss is unchanged."""
         self._leaf.notes[_LOSS] = loss.detach()
         if stop:
             self._leaf.notes[_VOTE] = 1
+        if spoiled is not None:
+            self._leaf.notes[_SPOILED] = spoiled
         return loss
+
+    def spoiled(self) -> torch.Tensor:
+        """The sum of all logical ranks' marks."""
+        assert self._combined is not None
+        return self._combined.notes[_SPOILED]
 
     def combine(self) -> torch.Tensor:
         """Make gradients and buffers the step's, on every process; returns its losses and samples."""

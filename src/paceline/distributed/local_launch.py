@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from paceline.distributed.environment import RENDEZVOUS_VARIABLE, read_launch
+from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
+from paceline.distributed.restarts import Failure, Restarts, last_step, next_size
 from paceline.errors import LaunchError, PacelineError
 
 STOPPED_EXIT_CODE = 75
@@ -51,20 +52,54 @@ class RankError:
     is_traceback: bool
 
 
-def launch_local(arguments: Sequence[str], processes: int, *, cores: int) -> int:
+def launch_local(arguments: Sequence[str], processes: int, *, cores: int, restarts: Restarts | None = None) -> int:
     """Run ``paceline ARGUMENTS`` in ``processes`` ranks and return the exit code of the whole.
 
     Args:
         arguments: Command-line arguments without ``--processes``.
-        processes: Number of ranks, at least 2.
+        processes: Number of ranks, at least 1.
         cores: CPU cores to share among them.
+        restarts: Whether, and how, they are started again if one of them dies.
     """
     # Signals are remembered before there is anything to leave behind, and passed on once the ranks run.
-    with _remembered_signals() as received, tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
+    with _remembered_signals() as received:
+        outcome = _launch_once(arguments, processes, cores, 0, received)
+        if restarts is None:
+            return outcome.code
+        failures: list[Failure] = []
+        # Who has asked for an end is given one.
+        while outcome.cause is not None and not received:
+            failures.append(Failure(size=processes, step=last_step(restarts.run_dir), cause=outcome.cause))
+            size = next_size(restarts.sizes, failures)
+            if not _announce_restart(failures, restarts, size) or size is None:
+                break
+            processes = size
+            outcome = _launch_once(restarts.arguments, processes, cores, len(failures), received)
+        return outcome.code
+
+
+def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int | None) -> bool:
+    """Say what follows the last failure; returns whether it is another start."""
+    step, count = failures[-1].step, len(failures)
+    where = f"after step {step}" if step >= 0 else "before its first record"
+    if size is None:
+        again = f"the run has failed again {where} without getting on since, and is not started again"
+    elif count > restarts.most:
+        again = f"the run has failed {where}, and may not be started again (--max-restarts {restarts.most})"
+    else:
+        ranks = f"{size} rank{'s' * (size > 1)}"
+        again = f"the run has failed {where}; restart {count} of {restarts.most}, with {ranks}"
+    print(f"paceline: {again}", file=sys.stderr, flush=True)
+    return size is not None and count <= restarts.most
+
+
+def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: int, received: list[int]) -> _Outcome:
+    with tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
         launch = _Launch(Path(scratch))
+        variables = {RESTARTS_VARIABLE: str(restart)}
         try:
             for rank in range(processes):
-                launch.ranks.append(_start(arguments, rank, processes, Path(scratch), cores))
+                launch.ranks.append(_start(arguments, rank, processes, Path(scratch), cores, variables))
             _supervise(launch, received)
         finally:
             for process in launch.ranks:
@@ -72,6 +107,19 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int) -> int
                     process.kill()
                 process.wait()
         return _conclude(launch, read_errors(Path(scratch)))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How the ranks ended.
+
+    Attributes:
+        code: The exit code of the whole.
+        cause: What went wrong, in a few words, where another start may go well; None for a mistake of the user's too.
+    """
+
+    code: int
+    cause: str | None = None
 
 
 @dataclass
@@ -107,9 +155,12 @@ def _remembered_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _start(arguments: Sequence[str], rank: int, processes: int, scratch: Path, cores: int) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], rank: int, processes: int, scratch: Path, cores: int, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
+        **variables,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),
@@ -136,6 +187,7 @@ def _loopback() -> str | None:
 def _supervise(launch: _Launch, received: list[int]) -> None:
     """Wait for all ranks; end those that have no one left to work with."""
     failed_at = ended_at = math.inf
+    passed_on = 0
     while True:
         codes = [process.poll() for process in launch.ranks]
         launch.died += [
@@ -156,8 +208,9 @@ def _supervise(launch: _Launch, received: list[int]) -> None:
             launch.overdue = [] if failed else [rank for rank, code in enumerate(codes) if code is None]
             _signal_all(launch.ranks, signal.SIGKILL)
             return
-        while received:
-            _signal_all(launch.ranks, received.pop(0))
+        while passed_on < len(received):
+            _signal_all(launch.ranks, received[passed_on])
+            passed_on += 1
         time.sleep(_POLL_SECONDS)
 
 
@@ -167,8 +220,8 @@ def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _conclude(launch: _Launch, errors: list[RankError]) -> int:
-    """Say what went wrong, its cause first, and return the exit code of the whole."""
+def _conclude(launch: _Launch, errors: list[RankError]) -> _Outcome:
+    """Say what went wrong, its cause first."""
     codes = [process.returncode for process in launch.ranks]
     for rank in launch.overdue:
         print(
@@ -177,13 +230,17 @@ def _conclude(launch: _Launch, errors: list[RankError]) -> int:
             file=sys.stderr,
         )
     if all(code in (0, STOPPED_EXIT_CODE) for code in codes):
-        return max(codes)
+        return _Outcome(max(codes))
     spoke = {error.rank for error in errors}
     silent = [rank for rank in launch.died if rank not in spoke]
     for rank in silent:
         print(f"paceline: rank {rank} {_ending_of(codes[rank])}", file=sys.stderr)
+    causes = [f"rank {rank} {_ending_of(codes[rank])}" for rank in silent]
+    causes += [f"rank {rank} did not end" for rank in launch.overdue]
+    # A rank that refuses its command line says so by itself, and would do so again.
+    mistake = any(codes[rank] == PacelineError.exit_code for rank in silent)
     if not errors:
-        return 1
+        return _Outcome(1, causes[0] if causes and not mistake else None)
     first, *others = errors
     if silent:
         # A rank that died without a word is the cause; what the others say is that they miss it.
@@ -193,8 +250,14 @@ def _conclude(launch: _Launch, errors: list[RankError]) -> int:
         print(f"paceline: {label}{first.message}", file=sys.stderr)
     for error in others:
         if error.message != first.message or silent:
-            print(f"paceline: rank {error.rank} then: {error.message.strip().splitlines()[-1]}", file=sys.stderr)
-    return 1 if silent else first.exit_code
+            print(f"paceline: rank {error.rank} then: {_last_line(error.message)}", file=sys.stderr)
+    if silent:
+        return _Outcome(1, None if mistake else causes[0])
+    return _Outcome(first.exit_code, _last_line(first.message) if first.exit_code == 1 else None)
+
+
+def _last_line(message: str) -> str:
+    return message.strip().splitlines()[-1]
 
 
 def _ending_of(code: int) -> str:

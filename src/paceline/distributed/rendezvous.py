@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
@@ -20,19 +19,19 @@ from paceline.world import World
 _POLL_SECONDS = 0.02
 
 
-def uses_agents_store(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent keeps a store for these processes, which an earlier launch may have written to."""
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def agents_store(address: str, world: World, *, timeout: timedelta) -> Store:
+    """Connect to the store that torchrun's agent keeps and return the part of it that is this launch's alone.
 
-
-def agents_store(environ: Mapping[str, str], world: World, *, timeout: timedelta) -> Store:
-    """Connect to the agent's store and return the part of it that is this launch's alone.
+    Args:
+        address: HOST:PORT of the store.
+        world: This process's place.
+        timeout: How long to wait for the store, and for the other processes.
 
     Raises:
         LaunchError: If not all processes come before the timeout; names those that did not.
     """
-    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    return fresh_part(TCPStore(host, port, is_master=False, timeout=timeout), world, timeout=timeout)
+    host, _, port = address.rpartition(":")
+    return fresh_part(TCPStore(host, int(port), is_master=False, timeout=timeout), world, timeout=timeout)
 
 
 def fresh_part(store: Store, world: World, *, timeout: timedelta) -> Store:

@@ -52,8 +52,17 @@ class Strategy(Protocol):
         """Around the forward and backward pass of a micro-batch."""
         ...
 
-    def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
-        """Let a stop request ride on the gradient reduction that happens anyway."""
+    def with_vote(
+        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Let a stop request, and a mark on a loss, ride on the gradient reduction that happens anyway.
+
+        Args:
+            loss: What the backward pass begins with.
+            stop: Whether this process was asked to stop.
+            is_last: Whether it is the step's last micro-batch on this process.
+            spoiled: Above zero if the loss is no number; on the loss's device.
+        """
         ...
 
     def combine(self) -> torch.Tensor | None:
@@ -62,6 +71,10 @@ class Strategy(Protocol):
         Returns:
             The step's sum of losses and its number of samples, [2], if they were combined as well.
         """
+        ...
+
+    def spoiled(self) -> torch.Tensor:
+        """After :meth:`combine`: above zero on every process if any marked a loss of this step; on the device."""
         ...
 
     def agreed_stop(self) -> bool:
@@ -76,6 +89,21 @@ class Strategy(Protocol):
 _NOTHING = nullcontext()
 
 
+class Marks:
+    """The largest mark that this process gave a loss of the step, kept on the device."""
+
+    def __init__(self) -> None:
+        self.of_step = torch.zeros(())
+        self._is_new = True
+
+    def add(self, mark: torch.Tensor | None, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Take a micro-batch's mark; the one after a step's last begins a new step."""
+        if mark is None:
+            mark = torch.zeros((), device=loss.device)
+        self.of_step = mark if self._is_new else torch.maximum(self.of_step, mark)
+        self._is_new = is_last
+
+
 class SingleProcess:
     """One process: nothing to agree on."""
 
@@ -85,6 +113,7 @@ class SingleProcess:
     def __init__(self, called: Callable[..., Any]) -> None:
         self.model = called
         self._stop = False
+        self._marks = Marks()
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Nothing to reduce."""
@@ -93,10 +122,17 @@ class SingleProcess:
     def combine(self) -> None:
         """Gradients are the step's as they are."""
 
-    def with_vote(self, loss: torch.Tensor, *, stop: bool, is_last: bool) -> torch.Tensor:
-        """Remember the request; the loss is unchanged."""
+    def with_vote(
+        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Remember the request and the mark; the loss is unchanged."""
         self._stop = stop
+        self._marks.add(spoiled, loss, is_last=is_last)
         return loss
+
+    def spoiled(self) -> torch.Tensor:
+        """The largest mark of this step."""
+        return self._marks.of_step
 
     def agreed_stop(self) -> bool:
         """This process's own request."""

@@ -71,13 +71,18 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
 
 def default_processes(recipe: Recipe, devices: int) -> int:
     """Processes of a run that was not told how many: one per device, as many as share the global batch evenly."""
+    return next(iter(usable_processes(recipe, 1, devices)), 1)
+
+
+def usable_processes(recipe: Recipe, lowest: int, highest: int) -> list[int]:
+    """Numbers of processes in a range that can share the global batch evenly, the largest first."""
     if recipe.parallel.strategy == "single":
-        return 1
+        return [1] if lowest <= 1 <= highest else []
     try:
         parts = fixed_logical_ranks(recipe) or recipe.batch.global_size
     except RecipeError:  # which the plan will raise, in a world of any size
-        return 1
-    return max((count for count in range(1, devices + 1) if parts % count == 0), default=1)
+        return []
+    return [count for count in range(highest, lowest - 1, -1) if parts % count == 0]
 
 
 def _misfit(recipe: Recipe, fixed: int | None) -> str:

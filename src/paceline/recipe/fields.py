@@ -1,4 +1,4 @@
-"""The types recipe fields are made of: durations, `auto`, `off`, and options only some choices give effect."""
+"""The types recipe fields are made of: durations, times, `auto`, `off`, and options only some choices give effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from paceline.units import Duration
+from paceline.units import Duration, TimeSpan
 
 Auto = Literal["auto"]
 
@@ -34,12 +34,17 @@ def _to_duration(value: object) -> Duration:
     return value if isinstance(value, Duration) else Duration.parse(value)
 
 
+def _to_time(value: object) -> TimeSpan:
+    return value if isinstance(value, TimeSpan) else TimeSpan.parse(value)
+
+
 def _off_to_none(value: object) -> object:
     # YAML 1.1 reads a bare `off` as False.
     return None if value is False or value == "off" else value
 
 
 Length = Annotated[Duration, BeforeValidator(_to_duration), PlainSerializer(str)]
+Time = Annotated[TimeSpan, BeforeValidator(_to_time), PlainSerializer(str)]
 Off = BeforeValidator(_off_to_none)
 """Annotates an optional field whose None is written ``off`` in a recipe."""
 
@@ -81,7 +86,7 @@ def plain(value: Any) -> Any:
     match value:
         case None:
             return "off"
-        case Duration():
+        case Duration() | TimeSpan():
             return str(value)
         case tuple() | list():
             return [plain(item) for item in value]

@@ -15,7 +15,7 @@ from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.fields import Applies, Belongs, plain
 from paceline.recipe.foreign import our_key
 from paceline.recipe.schema import Recipe
-from paceline.units import Duration
+from paceline.units import Duration, TimeSpan
 
 Tree = dict[str, Any]
 Origin = Literal["file", "override"]
@@ -46,7 +46,7 @@ def subsection(section: type[Any], name: str) -> type[Any] | None:
     """The section a field holds, or None if it holds a value."""
     kind = field_types(section)[name]
     kind = getattr(kind, "__origin__", kind)
-    is_section = isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Duration
+    is_section = isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in (Duration, TimeSpan)
     return kind if is_section else None
 
 

@@ -186,12 +186,17 @@ def _is_open(recipe: Recipe, key: str) -> bool:
     return _asked(recipe, key) == "auto"
 
 
+def _unused_with_fp16() -> dict[str, str]:
+    why = "fp16's loss scaling leaves out every step whose gradient is not finite"
+    return {"train.nonfinite": why, "train.max_nonfinite": why}
+
+
 def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, str]:
     """Dotted keys that ask for something which has no effect on this data and in this world, with the reason.
 
     A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
     """
-    found: dict[str, str] = {}
+    found = _unused_with_fp16() if recipe.train.precision == "fp16" else {}
     backend = data.description.get("backend", "pytorch")
     if backend != "pytorch":
         why = f"the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)"

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Length, Off, PositiveInt, Switch
-from paceline.units import Duration
+from paceline.recipe.fields import STRICT, Auto, Length, Off, PositiveInt, Switch, Time
+from paceline.units import Duration, TimeSpan
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -55,6 +55,8 @@ class Parallel:
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
     threads: Auto | PositiveInt = "auto"
     """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
+    timeout: Time = TimeSpan(10, "minutes")
+    """How long processes wait for one another, when they meet and in every exchange, before the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

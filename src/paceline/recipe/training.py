@@ -112,5 +112,9 @@ class Train:
     """Decay of the moving average of the weights, or `off`."""
     label_smoothing: OpenFraction = 0.0
     """Share of the target spread over all classes (Szegedy et al. 2015)."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss that is not finite does, before it moves the weights: end the run, or leave out its step."""
+    max_nonfinite: Annotated[PositiveInt, Applies("nonfinite", ("skip",))] = 10
+    """Steps of a run that may be left out for this; one more ends it."""
     deterministic: Switch = False
     """Insist on deterministic kernels where the device has a choice (CUDA); slower."""

@@ -26,7 +26,7 @@ class Event:
 
     Attributes:
         step: Optimizer steps done when it happened; 0 before the first.
-        position: Global batches used up by then, which fp16's skipped steps make larger than ``step``; None is
+        position: Global batches used up by then, which skipped steps make larger than ``step``; None is
             the same as ``step``.
         time: Unix time in seconds.
     """
@@ -96,7 +96,7 @@ class StepEvent(Event):
     Attributes:
         epoch: Epoch the step belongs to, counted from 1.
         samples: Samples seen since the start of the run.
-        loss: Mean training loss per sample, in nats; None if fp16 skipped every step.
+        loss: Mean training loss per sample, in nats; None if every step was skipped.
         lr: Learning rate of this step.
         grad_norm: L2 norm of this step's gradient before clipping; None if it was not computed.
         grad_scale: Loss scale of fp16 training; 1 without one.
@@ -104,6 +104,7 @@ class StepEvent(Event):
             ``backward_seconds``, ``optimizer_seconds`` per step, ``data_wait_fraction`` and
             ``throughput_samples_per_second``.
         metrics: The task's own numbers, by name.
+        details: With several processes, ``slowest_rank``, ``slowest_phase`` and ``slowest_factor``.
     """
 
     kind: ClassVar[str] = "step"
@@ -116,6 +117,7 @@ class StepEvent(Event):
     grad_scale: float | None = None
     timings: Numbers = field(default_factory=dict)
     metrics: Numbers = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,8 @@ class IncidentEvent(Event):
     """Something went wrong that the run survives, or did not.
 
     Attributes:
-        incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``.
+        incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
+            ``nonfinite_gradient``, ``slow_rank``, ``restart``.
         message: One sentence for a person.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,14 @@ from paceline.errors import RunDirectoryError
 from paceline.records.run_directory import RunDirectory, cannot
 from paceline.records.summary import Summary
 from paceline.records.writer import parse_line
+
+# Words in the names of what a clock decides.
+_CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "slowest")
+
+
+def without_clock(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an event must be the same in a run that was interrupted and in one that was not."""
+    return {key: value for key, value in event.items() if not any(word in key for word in _CLOCK_WORDS)}
 
 
 def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,8 @@ from torch import nn
 from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.components import OptimizerComponent, Registry
 from paceline.distributed.build import build_strategy
-from paceline.distributed.collectives import Collectives
+from paceline.distributed.collectives import Collectives, open_store
+from paceline.distributed.watchdog import Pulse, Watchdog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_optimizer
 from paceline.optim.schedules import LearningRate
@@ -28,6 +29,7 @@ from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import build_trackers
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
 from paceline.trainer.progress import Progress
@@ -63,6 +65,7 @@ def build_run(setting: Setting) -> Run:
     scored = {"model": called} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
+    pulse = Pulse()
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
     run = Run(
         recipe=recipe,
@@ -81,11 +84,14 @@ def build_run(setting: Setting) -> Run:
         learning_rate=LearningRate.of(recipe.optimizer, recipe.schedule, plan),
         geometry=prepared.geometry,
         precision=precision,
+        guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
         ema=ema,
-        evaluator=_evaluator(setting, precision),
+        evaluator=_evaluator(setting, precision, pulse),
         progress=Progress(begun=setting.started),
         window=Window(setting.collectives, ledger, device),
         clock=build_step_clock(device.type),
+        pulse=pulse,
+        watchdog=_watchdog(pulse, prepared),
         recorder=_recorder(setting, ledger),
         display=setting.display,
         stop=setting.stop,
@@ -97,7 +103,12 @@ def build_run(setting: Setting) -> Run:
     return run
 
 
-def _evaluator(setting: Setting, precision: Precision) -> Evaluator:
+def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:
+    seconds = prepared.recipe.parallel.timeout.seconds
+    return Watchdog(pulse, prepared.world, open_store("watchdog"), timeout_seconds=seconds)
+
+
+def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluator:
     prepared = setting.prepared
     return Evaluator(
         task=prepared.task,
@@ -106,6 +117,7 @@ def _evaluator(setting: Setting, precision: Precision) -> Evaluator:
         collectives=setting.collectives,
         device=prepared.device,
         batch_size=prepared.plan.evaluation_batch_size,
+        tick=pulse.tick,
     )
 
 

@@ -40,7 +40,11 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Scores sets of weights on the evaluation samples; leaves no trace in the models."""
+    """Scores sets of weights on the evaluation samples; leaves no trace in the models.
+
+    Attributes:
+        tick: Called after each batch.
+    """
 
     task: Task
     pipeline: Pipeline
@@ -48,6 +52,7 @@ class Evaluator:
     collectives: Collectives
     device: torch.device
     batch_size: int
+    tick: Callable[[], None] = lambda: None
 
     def __call__(
         self,
@@ -73,6 +78,7 @@ class Evaluator:
                         sums[name].add(self.task.score(answers, batch))
                         if observe is not None:
                             observe(name, batch, self.task.predict(answers, batch))
+                self.tick()
         # One collective for all sets of weights; the first moment the host waits for the device.
         parts = self.collectives.gather(({name: each.rows() for name, each in sums.items()}, broken))
         counted = {name: sums[name].results([row for rows, _ in parts for row in rows[name]]) for name in sums}

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> str:
     """Train from where the run stands to its end, or to an agreed stop; returns why it ended."""
+    with run.watchdog.watching():
+        return _fit(run)
+
+
+def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
     batches = rehearse(run, run.train_batches())
     ending = run.ending()
@@ -22,17 +27,22 @@ def fit(run: Run) -> str:
     while not ending:
         stepped = train_step(run, batches)
         progress.advance(stepped=stepped)
+        run.guard.report(run)
         run.clock.end_step(plan.step_samples(progress.position - 1))
         run.display.advance(progress.step)
 
+        run.pulse.enter("record")
         if run.due(plan.log_every_steps):
             run.recorder.write_step(run)
         if run.due(plan.evaluate_every_steps):
+            run.pulse.enter("evaluate")
             evaluate_run(run)
         ending = run.ending()
         if ending == "patience" and not run.due(plan.log_every_steps):
             run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
         if run.due(plan.checkpoint_every_steps) or run.found_best() or ending:
+            run.pulse.enter("save")
             save_checkpoint(run)
+    run.pulse.enter("save")
     finish_saving(run)
     return ending

@@ -29,6 +29,8 @@ _FREE_DATA = (
     "data.prefetch",
     "data.max_broken",
     "train.precision",
+    "train.nonfinite",
+    "train.max_nonfinite",
     "model.channels_last",
 )
 # Numbers of the plan that must be the same for the run to go on with the same arithmetic and samples.
@@ -157,9 +159,9 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
 
 
 def _is_ours(name: str) -> bool:
-    """What a launch that was killed while it opened the directory may have left; none of it is worth keeping."""
+    """What a launch may have left before there was a run: one that was killed while it opened it, or a batch job."""
     ours = ("plan.json", "environment.json", ".lock")
-    return name in ours or name.startswith((".writable-", ".plan", ".environment", ".recipe"))
+    return name in ours or name.startswith((".writable-", ".plan", ".environment", ".recipe", "slurm-"))
 
 
 def _never_trained(directory: RunDirectory) -> bool:

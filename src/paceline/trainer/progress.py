@@ -20,7 +20,9 @@ class Progress:
 
     Attributes:
         step: Optimizer steps taken.
-        skipped: Steps not taken because fp16 gradients overflowed; their samples are used up all the same.
+        skipped: Steps not taken because fp16 gradients overflowed, or a loss was no number; their samples are used up
+            all the same.
+        nonfinite: Of these, those where a loss, or a gradient's norm, was no number.
         resumes: How often the run was continued.
         best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
         last: Results of the last evaluation by set of weights.
@@ -32,6 +34,7 @@ class Progress:
 
     step: int = 0
     skipped: int = 0
+    nonfinite: int = 0
     resumes: int = 0
     best: dict[str, Any] = field(default_factory=dict)
     last: Results = field(default_factory=dict)

@@ -11,7 +11,9 @@ from paceline.records.events import EvaluationEvent, Event, IncidentEvent, StepE
 from paceline.records.ledger import LedgerWriter
 from paceline.records.writer import EventWriter
 from paceline.telemetry.display import Display
+from paceline.telemetry.meter import PHASES
 from paceline.telemetry.trackers import Tracker
+from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest
 from paceline.trainer.window import check_finite
 
 if TYPE_CHECKING:
@@ -29,27 +31,32 @@ class Recorder:
         self._ledger = ledger
         self._trackers = trackers
         self._display = display
+        self._slow = SlowRanks()
 
     def write_step(self, run: Run) -> None:
         """Write a step record: the one place of the loop where the host waits for the device."""
-        loss, broken = run.window.drain()
+        timings = run.clock.drain()
+        drained = run.window.drain([timings[f"{phase}_seconds"] or 0.0 for phase in PHASES])
+        slowest = find_slowest(drained.seconds, waits_in_backward=run.plan.strategy == "ddp")
         norm = run.window.grad_norm
         plan, progress = run.plan, run.progress
         event = StepEvent(
             **progress.here,
             epoch=plan.epoch_of(progress.position - 1) + 1,
             samples=plan.samples_before(progress.position),
-            loss=loss,
+            loss=drained.loss,
             lr=run.learning_rate(max(progress.step - 1, 0)),
             grad_norm=None if norm is None else float(norm),
             grad_scale=run.precision.scale,
-            timings=run.clock.drain(),
-            metrics={} if run.precision.scaler is None else {"skipped_steps": progress.skipped},
+            timings=timings,
+            metrics={"skipped_steps": progress.skipped} if run.may_skip else {},
+            details={} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()},
         )
         self.write(event)
-        self._report_broken(run, broken)
+        self._report_slow(run, slowest)
+        self._report_broken(run, drained.broken)
         self.flush()
-        check_finite(loss, progress.step)
+        check_finite(drained.loss, progress.step)
 
     def write_evaluation(self, run: Run, evaluation: Evaluation, *, seconds: float) -> None:
         """Write one record for each set of weights."""
@@ -92,6 +99,16 @@ class Recorder:
             files.callback(self._ledger.close)
             if self._writer is not None:
                 files.callback(self._writer.close)
+
+    def _report_slow(self, run: Run, slowest: Slowest | None) -> None:
+        if slowest is None or not self._slow.is_news(slowest):
+            return
+        message = (
+            f"rank {slowest.rank} takes {slowest.factor:.1f} times as long as the others for its own part of a step, "
+            f"most of it in {slowest.phase}, and they wait for it."
+        )
+        details = {"rank": slowest.rank, "phase": slowest.phase}
+        self.write(IncidentEvent(**run.progress.here, incident="slow_rank", message=message, details=details))
 
     def _report_broken(self, run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
         known = run.progress.broken_evaluation_ids

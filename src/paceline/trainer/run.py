@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Strategy
+from paceline.distributed.watchdog import Pulse, Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.schedules import LearningRate
@@ -27,6 +29,7 @@ from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
@@ -65,11 +68,14 @@ class Run:
     learning_rate: LearningRate
     geometry: StepGeometry
     precision: Precision
+    guard: NonFiniteGuard
     ema: ExponentialMovingAverage | None
     evaluator: Evaluator
     progress: Progress
     window: Window
     clock: StepClock
+    pulse: Pulse
+    watchdog: Watchdog
     recorder: Recorder
     display: Display
     stop: StopRequest
@@ -87,6 +93,21 @@ class Run:
     def wants_stop(self) -> bool:
         """Whether this process votes to stop: it was asked to, or its checkpoints can no longer be written."""
         return self.stop.requested or self.writer.has_failed
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may use up its samples without moving the weights, and the run goes on."""
+        return self.precision.scaler is not None or self.guard.skips
+
+    def span(self, phase: str, *, meets: bool = False) -> AbstractContextManager[None, None]:
+        """Around a phase of a step: it is timed, and the watchdog knows of it.
+
+        Args:
+            phase: One of the clock's.
+            meets: Whether the processes wait for one another inside.
+        """
+        self.pulse.enter(phase, last=meets)
+        return self.clock.span(phase)
 
     def models(self) -> dict[str, nn.Module]:
         """The sets of weights by name."""

@@ -14,6 +14,7 @@ from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
 from paceline.records.run_directory import RunDirectory
 from paceline.records.writer import truncate_after
+from paceline.trainer.nonfinite import check_weights
 from paceline.trainer.window import check_finite
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def _write_later(run: Run) -> Callable[[], SavedCheckpoint]:
     for losses, samples, *_ in states["window"]["ranks"]:
         # Weights behind a loss that is no number must not push out the last good checkpoint.
         check_finite(losses / max(samples, 1), run.progress.step)
+    check_weights(run.network, run.progress.step)
     store = CheckpointStore(run.directory.checkpoints)
     plan, progress = run.plan, run.progress
     step, best = progress.step, dict(progress.best)

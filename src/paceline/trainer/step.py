@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 
 
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:
-    """Use one global batch; False if the step was skipped because fp16 gradients overflowed."""
+    """Use one global batch; False if the step was not taken: fp16 gradients overflowed, or a loss was no number."""
+    run.guard.begin_step()
+    run.pulse.begin_step(run.progress.position + 1)
     set_learning_rate(run.optimizer, run.learning_rate(run.progress.step))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
         with run.strategy.micro_batch(_place_of(batch)):
-            with run.clock.span("forward"):
+            with run.span("forward"):
                 seed_forward(run.recipe.seed, batch.slice, run.device)
                 with run.precision.autocast():
                     loss = run.task.loss(run.strategy.model, batch)
-            with run.clock.span("backward"):
+            with run.span("backward", meets=is_last):
                 share = _share(loss, batch, run.strategy.averages_over)
-                run.precision.backward(run.strategy.with_vote(share, stop=run.wants_stop, is_last=is_last))
+                mark = run.guard.mark(loss, batch)
+                voting = run.strategy.with_vote(share, stop=run.wants_stop, is_last=is_last, spoiled=mark)
+                run.precision.backward(voting)
         run.window.add(loss, batch)
-    with run.clock.span("optimizer"):
+    with run.span("optimizer"):
         combined = run.strategy.combine()
         stepped = _update(run)
     run.window.end_step(stepped=stepped, combined=combined)
@@ -41,7 +45,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
 def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """This rank's micro-batches of the next step; waiting for them is data wait."""
     while True:
-        with run.clock.span("data_wait"):
+        with run.span("data_wait"):
             batch = next(batches)
         yield batch
         if batch.slice.is_last:
@@ -70,7 +74,8 @@ def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
 def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
     run.window.grad_norm = run.clip_gradients(measure=run.due(run.plan.log_every_steps, ahead=1))
-    stepped = run.precision.step(run.optimizer)
+    clip_norm = None if run.recipe.optimizer.clip_norm is None else run.window.grad_norm
+    stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)
     if stepped and run.ema is not None:
         run.ema.update(run.progress.step)

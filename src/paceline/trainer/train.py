@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, Tra
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
+from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.records.summary import Summary
@@ -34,6 +36,7 @@ from paceline.trainer.preparation import Prepared, plan_run, prepare
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
+from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
 from paceline.trainer.summarise import summarise
 from paceline.units import format_count
 from paceline.world import World
@@ -98,7 +101,19 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         TrainingError: If the run fails.
     """
     started = time.perf_counter()
-    recipe, launch = loaded.recipe, read_launch(os.environ)
+    recipe, everyone = loaded.recipe, read_launch(os.environ)
+    _check_restarts(everyone, options.run_dir)
+    launch = without_spares(everyone, recipe)
+    if launch is None:
+        assert options.run_dir is not None  # which _check_restarts sees to
+        summary = wait_for_those_that_train(options.run_dir)
+        return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
+    loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
+    return _train(loaded, options, launch, started)
+
+
+def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: float) -> TrainResult:
+    recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
     task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
     with StopRequest() as stop:
@@ -106,8 +121,8 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         loaded = loaded.checked(prepared.plan.unused)
         with (
             contextlib.closing(prepared.pipeline),
-            _joined(launch, prepared.device) as collectives,
-            _directory(options, loaded.name, collectives) as directory,
+            _joined(launch, prepared) as collectives,
+            _directory(options, loaded, collectives) as directory,
         ):
             _check_agreement(prepared, collectives)
             opening = collectives.on_first(lambda: open_directory(directory, _asked(prepared, options, launch)))
@@ -124,6 +139,19 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
                 started=started,
             )
             return _run(setting, loaded, opening)
+
+
+def _check_restarts(launch: Launch, run_dir: Path | None) -> None:
+    """Processes that may be started again must then find what they had done.
+
+    Raises:
+        LaunchError: If they would not, since every start would choose a run directory of its own.
+    """
+    if launch.comes_again is not None and run_dir is None:
+        raise LaunchError(
+            f"torchrun was started with {launch.comes_again} and may start these processes again, but they would begin "
+            "a new run each time; name a directory with --run-dir."
+        )
 
 
 def _holds_checkpoint(run_dir: Path | None) -> bool:
@@ -200,6 +228,9 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
             version=__version__,
         )
     )
+    if restarts := read_launch(os.environ).restarts:
+        message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
+        run.recorder.write(IncidentEvent(**run.progress.here, incident="restart", message=message))
     for notice in (*loaded.notices, *opening.notices):
         run.display.message(notice)
     run.display.start(
@@ -262,20 +293,21 @@ def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:
 
 
 @contextlib.contextmanager
-def _joined(launch: Launch, device: torch.device) -> Iterator[Collectives]:
-    yield join(launch, device)
+def _joined(launch: Launch, prepared: Prepared) -> Iterator[Collectives]:
+    yield join(launch, prepared.device, timeout_seconds=prepared.recipe.parallel.timeout.seconds)
     # Not after an error: taking the group down may wait for peers, and the error must be told first.
     leave()
 
 
 @contextlib.contextmanager
-def _directory(options: Options, name: str, collectives: Collectives) -> Iterator[RunDirectory]:
+def _directory(options: Options, loaded: LoadedRecipe, collectives: Collectives) -> Iterator[RunDirectory]:
     """The run directory, made if need be and held by the first rank; a new one that was not used goes again."""
     held: list[RunLock] = []
+    timeout = loaded.recipe.parallel.timeout
 
     def take() -> Path:
         is_new = options.run_dir is None or not options.run_dir.exists()
-        root = options.run_dir if options.run_dir is not None else default_run_directory(name)
+        root = options.run_dir if options.run_dir is not None else default_run_directory(loaded.name)
         directory = RunDirectory(root)
         directory.create()
         held.append(RunLock(directory, is_new=is_new))
@@ -283,10 +315,49 @@ def _directory(options: Options, name: str, collectives: Collectives) -> Iterato
 
     root = collectives.on_first(take)
     try:
+        _check_visible(root, collectives, patience_seconds=min(60, timeout.seconds / 2))
         yield RunDirectory(root)
     finally:
         for lock in held:
             lock.release()
+
+
+def _check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
+    """See to it that all processes mean the same directory: the first one writes what all of them read.
+
+    A network's file system may take its time to show what another host has made.
+
+    Raises:
+        LaunchError: On every process, naming the first that does not see it.
+    """
+    if collectives.world.world_size == 1:
+        return
+    mark = root / ".lock"
+    written = collectives.on_first(lambda: _word_of(mark))
+    deadline = time.monotonic() + patience_seconds
+    while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyone = collectives.gather((sees, platform.node()))
+    blind = [rank for rank, (sees, _) in enumerate(everyone) if not sees]
+    if blind:
+        raise LaunchError(
+            f"rank 0 on {everyone[0][1]} writes to '{root}', but rank {blind[0]} on {everyone[blind[0]][1]} sees "
+            "another directory or none there; name a --run-dir on a file system that all hosts share."
+        )
+
+
+def _word_of(mark: Path) -> str:
+    """The word in a run directory that no other directory has."""
+    if not (word := mark.read_text()):
+        mark.write_text(word := secrets.token_hex(8))
+    return word
+
+
+def _read_or_nothing(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
 
 
 def _first_of(world_size: int) -> World:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from paceline.data.batch import Batch, BrokenSample
 from paceline.distributed.collectives import Collectives
 from paceline.errors import TrainingError
 from paceline.records.ledger import LedgerWriter
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What all processes have since the last record.
+
+    Attributes:
+        loss: Mean training loss; None if every step was skipped.
+        broken: Newly broken samples.
+        seconds: What each process measured, by rank.
+    """
+
+    loss: float | None
+    broken: list[BrokenSample]
+    seconds: list[list[float]]
 
 
 class Window:
@@ -50,7 +66,7 @@ class Window:
         self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
 
     def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:
-        """Close the step; the loss of one that fp16 skipped, which may be no number, does not count.
+        """Close the step; the loss of one that was skipped, which may be no number, does not count.
 
         Args:
             stepped: False if the optimizer did not move.
@@ -62,22 +78,29 @@ class Window:
             self._combined.append(combined)
         self._settled = len(self._pending)
 
-    def drain(self) -> tuple[float | None, list[BrokenSample]]:
-        """Mean loss since the last record and newly broken samples, over all processes; waits for the device.
+    def drain(self, seconds: Sequence[float] = ()) -> Drained:
+        """Bring together what all processes have since the last record; waits for the device.
 
-        The loss is None if every step was skipped.
+        Args:
+            seconds: What this process measured, as many numbers as every other.
         """
         self._add_up()
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        sums = torch.tensor([self._sum, self._samples, len(self.new_broken)], dtype=dtype, device=self._device)
-        total, samples, broken = self._collectives.reduce_sum(sums).tolist()
+        world, width = self._collectives.world, len(seconds)
+        # Zero in the others' places: so one sum is a gathering too.
+        measured = [0.0] * (world.rank * width) + [*seconds] + [0.0] * ((world.world_size - world.rank - 1) * width)
+        sums = torch.tensor(
+            [self._sum, self._samples, len(self.new_broken), *measured], dtype=dtype, device=self._device
+        )
+        total, samples, broken, *measured = self._collectives.reduce_sum(sums).tolist()
         self._sum, self._samples = 0.0, 0
         # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
         parts = self._collectives.gather(self.new_broken) if broken else []
         found = [each for _, each in sorted({each.id: each for part in parts for each in part}.items())]
         self.new_broken = []
         self.broken_ids.update(each.id for each in found)
-        return total / samples if samples else None, found
+        everyones = [measured[rank * width : (rank + 1) * width] for rank in range(world.world_size)]
+        return Drained(total / samples if samples else None, found, everyones)
 
     def gather(self) -> None:
         """Collect every rank's sums for :meth:`state_dict`; a collective."""

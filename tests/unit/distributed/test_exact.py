@@ -184,3 +184,32 @@ def test_a_buffer_that_is_replaced_is_averaged_and_stays_the_same_tensor() -> No
         single(x)
         parts.append(single.centre * (len(x) / sum(SIZES)))
     torch.testing.assert_close(network.centre, torch.stack(parts).sum(0), rtol=1e-6, atol=1e-7)
+
+
+def test_a_micro_batch_whose_images_were_all_broken_has_no_loss(pair: tuple[Net, ExactDataParallel]) -> None:
+    """Its mean over nothing is no number, and must not become the step's."""
+    network, strategy = pair
+    x, *_ = images()
+    for rank in range(4):
+        weight = 0 if rank == 1 else len(x)
+        with strategy.micro_batch(MicroBatch(rank, 20, weight, is_last=rank == 3)):
+            share = loss_of(network, x) * (float("nan") if rank == 1 else weight / 20)
+            strategy.with_vote(share, stop=False, is_last=rank == 3)
+    losses, samples = strategy.combine().tolist()
+    assert samples == 15
+    assert losses > 0
+
+
+def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParallel]) -> None:
+    network, strategy = pair
+    (x, *_), heard = images(), []
+    for marked in (None, 0, 3, None):
+        for rank in range(4):
+            with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3)):
+                mark = torch.tensor(float(rank == marked))
+                loss = strategy.with_vote(loss_of(network, x), stop=False, is_last=rank == 3, spoiled=mark)
+                loss.backward()
+        strategy.combine()
+        heard.append(strategy.spoiled().item() > 0)
+        assert not strategy.agreed_stop()
+    assert heard == [False, True, True, False]

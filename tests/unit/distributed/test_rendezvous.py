@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from paceline.distributed.rendezvous import fresh_part, uses_agents_store
+from paceline.distributed.environment import read_launch
+from paceline.distributed.rendezvous import agents_store, fresh_part
 from paceline.errors import LaunchError
 from paceline.world import World
 
@@ -61,7 +62,16 @@ def test_alone_there_is_nobody_to_wait_for(server: dist.TCPStore) -> None:
     part.set("a", "b")
 
 
-def test_who_keeps_a_store() -> None:
-    assert uses_agents_store({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert not uses_agents_store({"TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert not uses_agents_store({})
+def test_a_store_is_found_by_its_address(server: dist.TCPStore) -> None:
+    part = agents_store(f"127.0.0.1:{server.port}", World(), timeout=timedelta(seconds=20))
+    part.set("a", "b")
+    assert part.get("a") == b"b"
+
+
+AMONG_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1.site", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("kept", "store"), [("True", "node1.site:29500"), ("False", None)])
+def test_who_keeps_a_store(kept: str, store: str | None) -> None:
+    assert read_launch({**AMONG_TWO, "TORCHELASTIC_USE_AGENT_STORE": kept}).store == store
+    assert read_launch(AMONG_TWO).store is None

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import DataParallel, has_training_buffers
-from paceline.distributed.strategy import VOTE_LAG, MicroBatch, VoteReader
+from paceline.distributed.strategy import VOTE_LAG, MicroBatch, SingleProcess, VoteReader
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -123,3 +123,23 @@ class Codebook(nn.Module):
 )
 def test_statistics_of_norms_are_no_training_buffers_and_all_others_are(network: nn.Module, expected: bool) -> None:
     assert has_training_buffers(network) is expected
+
+
+@pytest.mark.parametrize("kind", ["alone", "ddp"])
+def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group: Collectives, kind: str) -> None:
+    network = net()
+    strategy = (
+        SingleProcess(network) if kind == "alone" else DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    )
+    batch, heard = torch.randn(6, 4), []
+    for marked in (None, 0, 1, None):
+        for index in range(2):
+            last = index == 1
+            with strategy.micro_batch(MicroBatch(index, 12, 6, is_last=last)):
+                loss = strategy.model(batch).square().mean() * (float("nan") if index == marked else 1)
+                mark = torch.tensor(float(index == marked))
+                strategy.with_vote(loss, stop=False, is_last=last, spoiled=mark).backward()
+        strategy.combine()
+        heard.append(strategy.spoiled().item() > 0)
+        assert not strategy.agreed_stop()
+    assert heard == [False, True, True, False]

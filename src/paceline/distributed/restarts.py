@@ -1,0 +1,78 @@
+"""The ranks of a launch have died: how many are started again, if any?
+
+A cluster's faults pass, a program's come again. So a failure that comes again before the run has got any further is
+not met by more of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """What the user allows.
+
+    Attributes:
+        most: How often the ranks may be started again.
+        sizes: The numbers of ranks that may be started, the largest first.
+        run_dir: The directory of their run, which knows how far it got.
+        arguments: What a rank is started with from then on.
+    """
+
+    most: int
+    sizes: tuple[int, ...]
+    run_dir: Path
+    arguments: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a launch ended that may be started again.
+
+    Attributes:
+        size: Its number of ranks.
+        step: The last step that the run had a record of by then; -1 if it had none.
+        cause: Why, in a few words.
+    """
+
+    size: int
+    step: int
+    cause: str
+
+
+def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
+    """How many ranks to start after these failures of a run; None if the last one only came again.
+
+    After a failure of the most ranks, fewer go on, since some of them may have lost their place; after a failure of
+    fewer, all are tried again. Without progress in between, ever fewer are tried, and then the same fault ends it.
+
+    Args:
+        sizes: The numbers of ranks that may be started, the largest first.
+        failures: What has happened so far, the latest last.
+    """
+    last = failures[-1]
+    before = failures[-2] if len(failures) > 1 else None
+    progressed = before is None or last.step > before.step
+    fewer = [size for size in sizes if size < last.size]
+    if fewer and (last.size == sizes[0] or not progressed):
+        return fewer[0]
+    if before is not None and not progressed and last.cause == before.cause:
+        return None
+    return sizes[0]
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that a run has a record of; -1 if it has none.
+
+    Raises:
+        RunDirectoryError: If the records cannot be read.
+    """
+    # Here, so that a launch that needs no restart loads no library of records.
+    from paceline.records.reader import read_events
+    from paceline.records.run_directory import RunDirectory
+
+    path = RunDirectory(run_dir).events
+    return max((event["step"] for event in read_events(path)), default=-1) if path.is_file() else -1

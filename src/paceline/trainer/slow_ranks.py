@@ -1,0 +1,78 @@
+"""For which process do the others wait, and in which part of the step is it slow?
+
+Replicas wait for one another in the reduction of gradients, and nowhere else. So the slowest one is told by the parts
+of the step in which nobody waits; that it is slow shows in the others' reduction, not in its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.telemetry.meter import PHASES
+
+_DATA_WAIT, _FORWARD, _BACKWARD = (PHASES.index(name) for name in ("data_wait", "forward", "backward"))
+
+ALARMING_FACTOR = 1.5
+ALARMING_RECORDS = 3
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The process whose own work took longest since the last record.
+
+    Attributes:
+        rank: Its number.
+        phase: Where it exceeds the others most.
+        factor: Its seconds per step in work of its own, over the median of the others'.
+    """
+
+    rank: int
+    phase: str
+    factor: float
+
+
+def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in_backward: bool) -> Slowest | None:
+    """Find it from each process's mean seconds per step and phase, in the order of ``PHASES``.
+
+    Args:
+        seconds: By rank and phase.
+        waits_in_backward: Whether gradients are reduced while the backward pass goes on. Then the shortest one
+            counts for all, since who comes last does not wait.
+
+    Returns:
+        None for a single process, and where nothing was measured.
+    """
+    if len(seconds) < 2:
+        return None
+    shortest = min(each[_BACKWARD] for each in seconds)
+    own = [(each[_DATA_WAIT], each[_FORWARD], shortest if waits_in_backward else each[_BACKWARD]) for each in seconds]
+    totals = [sum(each) for each in own]
+    rank = max(range(len(own)), key=lambda number: totals[number])
+    others = [number for number in range(len(own)) if number != rank]
+    usual = median(totals[number] for number in others)
+    if usual <= 0:
+        return None
+    excess = [own[rank][part] - median(own[number][part] for number in others) for part in range(len(own[rank]))]
+    phase = PHASES[(_DATA_WAIT, _FORWARD, _BACKWARD)[excess.index(max(excess))]]
+    return Slowest(rank, phase, totals[rank] / usual)
+
+
+class SlowRanks:
+    """Remembers for how many records in a row a process was alarmingly slow, and says so once."""
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._records = 0
+        self._told: set[int] = set()
+
+    def is_news(self, slowest: Slowest | None) -> bool:
+        """Take what a record found; whether it is to be told."""
+        rank = slowest.rank if slowest is not None and slowest.factor > ALARMING_FACTOR else None
+        self._records = self._records + 1 if rank == self._rank else 1
+        self._rank = rank
+        if rank is None or rank in self._told or self._records < ALARMING_RECORDS:
+            return False
+        self._told.add(rank)
+        return True

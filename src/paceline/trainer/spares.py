@@ -1,0 +1,89 @@
+"""More processes have come than can share a step's batch: who trains, and what do the others do?
+
+Where nodes come and go, a number that does not fit is no mistake of the user's. As many as fit train on; the others
+wait for their turn, which comes when torchrun starts all anew because a node has gone or come.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.distributed.environment import Launch
+from paceline.errors import RunDirectoryError
+from paceline.recipe.batching import usable_processes
+from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_summary
+from paceline.records.run_directory import RunDirectory
+from paceline.records.summary import Summary
+from paceline.world import World
+
+
+def without_spares(launch: Launch, recipe: Recipe) -> Launch | None:
+    """The launch of those that train; None if this process is not among them.
+
+    A launch whose size is fixed stays as it is: the plan refuses one that does not fit.
+    """
+    world = launch.world
+    usable = usable_processes(recipe, 1, world.world_size)
+    if not launch.changes_size or not usable or usable[0] == world.world_size:
+        return launch
+    size = usable[0]
+    if world.rank >= size:
+        return None
+    # torchrun numbers the processes of a machine one after another.
+    first_here = world.rank - world.local_rank
+    trained = World(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        world_size=size,
+        local_world_size=min(world.local_world_size, size - first_here),
+    )
+    return replace(launch, world=trained)
+
+
+def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
+    """What the user should know of a launch whose nodes come and go."""
+    notices = []
+    came, size = launch.world.world_size, training.world.world_size
+    if came != size:
+        notices.append(
+            f"{size} of {came} processes train: no more of them can share the global batch evenly; the others wait"
+        )
+    if launch.changes_size and launch.store is not None:
+        # Seen with torch 2.14: a node that joins later waits for an address that only the first round was told.
+        notices.append(
+            f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started: otherwise "
+            "nodes that join later do not find the others"
+        )
+    return tuple(notices)
+
+
+def wait_for_those_that_train(run_dir: Path, *, poll_seconds: float = 1, patience_seconds: float = 60) -> Summary:
+    """In a spare: wait until the run is complete. A signal ends it as any program.
+
+    Args:
+        run_dir: The directory that all hosts share.
+        poll_seconds: How often to look.
+        patience_seconds: A summary that was there before, and stays so long, is not an earlier launch's: nothing is
+            left to do. One that is to be trained longer loses its summary before.
+    """
+    directory = RunDirectory(run_dir)
+    begun = time.monotonic()
+    earlier = _completed(directory)
+    while True:
+        found = _completed(directory)
+        if found is None:
+            earlier = None
+        elif found != earlier or time.monotonic() - begun > patience_seconds:
+            return found
+        time.sleep(poll_seconds)
+
+
+def _completed(directory: RunDirectory) -> Summary | None:
+    try:
+        summary = read_summary(directory)
+    except RunDirectoryError:  # not there, or seen by this host while it was replaced
+        return None
+    return summary if summary.status == "completed" else None

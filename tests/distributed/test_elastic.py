@@ -1,0 +1,353 @@
+"""Processes die and are started again, by torchrun or by our own launcher: the run goes on, and loses nothing.
+
+Every run here is exact, so that whatever became of its processes it must end with the bits of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+    pytest.mark.world_size(2),
+]
+
+EXACT = ("train", "recipe.yaml", "parallel.exact=true")
+TWO_AND_THREE_RESTARTS = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
+
+
+@pytest.fixture
+def ends_undisturbed(
+    studio: Path, run_here: Callable[..., Any], summary: Callable[[Path], Any], records: Callable[..., Any]
+) -> Callable[[Path], None]:
+    """Assert that an exact run came to what one process alone comes to, which is trained once."""
+    whole = studio / "elastic-alone"
+    if not (whole / "summary.json").exists():
+        done = run_here(*EXACT, "--run-dir", whole)
+        assert done.code == 0, done.err
+
+    def compare(run_dir: Path) -> None:
+        mine, theirs = summary(run_dir), summary(whole)
+        for key in ("status", "step", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
+            assert mine[key] == theirs[key], key
+        assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+        audit = run_here("audit", run_dir, "--json")
+        assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+
+    return compare
+
+
+@pytest.fixture
+def kill_rank(steps_recorded: Callable[[Path], int]) -> Callable[..., None]:
+    """``kill_rank(launched, run_dir, 1)``: SIGKILL rank 1 once the run has gone some steps further than it had been."""
+    reached: dict[Path, int] = {}
+
+    def kill(launched: Any, run_dir: Path, rank: int) -> None:
+        launched.wait_for(lambda: steps_recorded(run_dir) >= reached.get(run_dir, 0) + 5)
+        launched.wait_for(lambda: any((run_dir / "checkpoints").glob("step-*")))
+        launched.wait_for(lambda: len(launched.ranks()) > rank)
+        reached[run_dir] = steps_recorded(run_dir)
+        os.kill(launched.ranks()[rank], signal.SIGKILL)
+
+    return kill
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [(0, 0, 0), (1, 1, 1), (1, 0, 1)])
+def test_torchrun_starts_killed_workers_again(
+    studio: Path,
+    start: Callable[..., Any],
+    kill_rank: Callable[..., None],
+    ends_undisturbed: Callable[[Path], None],
+    summary: Callable[[Path], Any],
+    victims: tuple[int, ...],
+) -> None:
+    run_dir = studio / f"torchrun-{'-'.join(map(str, victims))}"
+    launched = start(*EXACT, "--run-dir", run_dir, where=studio, torchrun=TWO_AND_THREE_RESTARTS)
+    for rank in victims:
+        kill_rank(launched, run_dir, rank)
+    done = launched.wait()
+    assert done.code == 0, done.err
+    assert summary(run_dir)["resumes"] == len(victims)
+    ends_undisturbed(run_dir)
+    launched.seconds_until_alone()
+
+
+@pytest.mark.parametrize(
+    "option", [("--max-restarts=1",), ("--nnodes=1:2", "--max-restarts=0"), ("--nnodes", "1:1", "--max-restarts", "0")]
+)
+def test_without_a_run_directory_nothing_that_may_be_started_again_begins(
+    studio: Path, start: Callable[..., Any], option: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Or every start would begin another run."""
+    rendezvous = (
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--local-addr=127.0.0.1",
+        "--rdzv-conf=timeout=5",
+    )
+    command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}")
+    launched = start(*command, torchrun=(*rendezvous, "--nproc-per-node=1", *option))
+    done = launched.wait()
+    assert done.code == 1
+    assert "and may start these processes again" in done.err
+    assert "name a directory with --run-dir" in done.err
+    assert not (tmp_path / "runs").exists()
+    launched.seconds_until_alone()
+
+
+def restarts_told(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run's events say of its restarts."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event.get("incident") == "restart"]
+
+
+@pytest.mark.slow
+def test_our_launcher_starts_killed_ranks_again(
+    studio: Path,
+    start: Callable[..., Any],
+    kill_rank: Callable[..., None],
+    ends_undisturbed: Callable[[Path], None],
+    summary: Callable[[Path], Any],
+) -> None:
+    run_dir = studio / "restarted"
+    launched = start(*EXACT, "--processes", 2, "--max-restarts", 3, "--run-dir", run_dir, where=studio)
+    for rank in (0, 1, 0):
+        kill_rank(launched, run_dir, rank)
+    done = launched.wait()
+    assert done.code == 0, done.err
+    told = [line for line in done.err.splitlines() if "; restart " in line]
+    assert [line.partition("; ")[2] for line in told] == [f"restart {count} of 3, with 2 ranks" for count in (1, 2, 3)]
+    assert "paceline: rank 1 was ended by SIGKILL" in done.err
+    assert restarts_told(run_dir)[-1]["message"].endswith("3 times by now")
+    assert summary(run_dir)["resumes"] == 3
+    ends_undisturbed(run_dir)
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+def test_fewer_ranks_go_on_and_all_are_tried_again(
+    studio: Path, start: Callable[..., Any], kill_rank: Callable[..., None], ends_undisturbed: Callable[[Path], None]
+) -> None:
+    run_dir = studio / "shrunk"
+    # Eight logical ranks are no three processes' to share, so that two go on.
+    command = (*EXACT, "--processes", "1:3", "--max-restarts", 5, "--run-dir", run_dir)
+    launched = start(*command, where=studio)
+    kill_rank(launched, run_dir, 1)
+    kill_rank(launched, run_dir, 0)
+    done = launched.wait()
+    assert done.code == 0, done.err
+    assert "2 of 3 processes are started: no more of them can share the global batch evenly" in done.out
+    assert "restart 1 of 5, with 1 rank\n" in done.err
+    assert "restart 2 of 5, with 2 ranks\n" in done.err
+    assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 2
+    ends_undisturbed(run_dir)
+
+
+CRASHES = """
+import os
+from torch import nn
+
+class Crashes(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == 25 and os.environ["RANK"] == "0":
+            {how}
+        return self.body(x)
+"""
+CRASHING = (
+    "model.name=crashes:Crashes",
+    "model.options=null",
+    "data.workers=0",
+    "checkpoint.every=50 steps",
+    "evaluate.every=off",
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise ZeroDivisionError('too many')", "ZeroDivisionError: too many"),
+        ("os._exit(3)", "rank 0 ended with exit code 3"),
+    ],
+    ids=["exception", "exit"],
+)
+def test_a_failure_that_comes_again_is_reported(
+    studio: Path, start: Callable[..., Any], tmp_path: Path, how: str, said: str
+) -> None:
+    """A fault of the program comes again at the same step: more of the same would not help."""
+    (tmp_path / "crashes.py").write_text(CRASHES.format(how=how))
+    command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", *CRASHING, "--run-dir", "crashing")
+    done = start(*command, "--processes", 2, "--max-restarts", 9).wait()
+    assert done.code == 1
+    assert done.err.count(f"{said}") >= 2, done.err
+    assert done.err.count("; restart ") == 1
+    assert "without getting on since, and is not started again" in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_asks_for_an_end_is_given_one(
+    studio: Path, start: Callable[..., Any], steps_recorded: Callable[[Path], int], number: int
+) -> None:
+    run_dir = studio / f"asked-{number}"
+    launched = start(*EXACT, "--processes", 2, "--max-restarts", 3, "--run-dir", run_dir, where=studio)
+    launched.wait_for(lambda: steps_recorded(run_dir) >= 3)
+    launched.process.send_signal(number)
+    done = launched.wait()
+    assert done.code == 75, done.err
+    assert "restart" not in done.err
+
+
+def test_a_mistake_is_not_tried_again(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
+    command = ("train", "recipe.yaml", "data.path=nowhere", "--processes", 2, "--max-restarts", 3)
+    done = start(*command, "--run-dir", tmp_path / "run", where=studio).wait()
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "nowhere" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-restarts", 1, "--processes", 2), "name a directory with --run-dir"),
+        (("--processes", "1:2", "--run-dir", "run"), "add --max-restarts, or give one number"),
+        (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is no number of ranks"),
+        (("--processes", "0"), "'0' is no number of ranks"),
+        (("--processes", "5:7", "--max-restarts", 1, "--run-dir", "run"), "run it on 1, 2, 4 processes"),
+    ],
+)
+def test_options_that_do_not_fit(
+    studio: Path, run_here: Callable[..., Any], options: tuple[object, ...], said: str
+) -> None:
+    done = run_here(*EXACT, *options)
+    assert done.code == 2
+    assert said in done.err
+    assert not (studio / "run").exists()
+
+
+# As fast as it can be once a file `fast` lies there; slow enough before it for processes to come and go.
+PATIENT = """
+import time
+from pathlib import Path
+from torch import nn
+
+class Patient(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
+
+    def forward(self, x):
+        if self.training and not Path("fast").exists():
+            time.sleep(0.25)
+        return self.body(x)
+"""
+PATIENT_MODEL = ("model.name=patient:Patient", "model.options=null", "data.workers=0", "telemetry.log_every=1 steps")
+# Whoever is gone is missed after three seconds; a node that waits looks every second whether a round is open.
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=6"
+
+
+def training_world(run_dir: Path) -> int:
+    """The number of processes that a run has made a step with since it was last started; 0 if there was none."""
+    try:
+        lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    size = trained = 0
+    for event in map(json.loads, lines):
+        if event["event"] == "start":
+            size, trained = event["world_size"], 0
+        elif event["event"] == "step":
+            trained = size
+    return trained
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(3)
+def test_nodes_come_and_go(
+    studio: Path,
+    tmp_path: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    summary: Callable[[Path], Any],
+    records: Callable[..., Any],
+) -> None:
+    """One, two, three of which one waits, since eight parts are not three's to share, two again, and the end."""
+    (tmp_path / "patient.py").write_text(PATIENT)
+    whole, run_dir = tmp_path / "whole", tmp_path / "elastic"
+    train = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.exact=true", *PATIENT_MODEL)
+    (tmp_path / "fast").touch()
+    assert run(*train, "--run-dir", whole).code == 0
+    (tmp_path / "fast").unlink()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def node(*, is_host: bool) -> Any:
+        conf = f"--rdzv-conf=is_host={int(is_host)},{KEEP_ALIVE}"
+        options = ("--nnodes=1:3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1", conf)
+        options = (*options, "--nproc-per-node=1", "--max-restarts=5")
+        # Or torchrun's own store is shared, whose address only the nodes of the first round are told.
+        unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return start(*train, "--run-dir", run_dir, torchrun=options, variables=unshared)
+
+    first = node(is_host=True)
+    first.wait_for(lambda: training_world(run_dir) == 1)
+    second = node(is_host=False)
+    first.wait_for(lambda: training_world(run_dir) == 2)
+    third = node(is_host=False)
+    first.wait_for(lambda: "2 of 3 processes train" in first.log() + second.log() + third.log())
+    first.wait_for(lambda: training_world(run_dir) == 2)
+    second.kill()
+    (tmp_path / "fast").touch()
+    for each in (first, third):
+        done = each.wait()
+        assert done.code == 0, done.err
+    mine, theirs = summary(run_dir), summary(whole)
+    for key in ("status", "step", "weights_sha256", "ema_sha256", "metrics", "ledger"):
+        assert mine[key] == theirs[key], key
+    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+    assert mine["resumes"] >= 2
+
+
+def test_a_run_directory_that_not_all_see_is_refused(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
+    """Two hosts without a file system in common are two directories of one name."""
+    command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.timeout=20 seconds")
+    hosts = []
+    for rank in ("0", "1"):
+        host = tmp_path / f"host-{rank}"
+        host.mkdir()
+        meeting = {"PACELINE_RENDEZVOUS": f"file://{tmp_path}/meeting", "RANK": rank, "WORLD_SIZE": "2"}
+        variables = meeting | {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        hosts.append(start(*command, "--run-dir", "run", where=host, variables=variables))
+    for each in hosts:
+        done = each.wait()
+        assert done.code == 2
+        assert "rank 0 on " in done.err
+        assert "name a --run-dir on a file system that all hosts share" in done.err
+    assert not list(tmp_path.rglob("recipe.yaml"))
+
+
+def test_who_does_not_come_is_not_waited_for_longer_than_asked(
+    studio: Path, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    meeting = {"PACELINE_RENDEZVOUS": f"file://{tmp_path}/meeting", "RANK": "0", "WORLD_SIZE": "2"}
+    command = ("train", "recipe.yaml", "parallel.timeout=2 seconds", "--run-dir", tmp_path / "run")
+    done = start(*command, where=studio, variables=meeting).wait(60)  # ten minutes are the default
+    assert done.code == 2
+    assert "rank 0 of 2 could not join the others" in done.err

@@ -1,0 +1,287 @@
+"""A loss that is no number moves nothing: the run ends before it does, or goes on as if the step had not been."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.distributed.strategy import VoteReader
+from paceline.errors import RecipeError, TrainingError
+from paceline.insight.audit import audit_run
+from paceline.optim.build import build_optimizer
+from paceline.records.ledger import ledger_path, read_ledger
+from paceline.records.run_directory import RunDirectory
+from paceline.trainer import build
+from paceline.trainer.nonfinite import NonFiniteGuard
+
+NAN, INFINITE = float("nan"), float("inf")
+CPU = torch.device("cpu")
+SKIP = {
+    "train.nonfinite": "skip",
+    "telemetry.log_every": "1 steps",
+    "evaluate.every": "off",
+    "schedule.name": "linear",
+    "train.duration": "10 steps",
+    "train.ema": 0.8,
+}
+
+
+class Poisoned(nn.Module):
+    """A network with BatchNorm whose input is no number in some forward passes of training, counted from 1."""
+
+    def __init__(self, calls: set[int]) -> None:
+        super().__init__()
+        self.poisoned, self.calls = calls, 0
+        self.body = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training and torch.is_grad_enabled()
+        return self.body(x * NAN if self.training and self.calls in self.poisoned else x)
+
+
+def spoiled(positions: set[int], by: float = NAN) -> Callable[[Batch, torch.Tensor], torch.Tensor | None]:
+    """Spoil the loss at these positions, counted from 1."""
+    return lambda batch, loss: loss * by if batch.slice.step + 1 in positions else None
+
+
+def steep(positions: set[int]) -> Callable[[Batch, torch.Tensor], torch.Tensor | None]:
+    """Leave the loss at these positions a number, but not its gradient."""
+    return lambda batch, loss: loss + (loss * 0).sqrt() if batch.slice.step + 1 in positions else None
+
+
+def used_at(run_dir: Path, position: int) -> list[int]:
+    entries = read_ledger(ledger_path(RunDirectory(run_dir).ledger, 0))
+    return sorted(sample for entry in entries if entry.step == position for sample in entry.ids.tolist())
+
+
+@pytest.mark.parametrize("by", [NAN, INFINITE, -INFINITE])
+def test_the_run_ends_before_the_weights_have_moved(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any], by: float
+) -> None:
+    made: list[nn.Module] = []
+
+    def network() -> nn.Module:
+        made.append(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+        return made[-1]
+
+    overrides = {"telemetry.log_every": "8 steps", "checkpoint.every": "off", "evaluate.every": "off"}
+    train_tiny("short", {**overrides, "train.duration": "4 steps"}, task=tiny_task(make_network=network))
+    short = made[-1]
+    with pytest.raises(TrainingError, match=rf"the training loss became {-by if by < 0 else by}|-inf at step 5;"):
+        train_tiny("run", overrides, task=tiny_task(make_network=network, on_loss=spoiled({5}, by)))
+    assert all(torch.equal(a, b) for a, b in zip(short.parameters(), made[-1].parameters(), strict=True))
+    (incident,) = events(runs / "run", "incident")
+    assert (incident["incident"], incident["step"], incident["position"]) == ("nonfinite_loss", 4, 5)
+    assert incident["samples"] == used_at(runs / "run", 5)
+    assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_step_left_out_advances_nothing_but_the_data(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    result = train_tiny("run", SKIP, task=tiny_task(on_loss=spoiled({3, 4, 9})))
+    assert (result.status, result.summary.step, result.summary.samples) == ("completed", 7, 2 * 52 + 2 * 16)
+    found = {event["position"]: event for event in events(result.run_dir, "step")}
+    assert [found[position]["step"] for position in range(1, 11)] == [1, 2, 2, 2, 3, 4, 5, 6, 6, 7]
+    rates = [0.05 * (1 - step / 10) for step in range(7)]
+    assert [found[position]["lr"] for position in (1, 2, 5, 6, 7, 8, 10)] == pytest.approx(rates)
+    assert [found[position]["loss"] is None for position in range(1, 11)] == [p in (3, 4, 9) for p in range(1, 11)]
+    assert found[10]["skipped_steps"] == 3
+    incidents = events(result.run_dir, "incident")
+    assert [each["incident"] for each in incidents] == ["nonfinite_loss"] * 3
+    assert [(each["step"], each["position"]) for each in incidents] == [(2, 3), (2, 4), (6, 9)]
+    assert [each["samples"] for each in incidents] == [used_at(result.run_dir, p) for p in (3, 4, 9)]
+    assert audit_run(result.run_dir).passed
+
+
+@pytest.mark.parametrize(
+    ("passes", "rehearsals", "more"),
+    [
+        (1, 0, {}),
+        (4, 0, {"batch.micro_size": 4}),
+        (8, 1, {"parallel.exact": True}),
+    ],
+    ids=["plain", "micro-batches", "exact"],
+)
+def test_weights_average_statistics_and_momentum_stay(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], passes: int, rehearsals: int, more: dict[str, Any]
+) -> None:
+    """A run that leaves out its last two steps ends where it would have ended without them."""
+    # In a middle pass of the sixth step, and the last of the seventh: those before have moved the statistics.
+    calls = {rehearsals + 5 * passes + (passes + 1) // 2, rehearsals + 7 * passes}
+    overrides = {**SKIP, "schedule.name": "constant", "train.duration": "7 steps", **more}
+    long = train_tiny("long", overrides, task=tiny_task(make_network=lambda: Poisoned(calls), train_images=112))
+    short = train_tiny(
+        "short",
+        {**overrides, "train.duration": "5 steps"},
+        task=tiny_task(make_network=lambda: Poisoned(set()), train_images=112),
+    )
+    assert (long.summary.step, short.summary.step) == (5, 5)
+    assert long.summary.weights_sha256 == short.summary.weights_sha256
+    assert long.summary.ema_sha256 == short.summary.ema_sha256
+    for name in ("optimizer.safetensors", "model.safetensors"):
+        mine, theirs = (load_file(each.run_dir / "checkpoints" / "step-00000005" / name) for each in (long, short))
+        assert mine.keys() == theirs.keys()
+        assert all(mine[key].tobytes() == theirs[key].tobytes() for key in mine), name
+
+
+def test_too_many_end_the_run(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path) -> None:
+    overrides = {**SKIP, "train.max_nonfinite": 2}
+    assert train_tiny("two", overrides, task=tiny_task(on_loss=spoiled({3, 7}))).summary.step == 8
+    with pytest.raises(TrainingError, match=r"at step 6, and 3 steps were not taken .* train.max_nonfinite=2;"):
+        train_tiny("three", overrides, task=tiny_task(on_loss=spoiled({3, 7, 8})))
+
+
+def test_a_resume_tells_and_counts_the_same(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[..., Any], runs: Path
+) -> None:
+    """Interrupted after a step that was left out and before its checkpoint, and once more after it."""
+    overrides = {**SKIP, "checkpoint.every": "4 steps", "train.max_nonfinite": 3}
+    positions = {3, 6, 9}
+    whole = train_tiny("whole", overrides, task=tiny_task(on_loss=spoiled(positions)))
+    for last in (7, 10):
+
+        def interrupted(batch: Batch, loss: torch.Tensor, last: int = last) -> torch.Tensor | None:
+            if batch.slice.step + 1 == last:
+                raise KeyError("interrupted")
+            return spoiled(positions)(batch, loss)
+
+        with pytest.raises(KeyError, match="interrupted"):
+            train_tiny("run", overrides, task=tiny_task(on_loss=interrupted))
+    resumed = train_tiny("run", overrides, task=tiny_task(on_loss=spoiled(positions)))
+    assert resumed.summary.resumes == 2
+    assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
+    assert resumed.summary.ema_sha256 == whole.summary.ema_sha256
+    assert course(resumed.run_dir) == course(whole.run_dir)
+    with pytest.raises(TrainingError, match="4 steps were not taken"):
+        train_tiny("run", {**overrides, "train.duration": "12 steps"}, task=tiny_task(on_loss=spoiled({11})))
+
+
+def test_a_run_that_has_ended_goes_on_without_the_step(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+) -> None:
+    """What the message proposes is done in the same directory."""
+    task = tiny_task(on_loss=spoiled({6}))
+    skipping = train_tiny("skipping", {"train.nonfinite": "skip"}, task=task)
+    with pytest.raises(TrainingError, match=r"with train\.nonfinite=skip"):
+        train_tiny("run", task=task)
+    again = train_tiny("run", {"train.nonfinite": "skip"}, task=task)
+    assert again.summary.resumes == 1
+    assert again.summary.weights_sha256 == skipping.summary.weights_sha256
+
+
+def test_a_gradient_that_is_clipped_is_looked_at_too(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], runs: Path
+) -> None:
+    clipped = {**SKIP, "optimizer.clip_norm": 1.0}
+    result = train_tiny("run", clipped, task=tiny_task(on_loss=steep({4})))
+    assert result.summary.step == 9
+    (incident,) = events(result.run_dir, "incident")
+    assert (incident["incident"], incident["position"]) == ("nonfinite_gradient", 4)
+    with pytest.raises(TrainingError, match="the norm of the gradient became infinite or no number at step 4;"):
+        train_tiny("stopped", {"optimizer.clip_norm": 1.0}, task=tiny_task(on_loss=steep({4})))
+
+
+def test_weights_that_are_no_numbers_are_never_saved(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
+) -> None:
+    """Their loss was a number; what is saved after them would fail for ever."""
+    overrides = {"checkpoint.every": "1 steps", "telemetry.log_every": "8 steps", "evaluate.every": "off"}
+    with pytest.raises(TrainingError, match="the weights became infinite or no numbers by step 3"):
+        train_tiny("run", overrides, task=tiny_task(on_loss=steep({3})))
+    whole = train_tiny("whole", overrides)
+    assert train_tiny("run", overrides).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_the_keys_have_an_effect_or_are_refused(train_tiny: Callable[..., Any]) -> None:
+    with pytest.raises(RecipeError, match=r"train\.nonfinite=skip"):
+        train_tiny("a", {"train.max_nonfinite": 3})
+    with pytest.raises(RecipeError, match="fp16's loss scaling leaves out"):
+        train_tiny("b", {"train.nonfinite": "skip", "train.precision": "fp16"})
+
+
+# ------------------------------------------------------------- where the host does not wait for the device
+
+
+class Arrived:
+    """The event of a copy that is done when it is asked for."""
+
+    def record(self) -> None:
+        """Nothing is under way."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the run as on a GPU: the flag is read two steps late, and fused kernels leave the update out."""
+    reader = functools.partial(VoteReader, CPU, lambda: (torch.zeros(1), Arrived()))
+
+    def guard(train: Any, optimizer: Any, network: Any, _: torch.device, **more: Any) -> NonFiniteGuard:
+        return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), late=reader(), **more)
+
+    monkeypatch.setattr(build, "NonFiniteGuard", guard)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer(network: nn.Module, asked: Any, device: torch.device) -> torch.optim.Optimizer:
+        made = build_optimizer(network, asked, device)
+        kind: Any = type(made)
+        parameters = [parameter for group in made.param_groups for parameter in group["params"]]
+        rest = {key: value for key, value in made.defaults.items() if key in ("lr", "momentum", "betas")}
+        return kind(parameters, fused=True, **rest)
+
+    monkeypatch.setattr(build, "build_optimizer", optimizer)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_read_late_the_weights_have_still_not_moved(
+    train_tiny: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    runs: Path,
+    events: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    optimizer: str,
+) -> None:
+    made: list[nn.Module] = []
+
+    def network() -> nn.Module:
+        made.append(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+        return made[-1]
+
+    task = tiny_task(make_network=network, on_loss=spoiled({5}))
+    common = {"telemetry.log_every": "20 steps", "checkpoint.every": "off", "evaluate.every": "off"}
+    common["optimizer.name"] = optimizer
+    # The seventh batch is the last that is used before the host knows of the fifth.
+    train_tiny("at once", {**common, "train.nonfinite": "skip", "train.duration": "7 steps"}, task=task)
+    expected = made[-1]
+    request.getfixturevalue("late")
+    with pytest.raises(TrainingError, match="the training loss became nan at step 5;"):
+        train_tiny("late", {**common, "train.duration": "20 steps"}, task=task)
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), made[-1].parameters(), strict=True))
+    (incident,) = events(runs / "late", "incident")
+    assert incident["position"] == 7
+    assert incident["samples"] == used_at(runs / "late", 5)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("position", [7, 8])
+def test_found_in_the_last_steps_the_run_fails_all_the_same(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, position: int
+) -> None:
+    """They end before the host would have known, but not before their record."""
+    with pytest.raises(TrainingError, match="the training loss became nan"):
+        train_tiny("run", {"telemetry.log_every": "8 steps"}, task=tiny_task(on_loss=spoiled({position})))
+    assert not (runs / "run" / "checkpoints" / "step-00000008").exists()
