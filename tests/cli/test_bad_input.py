@@ -151,7 +151,7 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         (("evaluate", "x", "--batch-size", "64"), ("'--batch-size'", "batch.global_size=")),
         (("predict", "x", "y", "--batch-size", "64"), ("'--batch-size'", "predict --help")),
         (("evaluate", "x", "optimizer.lr=1"), ("'optimizer.lr'", "no effect", "not trained")),
-        (("help",), ("'help'", "train, evaluate", "paceline --help")),
+        (("help",), ("'help'", "train, launch", "paceline --help")),
         (("train", "digits", "--processes", "0"), ("--processes", "0")),
         (("train", "digits", "--processes", "two"), ("--processes", "two")),
         (("evaluate", "x", "--weights", "average"), ("--weights", "average", "ema")),

@@ -14,9 +14,11 @@ from paceline.errors import did_you_mean
 # Name -> one line of help. Here, so that `paceline --help` imports no subcommand and thus no torch.
 COMMANDS = {
     "train": "Train a recipe, or go on with a run.",
+    "launch": "Write and submit the job of a run for Slurm, torchrun or Kubernetes.",
     "evaluate": "Score the weights of a run, a checkpoint or a file.",
     "predict": "Label images with trained weights.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
+    "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "recipes": "List the shipped recipes, or show one.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",

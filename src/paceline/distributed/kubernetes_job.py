@@ -1,0 +1,186 @@
+"""Which Kubernetes manifest trains a run, and starts its pods again until it is complete?
+
+Text only; nothing is sent to a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from paceline.distributed.torchrun_command import torchrun_command
+from paceline.errors import LaunchError
+
+_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A run on a Kubernetes cluster.
+
+    Attributes:
+        name: Of the job, in letters of a host's name.
+        image: The container image, with Python, torch and Paceline.
+        arguments: Of ``paceline``.
+        run_dir: The run directory within the container, below ``mount``.
+        mount: Where the volume is seen.
+        claim: The volume that all pods share.
+        nodes: Number of pods.
+        processes_per_node: Processes in each.
+        gpus_per_node: GPUs of each pod.
+        cpus_per_node: Cores of each pod; None asks for none in particular.
+        shared_memory: Size of /dev/shm, through which loader processes hand over batches.
+        grace_seconds: From the request to stop until the kill; a step, an evaluation and a save must fit in.
+    """
+
+    name: str
+    image: str
+    arguments: Sequence[str]
+    run_dir: PurePosixPath
+    mount: PurePosixPath
+    claim: str
+    nodes: int
+    processes_per_node: int
+    gpus_per_node: int = 0
+    cpus_per_node: int | None = None
+    shared_memory: str = "8Gi"
+    grace_seconds: int = 300
+
+
+def check(workload: Workload) -> None:
+    """Refuse what a cluster would refuse, or would lose.
+
+    Raises:
+        LaunchError: If there is such a thing.
+    """
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", workload.name):
+        raise LaunchError(
+            f"--job-name {workload.name} is no name for a Kubernetes job; use small letters, digits and hyphens, "
+            "a letter first, 52 at most."
+        )
+    if not workload.run_dir.is_relative_to(workload.mount):
+        raise LaunchError(
+            f"--run-dir {workload.run_dir} is not below {workload.mount}, where the volume is (--mount), so it would "
+            "be lost with its pod."
+        )
+
+
+def job_name(text: str) -> str:
+    """The nearest name that Kubernetes takes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].strip("-")
+
+
+def indexed_job(workload: Workload) -> str:
+    """An indexed Job of ``nodes`` pods, and the service by which they find the first one."""
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": workload.name},
+        # A pod must be found before it is ready: the others wait for it to come.
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": workload.name}},
+    }
+    pod = _pod(workload, _train_alone(workload) if workload.nodes == 1 else _torchrun(workload, "{0}-0.{0}"))
+    if workload.nodes > 1:
+        pod["subdomain"] = workload.name  # with which a pod is called NAME-INDEX.SUBDOMAIN
+    spec = {
+        "completionMode": "Indexed",
+        "completions": workload.nodes,
+        "parallelism": workload.nodes,
+        "backoffLimit": 100,
+        "podFailurePolicy": {"rules": _failure_rules()},
+        "template": {"metadata": {"labels": {"app": workload.name}}, "spec": pod},
+    }
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": workload.name}, "spec": spec}
+    return _documents([service, job] if workload.nodes > 1 else [job])
+
+
+def pytorch_job(workload: Workload) -> str:
+    """A PyTorchJob of the Kubeflow training operator, which tells the pods itself where the first one is."""
+    # The operator's own pods are named NAME-master-0 and so on, each with a service of its name.
+    pod = _pod(workload, _torchrun(workload, "{0}-master-0"))
+    # The operator takes the replicas' policy, and wants the container to be called pytorch.
+    del pod["restartPolicy"]
+    pod["containers"][0]["name"] = "pytorch"
+    replicas = {"Master": 1, "Worker": workload.nodes - 1}
+    specs = {
+        role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+        for role, count in replicas.items()
+        if count
+    }
+    job = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": workload.name},
+        "spec": {"runPolicy": {"backoffLimit": 100, "cleanPodPolicy": "None"}, "pytorchReplicaSpecs": specs},
+    }
+    return _documents([job])
+
+
+def _failure_rules() -> list[dict[str, Any]]:
+    return [
+        # A node that is drained is no failure of the run's.
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        # Exit code 2 is a mistake in what was asked: it would come again.
+        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}},
+    ]
+
+
+def _pod(workload: Workload, command: Sequence[str]) -> dict[str, Any]:
+    resources: dict[str, Any] = {}
+    if workload.cpus_per_node is not None:
+        resources["cpu"] = str(workload.cpus_per_node)
+    if workload.gpus_per_node:
+        resources["nvidia.com/gpu"] = workload.gpus_per_node
+    container = {
+        "name": "train",
+        "image": workload.image,
+        "command": list(command),
+        **({"resources": {"limits": resources}} if resources else {}),
+        "volumeMounts": [
+            {"name": "runs", "mountPath": str(workload.mount)},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    return {
+        # A Job's failure policy knows no other; the Job makes a new pod.
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": workload.grace_seconds,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": workload.claim}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": workload.shared_memory}},
+        ],
+    }
+
+
+def _train_alone(workload: Workload) -> list[str]:
+    # Without torchrun the exit code says whether the run is complete.
+    return ["python", "-m", "paceline", *workload.arguments, "--processes", str(workload.processes_per_node)]
+
+
+def _torchrun(workload: Workload, first: str) -> list[str]:
+    return torchrun_command(
+        "python",
+        workload.arguments,
+        nodes=workload.nodes,
+        processes_per_node=workload.processes_per_node,
+        endpoint=f"{first.format(workload.name)}:{_PORT}" if workload.nodes > 1 else None,
+        restarts=3,
+    )
+
+
+def _documents(documents: Sequence[Mapping[str, Any]]) -> str:
+    text: str = yaml.dump_all(documents, sort_keys=False, width=120, Dumper=_Plain)
+    return text
+
+
+class _Plain(yaml.SafeDumper):
+    """YAML without anchors: what comes twice is written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

@@ -1,0 +1,301 @@
+"""What is a Slurm batch script that trains a run, stops it in time, and puts it back into the queue?
+
+The text, and its submission; nothing else is run here. The script rests on what Slurm was seen to do
+(docs/decisions/0018):
+
+- near the time limit, or preempted where the cluster says so, the *script* gets the signal of ``--signal=B:``;
+- preempted otherwise, the *tasks* get SIGTERM and the script nothing, but the job has a PreemptTime;
+- cancelled, both get SIGTERM, and the job is COMPLETING by then;
+- srun passes SIGUSR1 on to its tasks, kills them on SIGTERM, and ends with the highest of their exit codes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from paceline.errors import LaunchError
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+# Slurm looks at its clock once a minute, so its signal may come that much too early.
+_EARLIER_SECONDS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a job asks of a cluster.
+
+    Attributes:
+        gpus_per_task: 0 or 1: a task trains on one device.
+        cpus_per_task: None leaves it to the cluster.
+        time: Slurm's way to write it, such as ``04:00:00`` or ``1-12``; None leaves it to the partition.
+        signal_before: Seconds before the time limit at which the run is asked to stop.
+        more: Options for sbatch as they are written, such as ``--mem=64G``.
+    """
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_task: int = 0
+    cpus_per_task: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    signal_before: int = 120
+    more: tuple[str, ...] = ()
+
+    @property
+    def tasks(self) -> int:
+        """All of them: the world size."""
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One batch job, or one array of them.
+
+    Attributes:
+        name: What the queue shows.
+        shape: What it asks for.
+        python: The interpreter of the tasks.
+        arguments: Of ``paceline``, but for what differs within an array.
+        runs: For each index of the array its own arguments; a single job has one.
+        is_array: Whether it is an array, be it of one.
+        folder: An absolute path, where the script and what the job prints are kept.
+        directory: An absolute path, in which the job starts.
+        setup: A shell command that goes before, or nothing.
+    """
+
+    name: str
+    shape: Shape
+    python: str
+    arguments: Sequence[str]
+    runs: Sequence[Sequence[str]]
+    is_array: bool
+    folder: Path
+    directory: Path
+    setup: str = ""
+
+
+def time_limit_seconds(text: str) -> float | None:
+    """Read a time limit as sbatch does; None for one without end.
+
+    Raises:
+        LaunchError: If it is none.
+    """
+    if text.upper() in ("INFINITE", "UNLIMITED", "-1"):
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise LaunchError(
+            f"--time {text} is no time limit of Slurm's; write minutes, HOURS:MINUTES:SECONDS, DAYS-HOURS or "
+            "DAYS-HOURS:MINUTES."
+        )
+    numbers = [int(number) for number in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        # 90 is minutes, 90:30 minutes and seconds, 1:30:30 hours too.
+        hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers], 3: numbers}[len(numbers)]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_time(shape: Shape) -> None:
+    """Refuse a time limit that leaves no time to train: the job would be requeued for ever.
+
+    Raises:
+        LaunchError: If it does.
+    """
+    seconds = None if shape.time is None else time_limit_seconds(shape.time)
+    if seconds is not None and seconds <= shape.signal_before + _EARLIER_SECONDS:
+        raise LaunchError(
+            f"--time {shape.time} is {seconds:.0f} s, but the run is asked to stop {shape.signal_before} s before its "
+            f"end (--signal-before), and Slurm may be {_EARLIER_SECONDS} s early; give it more time, or a shorter "
+            "--signal-before."
+        )
+
+
+def split_sweep(text: str) -> tuple[str, tuple[str, ...]]:
+    """Read ``KEY=V1,V2,...``; commas within brackets or quotes belong to a value.
+
+    Raises:
+        LaunchError: If it is not that, or a value comes twice.
+    """
+    key, equals, rest = text.partition("=")
+    values = tuple(value.strip() for value in _at_commas(rest))
+    if not equals or not key.strip() or not all(values):
+        raise LaunchError(f"--array {text} is not KEY=VALUE,VALUE,...; for example --array optimizer.lr=0.1,0.2,0.4")
+    repeated = {value for value in values if values.count(value) > 1}
+    if repeated:
+        raise LaunchError(f"--array {text}: {sorted(repeated)[0]} stands twice, and each value has one run; keep one.")
+    return key.strip(), values
+
+
+def _at_commas(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += (character in "[{(") - (character in ")}]")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def folder_name(override: str) -> str:
+    """The name of a run's directory within a sweep: its override, as far as a file may be called that."""
+    return re.sub(r"[^\w.,=+@-]+", "_", override)
+
+
+def job_script(job: Job) -> str:
+    """The batch script.
+
+    Raises:
+        LaunchError: If something in it would end a line of the script too early.
+    """
+    return _SCRIPT.substitute(
+        options="\n".join(f"#SBATCH {option}" for option in _options(job)),
+        folder=shlex.quote(str(job.folder)),
+        setup=f"{{\n{job.setup}\n}} || exit 1" if job.setup.strip() else "",
+        threads=_threads(job.shape),
+        runs=_runs(job),
+        task=shlex.join([*_srun(job.shape), job.python, "-m", "paceline", *job.arguments]),
+    )
+
+
+def submit(script: Path) -> str:
+    """Hand a script over to Slurm; returns the number of the job.
+
+    Raises:
+        LaunchError: If Slurm is not here, or refuses it.
+    """
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no sbatch here; submit {script} where Slurm is, or look at it with --dry-run."
+        ) from None
+    if done.returncode:
+        raise LaunchError(f"Slurm refuses {script}: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
+
+
+def _options(job: Job) -> list[str]:
+    shape = job.shape
+    output = str(job.folder).replace("%", "%%") + ("/slurm-%A_%a.out" if job.is_array else "/slurm-%j.out")
+    pairs: dict[str, object | None] = {
+        "job-name": job.name,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.tasks_per_node,
+        "cpus-per-task": shape.cpus_per_task,
+        # Not per task: a task that is shown the others' devices too can reach them without a detour.
+        "gpus-per-node": shape.gpus_per_task * shape.tasks_per_node or None,
+        "time": shape.time,
+        "partition": shape.partition,
+        "account": shape.account,
+        "chdir": job.directory,
+        "output": output,
+        "open-mode": "append",
+        "signal": f"B:USR1@{shape.signal_before}",
+        "array": f"0-{len(job.runs) - 1}" if job.is_array else None,
+    }
+    options = [f"--{name}={_quoted(name, value)}" for name, value in pairs.items() if value is not None]
+    return [*options, "--requeue", *(_quoted("sbatch", option) for option in shape.more)]
+
+
+def _quoted(name: str, value: object) -> str:
+    """A value in a line of options for sbatch, which knows double quotes and no other way to keep a space."""
+    text = str(value)
+    if re.search(r'["\\\n\r]', text):
+        raise LaunchError(f"{name} {text!r} has a quote, a backslash or a line's end, which sbatch cannot read there.")
+    return f'"{text}"' if re.search(r"[\s#]", text) else text
+
+
+def _threads(shape: Shape) -> str:
+    if shape.cpus_per_task is None:
+        return ""
+    return f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{shape.cpus_per_task}}}"\n'
+
+
+def _srun(shape: Shape) -> list[str]:
+    # A task that has stopped must not take the one with it that still writes the checkpoint: --kill-on-bad-exit=0,
+    # whatever the cluster does by default. One that waits for tasks that are gone is ended by --wait.
+    words = ["srun", "--kill-on-bad-exit=0", "--wait=60"]
+    # Since Slurm 22.05 srun no longer takes it from the job.
+    return words if shape.cpus_per_task is None else [*words, f"--cpus-per-task={shape.cpus_per_task}"]
+
+
+def _runs(job: Job) -> str:
+    if not job.is_array:
+        return f"run=({shlex.join(job.runs[0])})"
+    cases = "\n".join(f"    {index}) run=({shlex.join(run)}) ;;" for index, run in enumerate(job.runs))
+    return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}\nesac'
+
+
+# Variables of the script are written $$name, its own holes $name.
+_SCRIPT = Template(r"""#!/bin/bash
+# Written by `paceline launch slurm`. To go on with a run that has ended, submit it again: sbatch $folder/slurm-job.sh
+$options
+
+asked=''     # to stop now and go on later: the time limit is near, or another job comes first
+cancelled='' # to stop for good
+tasks=''     # the process number of srun
+news=yes     # whether a signal came while we waited
+
+state() { scontrol show job "$$SLURM_JOB_ID" 2>/dev/null; }
+# Tasks are told once: a second signal would have them end at once, without a checkpoint.
+stop_for_now() {
+    news=yes
+    [ -n "$$asked$$cancelled" ] && return
+    asked=yes
+    echo "slurm-job: asked to make room (SIGUSR1)"
+    [ -n "$$tasks" ] && kill -USR1 "$$tasks"
+}
+stop_for_good() {
+    news=yes
+    [ -n "$$cancelled" ] && return
+    cancelled=yes
+    echo "slurm-job: asked to end (SIGTERM)"
+    [ -n "$$asked" ] && return
+    # A job that is cancelled is no longer running, and Slurm tells its tasks itself. Otherwise only we were told; not
+    # by SIGTERM, which srun takes for an order to kill its tasks.
+    [ -n "$$tasks" ] && state | grep -q 'JobState=RUNNING' && kill -USR1 "$$tasks"
+}
+trap stop_for_now USR1
+trap stop_for_good TERM
+
+$setup
+$threads$runs
+
+code=75
+if [ -z "$$asked$$cancelled" ]; then
+    $task "$${run[@]}" &
+    tasks=$$!
+    # A signal may have come before there was a number to pass it on to.
+    [ -n "$$asked$$cancelled" ] && kill -USR1 "$$tasks"
+    # A signal ends a wait, and what wait then returns is not srun's.
+    while [ -n "$$news" ]; do
+        news=''
+        wait "$$tasks"
+        code=$$?
+    done
+fi
+
+# 75: stopped with a whole checkpoint. 138: SIGUSR1 came while the program was loading, so there was nothing to save.
+if [ "$$code" -eq 75 ] || [ "$$code" -eq 138 ]; then
+    # Where preemption is not announced to the script, it can be seen afterwards.
+    if [ -z "$$cancelled" ] && { [ -n "$$asked" ] || state | grep -q 'PreemptTime=[0-9]'; }; then
+        echo "slurm-job: back into the queue, to go on from the newest checkpoint"
+        scontrol requeue "$$SLURM_JOB_ID" && exit 0
+    fi
+fi
+exit "$$code"
+""")

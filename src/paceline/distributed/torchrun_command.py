@@ -1,0 +1,35 @@
+"""Which torchrun command starts a run's processes on this host?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.errors import LaunchError
+
+
+def torchrun_command(
+    python: str, arguments: Sequence[str], *, nodes: int, processes_per_node: int, endpoint: str | None, restarts: int
+) -> list[str]:
+    """The command as words, the same on every host.
+
+    Args:
+        python: The interpreter of the processes.
+        arguments: Of ``paceline``.
+        nodes: Number of hosts.
+        processes_per_node: Processes on each.
+        endpoint: HOST:PORT where torchrun keeps its store; one host needs none.
+        restarts: How often torchrun may start all processes again.
+
+    Raises:
+        LaunchError: If several hosts do not know where to meet.
+    """
+    if endpoint is None and nodes > 1:
+        raise LaunchError(
+            f"{nodes} hosts must know where to meet; name one of them and a free port, the same on every host: "
+            "--rdzv-endpoint HOST:29500."
+        )
+    if endpoint is not None and not endpoint.rpartition(":")[2].isdigit():
+        raise LaunchError(f"--rdzv-endpoint {endpoint} is not HOST:PORT; for example host1:29500.")
+    meeting = ["--standalone"] if endpoint is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    size = [f"--nnodes={nodes}", f"--nproc-per-node={processes_per_node}", f"--max-restarts={restarts}"]
+    return [python, "-m", "torch.distributed.run", *size, *meeting, "-m", "paceline", *arguments]

@@ -1,0 +1,212 @@
+"""How is a real run started, watched and disturbed from outside, with every process that belongs to it?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+from paceline.distributed.environment import read_launch
+from paceline.errors import LaunchError
+
+_MARK = "PACELINE_DRILL_LAUNCH"
+_POLL_SECONDS = 0.002
+_OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class OverdueError(Exception):
+    """A launch did not get as far as it should have in time; its processes were ended."""
+
+
+class Launch:
+    """``paceline ARGUMENTS`` as a process of its own, with all its descendants.
+
+    They are found by a mark in their environment, whichever parent or session they have by now (Linux: ``/proc``).
+
+    Args:
+        arguments: What follows ``paceline`` on the command line.
+        log: Its output goes into ``<log>.out`` and ``<log>.err``; files, as a killed launch's orphans would keep a
+            pipe open.
+        limit_seconds: What takes longer than this is ended.
+        variables: Environment variables beside this process's own.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        *,
+        limit_seconds: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        self._deadline = time.monotonic() + limit_seconds
+        self._limit = limit_seconds
+        self._out, self._err = log.with_name(f"{log.name}.out"), log.with_name(f"{log.name}.err")
+        # A short name: sockets of loader processes lie in it, and the path of one has at most 108 bytes.
+        temporary = tempfile.mkdtemp(prefix="t", dir=log.parent)
+        inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCH}
+        name, _, value = self._mark.partition("=")
+        environment = {**inherited, "TMPDIR": temporary, **(variables or {}), name: value}
+        self.begun = time.monotonic()
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paceline", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env=environment,
+            )
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._out.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def err(self) -> str:
+        """What it has said on standard error so far."""
+        return self._err.read_text(encoding="utf-8", errors="replace")
+
+    def family(self) -> set[int]:
+        """Processes of this launch that are alive."""
+        mark = self._mark.encode()
+        found = set()
+        for entry in Path("/proc").iterdir():
+            # That of a process just forked, or ended, is empty or gone.
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+        return found
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in order; one process alone is rank 0."""
+        found: dict[int, int] = {}
+        for pid in self.family():
+            number = _variable(pid, "RANK")
+            # A rank's own children inherit its number: the rank is the one whose parent has none.
+            if number is not None and _variable(_parent(pid), "RANK") is None:
+                found[int(number)] = pid
+        return [found[rank] for rank in sorted(found)] or [self.process.pid]
+
+    def workers(self) -> list[int]:
+        """Loader processes: copies of a rank that a rank has forked."""
+        ranks = self.ranks()
+        return sorted(pid for pid in self.family() if _parent(pid) in ranks and _command(pid) == _command(_parent(pid)))
+
+    def send(self, number: signal.Signals, pids: set[int] | list[int]) -> None:
+        """Send a signal to processes of this launch; those that are gone by now do not mind."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL everyone, as a machine that loses power does."""
+        while family := self.family():
+            self.send(signal.SIGKILL, family)
+            time.sleep(_POLL_SECONDS)
+        self.process.wait()
+
+    def wait(self) -> int:
+        """Wait for its end and return its exit code, negative after a signal.
+
+        Raises:
+            OverdueError: If it takes too long.
+        """
+        try:
+            return self.process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise self._overdue("had not ended") from None
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until something is so; False if the launch ended before.
+
+        Raises:
+            OverdueError: If it takes too long.
+        """
+        while not condition():
+            if self.process.poll() is not None:
+                return condition()
+            if time.monotonic() > self._deadline:
+                raise self._overdue("was not where it should be")
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def wait_alone(self, limit_seconds: float) -> int:
+        """Wait until no process of it is left; ends those that stay longer and returns their number."""
+        deadline = time.monotonic() + limit_seconds
+        while family := self.family():
+            if time.monotonic() > deadline:
+                self.kill()
+                return len(family)
+            time.sleep(0.02)
+        return 0
+
+    def _overdue(self, what: str) -> OverdueError:
+        self.kill()
+        return OverdueError(f"the run {what} after {self._limit:.0f} s, and was ended")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def check_can_watch() -> None:
+    """Find out whether launches can be watched from here.
+
+    Raises:
+        LaunchError: If this system has no ``/proc``, or this process is one of a launch's.
+    """
+    if not Path("/proc/self/environ").exists():
+        raise LaunchError("a drill finds the processes of its runs in /proc, which only Linux has; run it there.")
+    source = read_launch(os.environ).source
+    if source != "alone":
+        raise LaunchError(
+            f"a drill starts processes of its own, but was itself started as one of several (by {source}); run "
+            "it alone, with --processes N."
+        )
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that a run directory has a record of, while the run goes on; 0 if there is none."""
+    try:
+        lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return max((int(json.loads(line)["step"]) for line in lines[-20:]), default=0)
+
+
+def _variable(pid: int, name: str) -> str | None:
+    """A variable a process was started with; None if it has none of that name, or is gone."""
+    prefix = f"{name}=".encode()
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

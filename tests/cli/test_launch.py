@@ -1,0 +1,174 @@
+"""`paceline launch`: mistakes are found before anything is queued, and what is printed is what would be done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in the place of sbatch that keeps what it is given, and says what Slurm would."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sbatch").write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\necho "41;cluster"\n')
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder / "arguments"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer.rl=1", "--run-dir", "r"], "optimizer.rl"),
+        (
+            ["batch.global_size=6", "--run-dir", "r", "--nodes", "2", "--tasks-per-node", "2"],
+            "over 4 processes gives 1.5",
+        ),
+        (["--run-dir", "r", "--time", "3"], "--time 3 is 180 s"),
+        (["--run-dir", "r", "--array", "optimizer.lr"], "--array optimizer.lr is not KEY=VALUE"),
+        (["--run-dir", "r", "--array", "optimizer.lr=0.1,fast"], "found 'fast'"),
+        (["--run-dir", "r", "--array", "data.path=a/b,a_b"], "two values would have the same directory"),
+        (["--run-dir", "r", "parallel.device=cuda"], "parallel.device=cuda needs a GPU for each process"),
+        ([], "Missing option '--run-dir'"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_queued(
+    paceline_here: Call, tmp_path: Path, sbatch: Path, words: list[str], said: str
+) -> None:
+    done = paceline_here("launch", "slurm", "digits", *words)
+    assert done.code == 2
+    assert said in done.err
+    assert not sbatch.exists()
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_script_is_kept_with_the_run_and_submitted(paceline_here: Call, tmp_path: Path, sbatch: Path) -> None:
+    words = ("launch", "slurm", "digits", "--run-dir", "runs/a", "--nodes", "2")
+    printed = paceline_here(*words, "--dry-run")
+    assert (printed.code, sbatch.exists(), (tmp_path / "runs").exists()) == (0, False, False)
+    done = paceline_here(*words)
+    script = tmp_path / "runs" / "a" / "slurm-job.sh"
+    assert done.out == f"Submitted job 41: {script}\n"
+    assert sbatch.read_text() == f"--parsable {script}\n"
+    assert script.read_text() == printed.out
+    assert f"#SBATCH --chdir={tmp_path}\n" in printed.out
+    assert f"{sys.executable} -m paceline train digits" in printed.out
+
+
+def test_json_says_where_each_run_will_be(paceline_here: Call, tmp_path: Path, sbatch: Path) -> None:
+    done = paceline_here("launch", "slurm", "digits", "--run-dir", "s", "--array", "seed=1,2", "--json")
+    told = json.loads(done.out)
+    assert told["job_id"] == "41"
+    assert told["run_dirs"] == [str(tmp_path / "s" / f"seed={seed}") for seed in (1, 2)]
+    assert Path(told["script"]).read_text() == told["text"]
+
+
+def test_a_recipe_for_gpus_can_be_queued_where_there_are_none(paceline_here: Call) -> None:
+    words = ("digits", "parallel.device=cuda", "--run-dir", "r", "--gpus-per-task", "1", "--tasks-per-node", "4")
+    done = paceline_here("launch", "slurm", *words, "--dry-run")
+    assert done.code == 0, done.err
+    assert "#SBATCH --gpus-per-node=4\n" in done.out
+
+
+def test_a_run_begins_beside_its_script(paceline: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:
+    (tmp_path / "r").mkdir()
+    for name in ("slurm-job.sh", "slurm-41.out"):
+        (tmp_path / "r" / name).write_text("")
+    assert paceline("train", "digits", *tiny, "--run-dir", "r").code == 0
+
+
+def test_hosts_that_do_not_know_where_to_meet_are_refused(paceline_here: Call) -> None:
+    done = paceline_here("launch", "torchrun", "digits", "--run-dir", "r", "--nodes", "2", "--dry-run")
+    assert done.code == 2
+    assert "2 hosts must know where to meet" in done.err
+    done = paceline_here(
+        "launch", "torchrun", "digits", "--run-dir", "r", "--nodes", "2", "--rdzv-endpoint", "host1", "--dry-run"
+    )
+    assert "--rdzv-endpoint host1 is not HOST:PORT" in done.err
+
+
+def test_the_command_of_several_hosts(paceline_here: Call) -> None:
+    words = ("--run-dir", "r", "--nodes", "2", "--processes-per-node", "4", "--rdzv-endpoint", "host1:29500")
+    done = paceline_here("launch", "torchrun", "digits", *words, "--python", "python", "--dry-run")
+    assert done.out == (
+        "python -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d "
+        "--rdzv-endpoint=host1:29500 -m paceline train digits --run-dir r\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_torchrun_trains_on_this_host(paceline: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:
+    done = paceline("launch", "torchrun", "digits", *tiny, "--run-dir", "r", "--processes-per-node", "2", timeout=280)
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"]) == ("completed", 2)
+
+
+KUBERNETES = ("launch", "kubernetes", "digits", "--image", "registry/p:1", "--volume-claim", "disk", "--dry-run")
+
+
+def test_a_job_of_several_pods(paceline_here: Call) -> None:
+    words = ("--run-dir", "/runs/a", "--nodes", "2", "--gpus-per-node", "4", "--processes-per-node", "4")
+    service, job = yaml.safe_load_all(paceline_here(*KUBERNETES, *words, "--cpus-per-node", "16").out)
+    assert service["spec"]["clusterIP"] == "None"
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
+    pod = job["spec"]["template"]["spec"]
+    assert (pod["restartPolicy"], pod["subdomain"]) == ("Never", service["metadata"]["name"])
+    assert pod["terminationGracePeriodSeconds"] == 300
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"cpu": "16", "nvidia.com/gpu": 4}
+    assert "--rdzv-endpoint=digits-0.digits:29500" in container["command"]
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs", "/dev/shm"}
+    claim, memory = pod["volumes"]
+    assert claim["persistentVolumeClaim"]["claimName"] == "disk"
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+
+
+def test_a_job_of_one_pod_needs_no_torchrun(paceline_here: Call) -> None:
+    (job,) = yaml.safe_load_all(paceline_here(*KUBERNETES, "--run-dir", "/runs/a", "--processes-per-node", "2").out)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == [
+        "python",
+        "-m",
+        "paceline",
+        "train",
+        "digits",
+        "--run-dir",
+        "/runs/a",
+        "--processes",
+        "2",
+    ]
+    # A mistake would come again, so it ends the job.
+    assert {"containerName": "train", "operator": "In", "values": [2]} in [
+        rule.get("onExitCodes") for rule in job["spec"]["podFailurePolicy"]["rules"]
+    ]
+
+
+@pytest.mark.parametrize(("nodes", "roles"), [(1, {"Master": 1}), (3, {"Master": 1, "Worker": 2})])
+def test_a_pytorch_job(paceline_here: Call, nodes: int, roles: dict[str, int]) -> None:
+    words = ("--run-dir", "/runs/a", "--nodes", nodes, "--kind", "PyTorchJob", "batch.global_size=48")
+    (job,) = yaml.safe_load_all(paceline_here(*KUBERNETES, *words).out)
+    specs = job["spec"]["pytorchReplicaSpecs"]
+    assert {role: spec["replicas"] for role, spec in specs.items()} == roles
+    for spec in specs.values():
+        (container,) = spec["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        meeting = "--standalone" if nodes == 1 else "--rdzv-endpoint=digits-master-0:29500"
+        assert meeting in container["command"]
+
+
+def test_a_run_outside_the_volume_or_a_name_without_letters_is_refused(paceline_here: Call) -> None:
+    assert "is not below /runs, where the volume is" in paceline_here(*KUBERNETES, "--run-dir", "/tmp/a").err
+    named = paceline_here(*KUBERNETES, "--run-dir", "/runs/a", "--job-name", "My_Run")
+    assert "--job-name My_Run is no name for a Kubernetes job" in named.err

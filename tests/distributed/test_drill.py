@@ -1,0 +1,134 @@
+"""The drill: it survives its whole fault matrix, and it notices when a run does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+    pytest.mark.slow,
+]
+
+DIGITS = (
+    "digits",
+    "model.options={width: 4, stages: 1, dropout: 0.1}",
+    "parallel.device=cpu",
+    "parallel.threads=1",
+)
+# What depends on the machine or on the moment; everything else must be tried.
+_MAY_BE_SKIPPED = {
+    "disk-full": "nothing can be mounted",
+    "read-only": "nothing can be mounted",
+    "kill-worker": "starts no loader processes",
+    "kill-in-save": "no kill met a save",
+    "half-images": "reads no folder of images",
+    "broken-images": "reads no folder of images",
+}
+
+
+def _trials(done: Any) -> dict[str, dict[str, Any]]:
+    assert done.out, done.err
+    document = json.loads(done.out)
+    return {trial["fault"]: trial for trial in document["trials"]}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+@pytest.mark.world_size(2)
+def test_two_processes_survive_every_fault(run: Callable[..., Any], tmp_path: Path) -> None:
+    done = run("drill", *DIGITS, "--processes", "2", "--steps", "80", "--json", timeout=1700)
+    assert done.code == 0, done.err
+    trials = _trials(done)
+    assert len(trials) > 25
+    for name, trial in trials.items():
+        if trial["result"] == "skipped":
+            assert _MAY_BE_SKIPPED[name] in trial["reason"], trial
+            continue
+        assert (trial["result"], trial["lost"]) == ("pass", []), trial
+        if trial["exit_code"]:
+            assert trial["seconds_to_recover"] > 0, trial
+        if name.startswith("SIG"):
+            assert (trial["exit_code"], trial["steps_again"]) == (75, 0), trial
+    assert list(tmp_path.glob("paceline*")) == []  # nothing is written where the user is
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.timeout(600)
+def test_images_and_loader_processes(run: Callable[..., Any], studio: Path) -> None:
+    before = {path: path.read_bytes() for path in (studio / "photos").rglob("*.png")}
+    only = "kill-worker,half-images,broken-images"
+    done = run("drill", "recipe.yaml", "--only", only, "--json", where=studio, timeout=500)
+    trials = _trials(done)
+    assert {name: trial["result"] for name, trial in trials.items()} == dict.fromkeys(only.split(","), "pass"), done.out
+    assert "red" in trials["broken-images"]["message"]  # the class whose images were spoilt, by path
+    assert {path: path.read_bytes() for path in (studio / "photos").rglob("*.png")} == before
+
+
+def _plant(package: Path, module: str, line: str, instead: str) -> None:
+    """A copy of the package with one line of one module changed."""
+    shutil.copytree(SOURCES / "paceline", package / "paceline", ignore=shutil.ignore_patterns("__pycache__"))
+    source = package / "paceline" / module
+    text = source.read_text()
+    assert text.count(line) == 1
+    source.write_text(text.replace(line, instead))
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.timeout(400)
+def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_path: Path) -> None:
+    _plant(
+        tmp_path / "planted",
+        "trainer/saving.py",
+        "    run.components.restore(states)\n",
+        "    kept = {name: part for name, part in run.components.snapshot().items() if name == 'optimizer'}\n"
+        "    run.components.restore({**states, **kept})\n",
+    )
+    variables = {"PYTHONPATH": str(tmp_path / "planted")}
+    done = run("drill", *DIGITS, "--only", "nothing,kill-all", "--json", variables=variables, timeout=350)
+    assert done.code == 1, done.err
+    trials = _trials(done)
+    assert trials["nothing"]["result"] == "pass"
+    assert trials["kill-all"]["result"] == "FAIL"
+    assert "weights_sha256" in trials["kill-all"]["lost"]
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.timeout(400)
+def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "moody.py").write_text(
+        "import os\n"
+        "from torch import nn\n"
+        "class Moody(nn.Module):\n"
+        "    def __init__(self, num_classes, in_channels):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 64, num_classes))\n"
+        "    def forward(self, x):\n"
+        "        return self.body(x) * (1 + os.urandom(1)[0] / 256)\n"
+    )
+    model = ("digits", "model.name=moody:Moody", "model.options=null", "parallel.device=cpu", "parallel.threads=1")
+    done = run("drill", *model, "--only", "nothing,kill-all", "--json", timeout=350)
+    assert done.code == 1, done.err
+    trials = _trials(done)
+    assert trials["nothing"]["result"] == "FAIL"
+    assert trials["kill-all"]["result"] == "skipped"
+    assert "does not repeat itself" in trials["kill-all"]["reason"]
+
+
+@pytest.mark.world_size(1)
+def test_a_drill_that_is_ended_leaves_nothing(start: Callable[..., Any]) -> None:
+    launched = start("drill", *DIGITS)
+    launched.wait_for(lambda: list(launched.temporary.glob("paceline-drill-*/undisturbed/events.jsonl")))
+    os.kill(launched.process.pid, signal.SIGTERM)
+    done = launched.wait(60)
+    assert done.code != 0
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []
