@@ -77,10 +77,10 @@ def write_photos(root: Path) -> None:
 class Launch:
     """``paceline train`` with all its processes, known by a mark in their environment."""
 
-    def __init__(self, studio: Path, run: Path) -> None:
+    def __init__(self, studio: Path, run: Path, *, processes: int = PROCESSES) -> None:
         self._mark = uuid.uuid4().hex
         self._log = studio / f"{self._mark}.log"
-        command = [sys.executable, "-m", "paceline", "train", "recipe.yaml", "--processes", str(PROCESSES)]
+        command = [sys.executable, "-m", "paceline", "train", "recipe.yaml", "--processes", str(processes)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--run-dir", str(run)],

@@ -21,10 +21,10 @@ DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', 
 
 TimeUnit = Literal["seconds", "minutes", "hours"]
 
-_TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|s|minutes?|min|hours?|h)\s*$")
+_TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|s|minutes?|mins?|hours?|h)\s*$")
 _TIME_UNITS: dict[str, TimeUnit] = {
     **dict.fromkeys(("s", "second", "seconds"), "seconds"),
-    **dict.fromkeys(("min", "minute", "minutes"), "minutes"),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), "minutes"),
     **dict.fromkeys(("h", "hour", "hours"), "hours"),
 }
 _SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600}

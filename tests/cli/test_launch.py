@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,10 +133,63 @@ def test_a_job_of_several_pods(paceline_here: Call) -> None:
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"cpu": "16", "nvidia.com/gpu": 4}
     assert "--rdzv-endpoint=digits-0.digits:29500" in container["command"]
+    wrapped = container["command"].index("python")
+    for index, is_host in enumerate((1, 0)):
+        told = subprocess.run(
+            [*container["command"][:wrapped], "env"],
+            env={"PATH": os.defpath, "JOB_COMPLETION_INDEX": str(index)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"PET_RDZV_CONF=is_host={is_host},read_timeout=600\n" in told.stdout
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs", "/dev/shm"}
     claim, memory = pod["volumes"]
     assert claim["persistentVolumeClaim"]["claimName"] == "disk"
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
+def test_what_the_pods_do_trains_together(
+    paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...], kind: str
+) -> None:
+    """The commands of two pods as two processes here, with the address of this machine in the place of the first's."""
+    words = (*tiny, "--run-dir", tmp_path / "r", "--mount", tmp_path, "--nodes", "2", "--kind", kind)
+    *_, job = yaml.safe_load_all(paceline_here(*KUBERNETES, *words).out)
+    if kind == "Job":
+        pods = [(job["spec"]["template"]["spec"], {"JOB_COMPLETION_INDEX": str(index)}) for index in range(2)]
+    else:
+        pods = [(spec["template"]["spec"], {}) for spec in job["spec"]["pytorchReplicaSpecs"].values()]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    substituted = {"python": sys.executable}
+    # A name that every pod takes for its own: only what each is told says which of them keeps the store.
+    here = re.compile(r"(?<=--rdzv-endpoint=).*")
+    ours = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [here.sub(f"localhost:{port}", substituted.get(word, word)) for word in container["command"]],
+            cwd=tmp_path,
+            env=ours | told | {each["name"]: each["value"] for each in container.get("env", [])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for spec, told in reversed(pods)
+        for container in spec["containers"]
+    ]
+    try:
+        said = [each.communicate(timeout=240)[0] for each in started]
+    finally:
+        for each in started:
+            each.terminate()  # which torchrun passes on
+            each.wait()
+    assert [each.returncode for each in started] == [0, 0], said
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"]) == ("completed", 2)
 
 
 def test_a_job_of_one_pod_needs_no_torchrun(paceline_here: Call) -> None:
@@ -165,6 +222,9 @@ def test_a_pytorch_job(paceline_here: Call, nodes: int, roles: dict[str, int]) -
         (container,) = spec["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
         meeting = "--standalone" if nodes == 1 else "--rdzv-endpoint=digits-master-0:29500"
+        is_host = int(spec is specs["Master"])
+        told = [] if nodes == 1 else [{"name": "PET_RDZV_CONF", "value": f"is_host={is_host},read_timeout=600"}]
+        assert container.get("env", []) == told
         assert meeting in container["command"]
 
 

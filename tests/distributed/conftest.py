@@ -110,6 +110,10 @@ class Launched:
         size = next((int(environment_of(pid).get("WORLD_SIZE", 0)) for pid in found.values()), 0)
         return [found[rank] for rank in sorted(found)] if found and len(found) == size else []
 
+    def workers(self) -> list[int]:
+        """Process ids of ranks and of what they started, whether or not all ranks are there."""
+        return [pid for pid in self.family() if "RANK" in environment_of(pid)]
+
     def kill(self) -> None:
         """SIGKILL everyone, as a node that loses power does."""
         while family := self.family():
@@ -225,7 +229,10 @@ def _not_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks, or such options, if asked."""
+    """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks, or such options, if asked.
+
+    ``before`` are words that a command begins with, to run somewhere else; ``program`` is one of Python to run instead.
+    """
     launched: list[Launched] = []
 
     def starter(
@@ -233,10 +240,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         where: Path = tmp_path,
         torchrun: int | tuple[str, ...] = 0,
         variables: dict[str, str] | None = None,
+        before: tuple[str, ...] = (),
+        program: str | None = None,
     ) -> Launched:
         options = torchrun if isinstance(torchrun, tuple) else ("--standalone", f"--nproc-per-node={torchrun}")
         head = [*TORCHRUN, *options] if torchrun else [sys.executable]
-        command = [*head, "-m", "paceline", *map(str, arguments)]
+        tail = ["-m", "paceline", *map(str, arguments)] if program is None else ["-c", program]
+        command = [*before, *head, *tail]
         launched.append(Launched(command, where, _environment() | (variables or {})))
         return launched[-1]
 
@@ -351,6 +361,52 @@ def steps_recorded() -> Callable[[Path], int]:
         return max((json.loads(line)["step"] for line in lines), default=-1)
 
     return last_step
+
+
+# As fast as it can be once a file `fast` lies there; slow enough before it for processes to come and go.
+PATIENT = """
+import time
+from pathlib import Path
+from torch import nn
+
+class Patient(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
+
+    def forward(self, x):
+        if self.training and not Path("fast").exists():
+            time.sleep(0.25)
+        return self.body(x)
+"""
+
+
+@pytest.fixture
+def patient(studio: Path, tmp_path: Path) -> tuple[object, ...]:
+    """What to train, in ``tmp_path``: exact, and slow until a file ``fast`` lies there."""
+    (tmp_path / "patient.py").write_text(PATIENT)
+    model = ("model.name=patient:Patient", "model.options=null", "data.workers=0", "telemetry.log_every=1 steps")
+    return ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.exact=true", *model)
+
+
+@pytest.fixture
+def training_world() -> Callable[[Path], int]:
+    """The number of processes that a run has made a step with since it was last started; 0 if there was none."""
+
+    def world(run_dir: Path) -> int:
+        try:
+            lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return 0
+        size = trained = 0
+        for event in map(json.loads, lines):
+            if event["event"] == "start":
+                size, trained = event["world_size"], 0
+            elif event["event"] == "step":
+                trained = size
+        return trained
+
+    return world
 
 
 @pytest.fixture

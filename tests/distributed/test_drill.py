@@ -58,6 +58,8 @@ def test_two_processes_survive_every_fault(run: Callable[..., Any], tmp_path: Pa
             assert trial["seconds_to_recover"] > 0, trial
         if name.startswith("SIG"):
             assert (trial["exit_code"], trial["steps_again"]) == (75, 0), trial
+    assert trials["stopped-rank"]["exit_code"] == 1
+    assert "for rank 1 on" in trials["stopped-rank"]["message"]
     assert list(tmp_path.glob("paceline*")) == []  # nothing is written where the user is
 
 

@@ -240,46 +240,15 @@ def test_options_that_do_not_fit(
     assert not (studio / "run").exists()
 
 
-# As fast as it can be once a file `fast` lies there; slow enough before it for processes to come and go.
-PATIENT = """
-import time
-from pathlib import Path
-from torch import nn
-
-class Patient(nn.Module):
-    def __init__(self, num_classes, in_channels):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
-
-    def forward(self, x):
-        if self.training and not Path("fast").exists():
-            time.sleep(0.25)
-        return self.body(x)
-"""
-PATIENT_MODEL = ("model.name=patient:Patient", "model.options=null", "data.workers=0", "telemetry.log_every=1 steps")
 # Whoever is gone is missed after three seconds; a node that waits looks every second whether a round is open.
 KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=6"
-
-
-def training_world(run_dir: Path) -> int:
-    """The number of processes that a run has made a step with since it was last started; 0 if there was none."""
-    try:
-        lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return 0
-    size = trained = 0
-    for event in map(json.loads, lines):
-        if event["event"] == "start":
-            size, trained = event["world_size"], 0
-        elif event["event"] == "step":
-            trained = size
-    return trained
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_nodes_come_and_go(
-    studio: Path,
+    patient: tuple[object, ...],
+    training_world: Callable[[Path], int],
     tmp_path: Path,
     start: Callable[..., Any],
     run: Callable[..., Any],
@@ -287,11 +256,9 @@ def test_nodes_come_and_go(
     records: Callable[..., Any],
 ) -> None:
     """One, two, three of which one waits, since eight parts are not three's to share, two again, and the end."""
-    (tmp_path / "patient.py").write_text(PATIENT)
     whole, run_dir = tmp_path / "whole", tmp_path / "elastic"
-    train = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.exact=true", *PATIENT_MODEL)
     (tmp_path / "fast").touch()
-    assert run(*train, "--run-dir", whole).code == 0
+    assert run(*patient, "--run-dir", whole).code == 0
     (tmp_path / "fast").unlink()
 
     with socket.socket() as free:
@@ -304,7 +271,7 @@ def test_nodes_come_and_go(
         options = (*options, "--nproc-per-node=1", "--max-restarts=5")
         # Or torchrun's own store is shared, whose address only the nodes of the first round are told.
         unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return start(*train, "--run-dir", run_dir, torchrun=options, variables=unshared)
+        return start(*patient, "--run-dir", run_dir, torchrun=options, variables=unshared)
 
     first = node(is_host=True)
     first.wait_for(lambda: training_world(run_dir) == 1)

@@ -88,7 +88,9 @@ def test_commands_and_options_exist(path: Path, page: Callable[[Path], Any]) -> 
 def options_of(name: str) -> set[str]:
     command = importlib.import_module(f"paceline.cli.{name}").command
     assert isinstance(command, click.Command)
-    given = [option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts]
+    commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+    parameters = [each for one in commands for each in one.params if isinstance(each, click.Option)]
+    given = [option for parameter in parameters for option in parameter.opts]
     return {*given, "--help"}
 
 

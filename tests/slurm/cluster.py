@@ -6,7 +6,7 @@
 
 Nothing is installed, and nothing of a Slurm that may be here is touched: munged, slurmctld and two slurmd are started
 with their own keys, sockets, ports and directories, and ended by their process numbers. On Debian and Ubuntu the
-programs come with ``apt-get install slurm-wlm munge``.
+programs come with the packages slurm-wlm and munge (tests/slurm/setup).
 
 There is no accounting, there are no control groups and no GPUs. The partition ``high`` preempts ``low``: a job in
 ``low`` gets the signal it asked for (``--signal``), or SIGTERM if it asked for none, and is requeued if it is still
@@ -193,7 +193,7 @@ def _start(
 ) -> None:
     program = shutil.which(name, path=_PATH)
     if program is None:
-        raise ClusterError(f"there is no {name}: apt-get install slurm-wlm munge")
+        raise ClusterError(f"there is no {name}; tests/slurm/setup installs it")
     with (root / f"{name}.out").open("ab") as out:
         # A session of its own: Ctrl-C is for the command, and what it leaves is ended in order.
         daemons.append(
@@ -251,7 +251,7 @@ def _end(daemons: Sequence[subprocess.Popen[bytes]]) -> None:
 def main() -> int:
     """Run the command line's words in a cluster."""
     if missing := missing_programs():
-        print(f"not here: {', '.join(missing)} (apt-get install slurm-wlm munge)", file=sys.stderr)
+        print(f"not here: {', '.join(missing)} (tests/slurm/setup installs them)", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with cluster() as running:

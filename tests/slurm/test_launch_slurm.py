@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (tests/slurm/setup installs them)"),
 ]
 
 RECIPE = (
@@ -47,6 +49,7 @@ RECIPE = (
 )
 # Long enough to be disturbed on a fast machine, short enough to be waited for on a slow one.
 LONG, SHORT = ("train.duration=240 steps",), ("train.duration=4 steps",)
+ENDLESS = ("train.duration=1000000 steps",)
 _WAIT_SECONDS = 240.0
 
 
@@ -65,13 +68,11 @@ class Slurm:
         self.running, self.folder = running, folder
 
     def paceline(self, *arguments: str) -> str:
+        return self.command(sys.executable, "-m", "paceline", *arguments)
+
+    def command(self, *words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "paceline", *arguments],
-            cwd=self.folder,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
+            words, cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -111,6 +112,9 @@ class Slurm:
         found: dict[str, str] = until(ended, lambda: f"{self.job(job_id)}\n{self.said(run_dir)}")
         return found
 
+    def wait_for_empty_queue(self) -> None:
+        until(lambda: not self.running.call("squeue", "-h").strip(), lambda: self.running.call("squeue"))
+
     def summary(self, run_dir: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / run_dir / "summary.json").read_text())
         return found
@@ -136,6 +140,7 @@ def assert_went_on_to_the_same_end(slurm: Slurm, job_id: str, run_dir: str, undi
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), said
     assert "back into the queue" in said
     assert "resumed from step-" in said
+    assert "asked to end for good" not in said
     mine = slurm.summary(run_dir)
     assert (mine["status"], mine["world_size"], mine["resumes"]) == ("completed", 2, 1)
     assert mine["weights_sha256"] == undisturbed["weights_sha256"]
@@ -158,19 +163,60 @@ def test_the_signal_before_the_time_limit_has_a_job_go_on_later(slurm: Slurm, un
     assert_went_on_to_the_same_end(slurm, job_id, "in parts", undisturbed)
 
 
-def test_a_cancelled_job_ends_for_good_with_a_whole_checkpoint(slurm: Slurm) -> None:
+@pytest.mark.thorough
+def test_a_time_limit_that_comes_near_has_a_job_go_on_later(slurm: Slurm) -> None:
+    # Slurm counts in minutes and may signal one too early, so that this takes one or two.
+    job_id = slurm.submit("limited", *ENDLESS, "--nodes", "2", "--time", "2", "--signal-before", "50")
+    until(lambda: "resumed from step-" in slurm.said("limited"), lambda: f"{slurm.job(job_id)} {slurm.said('limited')}")
+    said = slurm.said("limited")
+    assert slurm.job(job_id)["Restarts"] == "1"
+    assert "stopped: SIGUSR1" in said
+    assert said.index("stopped: SIGUSR1") < said.index("back into the queue") < said.index("resumed from step-")
+    slurm.running.call("scancel", job_id)
+    assert slurm.wait_for_end(job_id, "limited")["JobState"] == "CANCELLED"
+    slurm.wait_for_empty_queue()
+
+
+@pytest.mark.thorough
+def test_a_task_that_waits_for_one_that_is_gone_does_not_keep_a_job(slurm: Slurm) -> None:
+    # In the place of Python: one task is ended by the signal, as if still loading; the other waits for it for ever.
+    program = slurm.folder / "program"
+    program.write_text(
+        "#!/bin/bash\n"
+        "[ -e restarted ] && exit 0\n"
+        "[ $SLURM_PROCID = 1 ] && trap 'touch restarted' USR1\n"
+        "touch up-$SLURM_PROCID\n"
+        "while true; do sleep 0.2; done\n"
+    )
+    program.chmod(0o755)
+    job_id = slurm.submit("uneven", *SHORT, "--nodes", "2", "--python", str(program))
+    until(lambda: all((slurm.folder / f"up-{rank}").exists() for rank in range(2)), lambda: slurm.said("uneven"))
+    slurm.running.call("scancel", "--signal=USR1", "--batch", job_id)
+    job = slurm.wait_for_end(job_id, "uneven")
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), slurm.said("uneven")
+
+
+def test_a_cancelled_job_ends_for_good_with_a_whole_checkpoint(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     job_id = slurm.submit("cancelled", *LONG, "--nodes", "2")
     slurm.wait_for_step("cancelled", 5)
     slurm.running.call("scancel", job_id)
     job = slurm.wait_for_end(job_id, "cancelled")
-    until(lambda: not slurm.running.call("squeue", "-h").strip(), lambda: "the queue is not empty")
+    slurm.wait_for_empty_queue()
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
-    assert "asked to end" in slurm.said("cancelled")
-    assert "back into the queue" not in slurm.said("cancelled")
+    said = slurm.said("cancelled")
+    assert "asked to end for good" in said
+    assert "back into the queue" not in said
     summary = slurm.summary("cancelled")
-    assert summary["status"] == "stopped"
+    assert summary["status"] == "stopped", said
     assert (slurm.folder / "cancelled" / "checkpoints" / f"step-{summary['step']:08d}" / "manifest.json").is_file()
     slurm.paceline("audit", "cancelled")
+    # What it says last is how to go on.
+    (command,) = re.findall(rf"newest checkpoint in {re.escape(str(slurm.folder / 'cancelled'))}: (sbatch .+)", said)
+    job_id = slurm.command(*shlex.split(command)).split()[-1]
+    assert slurm.wait_for_end(job_id, "cancelled")["JobState"] == "COMPLETED", slurm.said("cancelled")
+    summary = slurm.summary("cancelled")
+    assert (summary["status"], summary["resumes"]) == ("completed", 1)
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 def test_a_term_to_the_script_alone_reaches_the_run(slurm: Slurm) -> None:
@@ -206,12 +252,23 @@ def test_what_is_submitted_is_what_a_dry_run_prints(slurm: Slurm) -> None:
 
 def test_a_sweep_has_a_run_for_each_value(slurm: Slurm) -> None:
     job_id = slurm.submit("sweep", *SHORT, "--array", "optimizer.lr=0.1,0.3")
-    until(lambda: not slurm.running.call("squeue", "-h").strip(), lambda: slurm.said("sweep"))
+    slurm.wait_for_empty_queue()
     assert sorted(path.name for path in (slurm.folder / "sweep").glob("slurm-*.out")) == [
         f"slurm-{job_id}_{index}.out" for index in range(2)
     ]
     digests = {slurm.summary(f"sweep/optimizer.lr={rate}")["weights_sha256"] for rate in ("0.1", "0.3")}
     assert len(digests) == 2
+
+
+def test_one_run_of_a_sweep_goes_on_later_and_the_others_stay(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
+    job_id = slurm.submit("partly", *LONG, "--array", "optimizer.lr=0.2,0.05")
+    slurm.wait_for_step("partly/optimizer.lr=0.05", 5)
+    slurm.running.call("scancel", "--signal=USR1", "--batch", f"{job_id}_1")
+    slurm.wait_for_empty_queue()
+    summaries = [slurm.summary(f"partly/optimizer.lr={rate}") for rate in ("0.2", "0.05")]
+    said = slurm.said("partly")
+    assert [(each["status"], each["resumes"]) for each in summaries] == [("completed", 0), ("completed", 1)], said
+    assert summaries[1]["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 def test_a_job_that_slurm_refuses_is_told_in_one_sentence(slurm: Slurm) -> None:

@@ -26,4 +26,4 @@ def test_a_mistake_exits_with_2_and_a_failed_run_with_1() -> None:
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, PacelineError)]
     assert len(kinds) > 5
     for kind in kinds:
-        assert kind("x").exit_code == (1 if kind is TrainingError else 2)
+        assert kind("x").exit_code == (1 if issubclass(kind, TrainingError) else 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -30,9 +31,18 @@ class BackgroundWriter(Generic[T]):
         self._under_way = self._thread.submit(save)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way; never waits."""
+        return self._under_way is not None and not self._under_way.done()
+
+    @property
     def has_failed(self) -> bool:
         """Whether the save under way is over and has failed; never waits."""
         return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    def is_over(self, *, within_seconds: float) -> bool:
+        """Whether no save is under way any more, at the latest after so long; what it raised is kept for later."""
+        return self._under_way is None or bool(wait_for([self._under_way], within_seconds).done)
 
     def wait(self, timeout_seconds: float | None = None) -> T | None:
         """Wait for the save under way and return its result, once; None if there is none.

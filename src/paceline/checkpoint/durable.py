@@ -27,9 +27,6 @@ _ADVICE = {
 }
 
 
-_WORTH_A_THREAD = 1 << 18  # bytes
-
-
 @dataclass(frozen=True)
 class FileFacts:
     """Size in bytes and SHA-256 (lower-case hexadecimal) of one file."""
@@ -63,16 +60,11 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     """
     digest = hashlib.sha256()
     size = 0
+    # Hashing takes longer than writing, and both leave the interpreter to others meanwhile.
     with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
         for chunk in chunks:
-            if len(chunk) < _WORTH_A_THREAD:
-                digest.update(chunk)
-                file.write(chunk)
-            else:
-                # Hashing takes as long as writing, and both leave the interpreter to others meanwhile.
-                hashing = beside.submit(digest.update, chunk)
-                file.write(chunk)
-                hashing.result()
+            beside.submit(digest.update, chunk)
+            file.write(chunk)
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())

@@ -20,15 +20,28 @@ from torch import Tensor
 from paceline.checkpoint import codec
 from paceline.machine import available_cores
 
+_Pair = tuple[Any, Any]  # where bytes go, and where they are
 _MOST_THREADS = 4  # more do not raise the memory's bandwidth
+
+
+class _Copy:
+    """Memory for one tensor, and what such a tensor is like.
+
+    Attributes:
+        content: Its bytes, if those of a tensor of this kind lie in the same order.
+    """
+
+    def __init__(self, tensor: Tensor, kind: tuple[Any, ...]) -> None:
+        self.tensor, self.kind = tensor, kind
+        self.content = _bytes_of(tensor) if tensor.stride() == kind[-1] and _is_dense(tensor) else None
 
 
 class HostCopies:
     """Host memory for one snapshot at a time; the next overwrites it."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, int], Tensor] = {}
-        self._to_copy: list[tuple[Any, Any]] = []
+        self._copies: dict[tuple[str, int], _Copy] = {}
+        self._to_copy: list[_Pair] = []
         self._devices: set[torch.device] = set()
 
     def take(self, name: str, state: Any) -> Any:
@@ -38,43 +51,48 @@ class HostCopies:
 
     def settle(self) -> None:
         """Copy what is on the CPU, and wait until what other devices copy has arrived."""
-        threads = min(available_cores(), _MOST_THREADS)
-        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(threads)]
-        filled = [0] * threads
-        for pair in sorted(self._to_copy, key=lambda pair: -pair[0].nbytes):
-            least = filled.index(min(filled))
-            shares[least].append(pair)
-            filled[least] += pair[0].nbytes
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_copy_all, shares))
+        mine, *others = _shares(self._to_copy, min(available_cores(), _MOST_THREADS))
+        with ThreadPoolExecutor(max(1, len(others))) as beside:
+            copying = [beside.submit(_copy_all, share) for share in others]
+            _copy_all(mine)
+            for each in copying:
+                each.result()
         self._to_copy.clear()
         for device in self._devices:
             torch.get_device_module(device).synchronize(device)
         self._devices.clear()
 
     def _copy(self, key: tuple[str, int], live: Tensor) -> Tensor:
+        kind = live.dtype, live.shape, live.stride()
         mine = self._copies.get(key)
-        if mine is None or _kind(mine) != _kind(live):
+        if mine is None or mine.kind != kind:
             # Page-locked for CUDA, so that the device copies by itself, and all tensors at once.
-            mine = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
+            mine = _Copy(torch.empty_like(live, device="cpu", pin_memory=live.is_cuda), kind)
             self._copies[key] = mine
-        if live.device.type == "cpu" and mine.stride() == live.stride() and _is_dense(live):
-            self._to_copy.append((_bytes_of(mine), _bytes_of(live)))
-            return mine
+        if mine.content is not None and live.device.type == "cpu":
+            self._to_copy.append((mine.content, _bytes_of(live)))
+            return mine.tensor
         with torch.no_grad():
-            mine.copy_(live, non_blocking=live.is_cuda)
+            mine.tensor.copy_(live, non_blocking=live.is_cuda)
         if live.is_cuda:
             self._devices.add(live.device)
-        return mine
+        return mine.tensor
 
 
-def _copy_all(pairs: list[tuple[Any, Any]]) -> None:
+def _shares(pairs: list[_Pair], count: int) -> list[list[_Pair]]:
+    """Share copies out so that all shares have about as many bytes."""
+    shares: list[list[_Pair]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for pair in sorted(pairs, key=lambda pair: -pair[0].nbytes):
+        least = filled.index(min(filled))
+        shares[least].append(pair)
+        filled[least] += pair[0].nbytes
+    return shares
+
+
+def _copy_all(pairs: list[_Pair]) -> None:
     for mine, live in pairs:
         np.copyto(mine, live)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -228,6 +228,14 @@ class CheckpointStore:
         with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
 
+    def size_bytes(self) -> int:
+        """What all checkpoints take now, with those that are being written or deleted: it changes while they are."""
+        size = 0
+        for folder in self._entries():
+            with contextlib.suppress(OSError):  # the folder, or a file in it, has just gone
+                size += sum(file.stat().st_size for file in os.scandir(folder))
+        return size
+
     def _entries(self) -> list[Path]:
         return list(self.directory.iterdir()) if self.directory.is_dir() else []
 

@@ -70,6 +70,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 a mistake in what was asked, 75 stopped."""
     from paceline.distributed.local_launch import follow_launcher, report_error
+    from paceline.distributed.restarts import end_torchrun, meets_every_start
 
     follow_launcher(os.environ)
     try:
@@ -81,6 +82,7 @@ def run(arguments: list[str]) -> int:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" See `{context.command_path} --help`." if context is not None else ""
         click.echo(f"paceline: {_recipe_key_hint(error) or error.format_message()}{hint}", err=True)
+        end_torchrun(os.environ)
         return error.exit_code
     except click.Abort:
         return 130
@@ -89,7 +91,9 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
-        return report_error(error, os.environ)
+        code = report_error(error, os.environ)
+        if meets_every_start(error):
+            end_torchrun(os.environ)
     return code if isinstance(code, int) else 0
 
 

@@ -224,9 +224,15 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "last step of an epoch": _counted(plan.last_step_samples, "sample"),
         "warm-up": _counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,
-        "checkpoint": every(plan.checkpoint_every_steps),
+        "checkpoint": _checkpoint_line(plan, every(plan.checkpoint_every_steps)),
         "step record": every(plan.log_every_steps),
     }
+
+
+def _checkpoint_line(plan: Plan, by_steps: str) -> str:
+    if plan.checkpoint_every_seconds is not None:
+        return f"every {format_seconds(plan.checkpoint_every_seconds)}"
+    return "auto: by the clock" if "checkpoint.every" in plan.reasons else by_steps
 
 
 def _counted(count: int, noun: str) -> str:

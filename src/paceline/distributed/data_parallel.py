@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import Marks, MicroBatch, VoteReader
+from paceline.distributed.strategy import Marks, MicroBatch, VoteReader, Wish
 
 # torch 2.14 renamed the switch.
 _DDP_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
@@ -28,13 +28,13 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 class _Voting(nn.Module):
     """The network plus one extra parameter whose gradient carries the votes through DDP's reduction.
 
-    There are two: whether to stop, and whether a loss was no number.
+    There are three: whether to stop, whether to save, and whether a loss was no number.
     """
 
     def __init__(self, network: Callable[..., Any], device: torch.device) -> None:
         super().__init__()
         self.network = network
-        self.vote = nn.Parameter(torch.zeros(2, device=device))
+        self.vote = nn.Parameter(torch.zeros(3, device=device))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.network(*args, **kwargs)
@@ -73,7 +73,7 @@ class DataParallel:
         self._collectives = collectives
         self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
         self._marks = Marks()
-        self._votes = VoteReader(device)
+        self._votes = VoteReader(device, count=len(Wish._fields))
         self._synced: list[nn.Module] = []
         self.model = nn.parallel.DistributedDataParallel(
             self._voting,
@@ -91,7 +91,7 @@ class DataParallel:
         """DDP's hooks have done it."""
 
     def with_vote(
-        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add ``vote * flags``: zero to the loss, and the flags are the vote parameter's gradient."""
         self._synced = []
@@ -100,21 +100,22 @@ class DataParallel:
             return loss
         vote = self._voting.vote
         vote.grad = None
-        return loss + (vote * torch.stack((self._yes if stop else self._no, self._marks.of_step))).sum()
+        flags = [self._yes if each else self._no for each in wish]
+        return loss + (vote * torch.stack([*flags, self._marks.of_step])).sum()
 
     def spoiled(self) -> torch.Tensor:
         """The mean of all processes' marks."""
         gradient = self._voting.vote.grad
         assert gradient is not None  # there is one after a backward pass
-        return gradient[1]
+        return gradient[-1]
 
-    def agreed_stop(self) -> bool:
-        """Read the reduced vote (late on a GPU, but equally late on every rank)."""
+    def agreed(self) -> Wish:
+        """Read the reduced votes (late on a GPU, but equally late on every rank)."""
         gradient = self._voting.vote.grad
         if gradient is None:  # before the first step
-            return False
-        self._votes.cast(gradient[0])
-        return self._votes.agreed()
+            return Wish()
+        self._votes.cast(gradient[:-1])
+        return Wish(*self._votes.agreed())
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first rank; once, if nothing is trained in between."""

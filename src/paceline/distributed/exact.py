@@ -20,9 +20,10 @@ from torch import nn
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact_buffers import StepBuffers
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
-from paceline.distributed.strategy import MicroBatch, VoteReader
+from paceline.distributed.strategy import MicroBatch, VoteReader, Wish
 
-_LOSS, _SAMPLES, _VOTE, _SPOILED = 0, 1, 2, 3
+_LOSS, _SAMPLES, _STOP, _SAVE, _SPOILED = range(5)
+_WISH = slice(_STOP, _SAVE + 1)
 
 # torch 2.14 renamed it.
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -32,7 +33,7 @@ class Leaf:
     """Everything of one logical rank, or of several added up, that the step sums over logical ranks.
 
     Attributes:
-        parts: One flat tensor per data type, and last the notes: losses, samples, stop votes and marks of
+        parts: One flat tensor per data type, and last the notes: losses, samples, votes and marks of
             losses that are no numbers, float64.
         gradients: Views into ``parts``, shaped like the parameters.
         changes: Views into ``parts``, shaped like the floating-point buffers.
@@ -50,7 +51,7 @@ class Leaf:
                 views[number] = _shaped(flat[end - tensors[number].numel() : end], tensors[number])
             self.parts.append(flat)
         exact = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-        self.notes = torch.zeros(_round_up(4, slices), dtype=exact, device=tensors[0].device)
+        self.notes = torch.zeros(_round_up(5, slices), dtype=exact, device=tensors[0].device)
         self.parts.append(self.notes)
         self.gradients = [views[number] for number in range(len(parameters))]
         self.changes = [views[number] for number in range(len(parameters), len(tensors))]
@@ -105,7 +106,7 @@ class ExactDataParallel:
         self._combined: Leaf | None = None
         self._leaves = 0
         self._begun = False
-        self._votes = VoteReader(self._leaf.notes.device)
+        self._votes = VoteReader(self._leaf.notes.device, count=len(Wish._fields))
 
     @contextmanager
     def micro_batch(self, part: MicroBatch) -> Iterator[None]:
@@ -132,12 +133,14 @@ class ExactDataParallel:
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
     def with_vote(
-        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Note the loss's share, the request and the mark beside the gradient; the loss is unchanged."""
+        """Note the loss's share, the wish and the mark beside the gradient; the loss is unchanged."""
         self._leaf.notes[_LOSS] = loss.detach()
-        if stop:
-            self._leaf.notes[_VOTE] = 1
+        if wish.stop:
+            self._leaf.notes[_STOP] = 1
+        if wish.save:
+            self._leaf.notes[_SAVE] = 1
         if spoiled is not None:
             self._leaf.notes[_SPOILED] = spoiled
         return loss
@@ -154,12 +157,12 @@ class ExactDataParallel:
             parameter.grad = gradient
         self._buffers.end(combined.changes)
         self._begun = False
-        self._votes.cast(combined.notes[_VOTE])
-        return combined.notes[:_VOTE].clone()
+        self._votes.cast(combined.notes[_WISH])
+        return combined.notes[:_STOP].clone()
 
-    def agreed_stop(self) -> bool:
-        """Whether any process voted to stop; the same answer on every process after the same step."""
-        return self._votes.agreed()
+    def agreed(self) -> Wish:
+        """What any process wished for; the same answer on every process after the same step."""
+        return Wish(*self._votes.agreed())
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy: buffers are the same everywhere."""

@@ -17,6 +17,13 @@ from paceline.distributed.torchrun_command import torchrun_command
 from paceline.errors import LaunchError
 
 _PORT = 29500
+# The first pod keeps torchrun's store. By itself torchrun finds out by the pod's own name, which the cluster may not
+# know yet when the pod begins. The others wait for it as long as its image takes to come.
+_MEETING = "is_host={},read_timeout=600"
+_FIRST_OR_NOT = (
+    f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then PET_RDZV_CONF={_MEETING.format(1)}; '
+    f'else PET_RDZV_CONF={_MEETING.format(0)}; fi; export PET_RDZV_CONF; exec "$@"'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +91,10 @@ def indexed_job(workload: Workload) -> str:
         # A pod must be found before it is ready: the others wait for it to come.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": workload.name}},
     }
-    pod = _pod(workload, _train_alone(workload) if workload.nodes == 1 else _torchrun(workload, "{0}-0.{0}"))
-    if workload.nodes > 1:
+    if workload.nodes == 1:
+        pod = _pod(workload, _train_alone(workload))
+    else:
+        pod = _pod(workload, ["sh", "-c", _FIRST_OR_NOT, "sh", *_torchrun(workload, "{0}-0.{0}")])
         pod["subdomain"] = workload.name  # with which a pod is called NAME-INDEX.SUBDOMAIN
     spec = {
         "completionMode": "Indexed",
@@ -101,17 +110,9 @@ def indexed_job(workload: Workload) -> str:
 
 def pytorch_job(workload: Workload) -> str:
     """A PyTorchJob of the Kubeflow training operator, which tells the pods itself where the first one is."""
-    # The operator's own pods are named NAME-master-0 and so on, each with a service of its name.
-    pod = _pod(workload, _torchrun(workload, "{0}-master-0"))
-    # The operator takes the replicas' policy, and wants the container to be called pytorch.
-    del pod["restartPolicy"]
-    pod["containers"][0]["name"] = "pytorch"
-    replicas = {"Master": 1, "Worker": workload.nodes - 1}
-    specs = {
-        role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-        for role, count in replicas.items()
-        if count
-    }
+    specs = {"Master": _replicas(workload, 1, is_first=True)}
+    if workload.nodes > 1:
+        specs["Worker"] = _replicas(workload, workload.nodes - 1, is_first=False)
     job = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -119,6 +120,18 @@ def pytorch_job(workload: Workload) -> str:
         "spec": {"runPolicy": {"backoffLimit": 100, "cleanPodPolicy": "None"}, "pytorchReplicaSpecs": specs},
     }
     return _documents([job])
+
+
+def _replicas(workload: Workload, count: int, *, is_first: bool) -> dict[str, Any]:
+    # The operator's own pods are named NAME-master-0 and so on, each with a service of its name.
+    pod = _pod(workload, _torchrun(workload, "{0}-master-0"))
+    # The operator takes the replicas' policy, and wants the container to be called pytorch.
+    del pod["restartPolicy"]
+    (container,) = pod["containers"]
+    container["name"] = "pytorch"
+    if workload.nodes > 1:
+        container["env"] = [{"name": "PET_RDZV_CONF", "value": _MEETING.format(int(is_first))}]
+    return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
 
 
 def _failure_rules() -> list[dict[str, Any]]:

@@ -6,9 +6,18 @@ not met by more of the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.errors import DataError, ModelError, RecipeError
+
+# Found by every process alike, from what the user wrote. Others may pass: a peer that is late, a directory in use.
+_MISTAKES = (RecipeError, DataError, ModelError)
+_TORCHRUN = ("torch.distributed.run", "torchrun")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +85,30 @@ def last_step(run_dir: Path) -> int:
 
     path = RunDirectory(run_dir).events
     return max((event["step"] for event in read_events(path)), default=-1) if path.is_file() else -1
+
+
+def meets_every_start(error: BaseException) -> bool:
+    """Whether an error is a mistake that the next start would only find again."""
+    return isinstance(error, _MISTAKES)
+
+
+def end_torchrun(environ: Mapping[str, str]) -> None:
+    """After a mistake at the first start: have torchrun end, if it would start this process again.
+
+    torchrun knows no exit code for that: it would tell the mistake as often as it may start processes. What comes up
+    only later may pass, and is left to it.
+    """
+    first = environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    # One of a host's processes asks, since a second signal would break torchrun's own clearing up.
+    if first and environ.get("LOCAL_RANK") == "0" and _is_torchrun(os.getppid()):
+        sys.stderr.flush()
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _is_torchrun(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    # `python -m torch.distributed.run …`, or the interpreter and the path of the command `torchrun`.
+    return any(Path(word).name in _TORCHRUN for word in words[:6])

@@ -163,7 +163,7 @@ def job_script(job: Job) -> str:
     """
     return _SCRIPT.substitute(
         options="\n".join(f"#SBATCH {option}" for option in _options(job)),
-        folder=shlex.quote(str(job.folder)),
+        script=shlex.quote(str(job.folder / "slurm-job.sh")),
         setup=f"{{\n{job.setup}\n}} || exit 1" if job.setup.strip() else "",
         threads=_threads(job.shape),
         runs=_runs(job),
@@ -242,46 +242,42 @@ def _runs(job: Job) -> str:
 
 # Variables of the script are written $$name, its own holes $name.
 _SCRIPT = Template(r"""#!/bin/bash
-# Written by `paceline launch slurm`. To go on with a run that has ended, submit it again: sbatch $folder/slurm-job.sh
+# Written by `paceline launch slurm`. To go on with a run that has ended, submit it again: sbatch $script
 $options
 
 asked=''     # to stop now and go on later: the time limit is near, or another job comes first
 cancelled='' # to stop for good
 tasks=''     # the process number of srun
-news=yes     # whether a signal came while we waited
+told=''      # whether the tasks know; a second signal would have them end at once, without a checkpoint
+news=''      # whether a signal came while we waited
 
-state() { scontrol show job "$$SLURM_JOB_ID" 2>/dev/null; }
-# Tasks are told once: a second signal would have them end at once, without a checkpoint.
-stop_for_now() {
-    news=yes
-    [ -n "$$asked$$cancelled" ] && return
-    asked=yes
-    echo "slurm-job: asked to make room (SIGUSR1)"
-    [ -n "$$tasks" ] && kill -USR1 "$$tasks"
+job=$$SLURM_JOB_ID
+# The last job of an array has the number of the array, by which Slurm means all of its jobs.
+[ -n "$$SLURM_ARRAY_TASK_ID" ] && job=$${SLURM_ARRAY_JOB_ID}_$$SLURM_ARRAY_TASK_ID
+state() { scontrol show job "$$job" 2>/dev/null; }
+# By SIGUSR1: SIGTERM is to srun an order to kill its tasks.
+tell_tasks() {
+    if [ -z "$$tasks" ] || [ -n "$$told" ]; then return; fi
+    told=yes
+    # A job that is cancelled is no longer running, and Slurm tells its tasks itself.
+    if [ -z "$$cancelled" ] || state | grep -q 'JobState=RUNNING'; then kill -USR1 "$$tasks" 2>/dev/null; fi
 }
-stop_for_good() {
-    news=yes
-    [ -n "$$cancelled" ] && return
-    cancelled=yes
-    echo "slurm-job: asked to end (SIGTERM)"
-    [ -n "$$asked" ] && return
-    # A job that is cancelled is no longer running, and Slurm tells its tasks itself. Otherwise only we were told; not
-    # by SIGTERM, which srun takes for an order to kill its tasks.
-    [ -n "$$tasks" ] && state | grep -q 'JobState=RUNNING' && kill -USR1 "$$tasks"
-}
-trap stop_for_now USR1
-trap stop_for_good TERM
+trap 'news=yes asked=yes; echo "slurm-job: asked to stop and go on later (SIGUSR1)"; tell_tasks' USR1
+trap 'news=yes cancelled=yes; echo "slurm-job: asked to end for good (SIGTERM)"; tell_tasks' TERM
 
 $setup
 $threads$runs
+run_dir="$${run[-1]}"
+index="$${SLURM_ARRAY_TASK_ID:+--array=$$SLURM_ARRAY_TASK_ID }" # of this run in its array
 
 code=75
 if [ -z "$$asked$$cancelled" ]; then
     $task "$${run[@]}" &
     tasks=$$!
     # A signal may have come before there was a number to pass it on to.
-    [ -n "$$asked$$cancelled" ] && kill -USR1 "$$tasks"
+    if [ -n "$$asked$$cancelled" ]; then tell_tasks; fi
     # A signal ends a wait, and what wait then returns is not srun's.
+    news=yes
     while [ -n "$$news" ]; do
         news=''
         wait "$$tasks"
@@ -289,13 +285,16 @@ if [ -z "$$asked$$cancelled" ]; then
     done
 fi
 
-# 75: stopped with a whole checkpoint. 138: SIGUSR1 came while the program was loading, so there was nothing to save.
-if [ "$$code" -eq 75 ] || [ "$$code" -eq 138 ]; then
+# 75: stopped with a whole checkpoint. Above 128: ended by the signal, since it came while the program was loading.
+if [ "$$code" -eq 75 ] || [ "$$code" -gt 128 ]; then
     # Where preemption is not announced to the script, it can be seen afterwards.
     if [ -z "$$cancelled" ] && { [ -n "$$asked" ] || state | grep -q 'PreemptTime=[0-9]'; }; then
-        echo "slurm-job: back into the queue, to go on from the newest checkpoint"
-        scontrol requeue "$$SLURM_JOB_ID" && exit 0
+        echo "slurm-job: back into the queue, to go on from the newest checkpoint in $$run_dir"
+        trap '' TERM # which a requeue brings
+        scontrol requeue "$$job" && exit 0
     fi
+    printf 'slurm-job: not complete; to go on from the newest checkpoint in %s: sbatch %s%q\n' \
+        "$$run_dir" "$$index" $script
 fi
 exit "$$code"
 """)

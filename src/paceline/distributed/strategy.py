@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,18 @@ class MicroBatch:
     is_last: bool = True
 
 
+class Wish(NamedTuple):
+    """What a process asks of all, or what all have agreed on.
+
+    Attributes:
+        stop: To stop after this step.
+        save: To save a checkpoint after this step.
+    """
+
+    stop: bool = False
+    save: bool = False
+
+
 class Strategy(Protocol):
     """What the step and the loop need to know of parallel work.
 
@@ -53,13 +65,13 @@ class Strategy(Protocol):
         ...
 
     def with_vote(
-        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Let a stop request, and a mark on a loss, ride on the gradient reduction that happens anyway.
+        """Let a wish, and a mark on a loss, ride on the gradient reduction that happens anyway.
 
         Args:
             loss: What the backward pass begins with.
-            stop: Whether this process was asked to stop.
+            wish: What this process asks for.
             is_last: Whether it is the step's last micro-batch on this process.
             spoiled: Above zero if the loss is no number; on the loss's device.
         """
@@ -77,8 +89,8 @@ class Strategy(Protocol):
         """After :meth:`combine`: above zero on every process if any marked a loss of this step; on the device."""
         ...
 
-    def agreed_stop(self) -> bool:
-        """Whether any process voted to stop; the same answer on every process after the same step."""
+    def agreed(self) -> Wish:
+        """What any process wished for; the same answer on every process after the same step."""
         ...
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
@@ -112,7 +124,7 @@ class SingleProcess:
 
     def __init__(self, called: Callable[..., Any]) -> None:
         self.model = called
-        self._stop = False
+        self._wish = Wish()
         self._marks = Marks()
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
@@ -123,10 +135,10 @@ class SingleProcess:
         """Gradients are the step's as they are."""
 
     def with_vote(
-        self, loss: torch.Tensor, *, stop: bool, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Remember the request and the mark; the loss is unchanged."""
-        self._stop = stop
+        """Remember the wish and the mark; the loss is unchanged."""
+        self._wish = wish
         self._marks.add(spoiled, loss, is_last=is_last)
         return loss
 
@@ -134,9 +146,9 @@ class SingleProcess:
         """The largest mark of this step."""
         return self._marks.of_step
 
-    def agreed_stop(self) -> bool:
-        """This process's own request."""
-        return self._stop
+    def agreed(self) -> Wish:
+        """This process's own wish."""
+        return self._wish
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy."""
@@ -153,47 +165,53 @@ class Arrival(Protocol):
 
 
 class VoteReader:
-    """Reads the sum of all processes' votes: at once on a CPU; on other devices two steps late, without waiting.
+    """Reads the sums of all processes' votes: at once on a CPU; on other devices two steps late, without waiting.
 
     Args:
         device: Where the votes are.
-        make_slot: Makes a host tensor of one number that the device can copy to, and an event; page-locked memory and
-            the device's own events unless given.
+        count: Votes per step.
+        make_slot: Makes a host tensor of ``count`` numbers that the device can copy to, and an event; page-locked
+            memory and the device's own events unless given.
     """
 
     def __init__(
-        self, device: torch.device, make_slot: Callable[[], tuple[torch.Tensor, Arrival]] | None = None
+        self,
+        device: torch.device,
+        *,
+        count: int = 1,
+        make_slot: Callable[[], tuple[torch.Tensor, Arrival]] | None = None,
     ) -> None:
         self._device = device
+        self._count = count
         self._make_slot = make_slot or self._page_locked
         self._lag = 0 if device.type == "cpu" and make_slot is None else VOTE_LAG
         # Slots are made once and used in turn: page-locking memory is slow.
         self._ring: list[tuple[torch.Tensor, Arrival]] = []
         self._cast = 0
-        self._newest: torch.Tensor | None = None
+        self._newest = torch.zeros(count)
 
-    def cast(self, vote: torch.Tensor) -> None:
-        """Take a step's vote, a tensor of one number."""
-        self._newest = vote.detach()
+    def cast(self, votes: torch.Tensor) -> None:
+        """Take a step's votes, a tensor of ``count`` numbers."""
+        self._newest = votes.detach().reshape(self._count)
         if not self._lag:
             return
         if len(self._ring) <= self._lag:
             self._ring.append(self._make_slot())
         copy, copied = self._ring[self._cast % len(self._ring)]
-        copy.copy_(self._newest.reshape(1), non_blocking=True)
+        copy.copy_(self._newest, non_blocking=True)
         copied.record()
         self._cast += 1
 
-    def agreed(self) -> bool:
-        """Whether anyone voted to stop in the step that can be known by now; False before there is one."""
-        if not self._lag:
-            return self._newest is not None and self._newest.item() > 0
-        if self._cast <= self._lag:
-            return False
-        # The oldest slot, and so the one that the next vote takes.
-        vote, arrived = self._ring[self._cast % len(self._ring)]
-        arrived.synchronize()
-        return vote.item() > 0
+    def agreed(self) -> tuple[bool, ...]:
+        """For each vote, whether anyone cast it in the step that can be known by now; False before there is one."""
+        votes = self._newest
+        if self._lag:
+            if self._cast <= self._lag:
+                return (False,) * self._count
+            # The oldest slot, and so the one that the next votes take.
+            votes, arrived = self._ring[self._cast % len(self._ring)]
+            arrived.synchronize()
+        return tuple(vote > 0 for vote in votes.tolist())
 
     def _page_locked(self) -> tuple[torch.Tensor, Arrival]:
-        return torch.empty(1, pin_memory=True), torch.get_device_module(self._device).Event()
+        return torch.empty(self._count, pin_memory=True), torch.get_device_module(self._device).Event()

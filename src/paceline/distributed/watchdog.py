@@ -15,84 +15,39 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.local_launch import report_error
-from paceline.errors import PacelineError, TrainingError
+from paceline.distributed.sightings import Pulse, Sighting, diagnose
+from paceline.errors import OneProcessError, PacelineError, TrainingError
 from paceline.units import format_seconds
 from paceline.world import World
 
 # Shares of the time that a collective may take: before it is over, so that the first word is not "timed out".
 _OVERDUE, _LISTENING, _SILENT, _INTERVAL = 0.9, 0.4, 0.3, 0.025
 _LONGEST_INTERVAL_SECONDS = 10.0
-_LAST = 1_000_000
+# All at the same place, and for the first time: compiling a network takes its time.
+_FIRST = 6
+_FAREWELL_SECONDS = 2.0
 _NAMED = 8
-
-
-class Pulse:
-    """Where this process is: plain attributes that the loop writes and a thread reads; no locks, and next to no cost.
-
-    Attributes:
-        step: The step it is in, counted from 1.
-        phase: The part of it.
-        order: Which part; comparable between processes at the same step.
-        ticks: Grows with everything that is got done.
-    """
-
-    __slots__ = ("order", "phase", "step", "ticks")
-
-    def __init__(self) -> None:
-        self.step, self.phase, self.order, self.ticks = 0, "start", 0, 0
-
-    def begin_step(self, step: int) -> None:
-        """A new step begins."""
-        self.step, self.order = step, 0
-
-    def enter(self, phase: str, *, last: bool = False) -> None:
-        """Go on to another part.
-
-        Args:
-            phase: Its name.
-            last: Whether it is the last one before processes meet; they may have come there by unequal ways.
-        """
-        self.phase = phase
-        self.order = _LAST if last else self.order + 1
-        self.ticks += 1
-
-    def tick(self) -> None:
-        """Something was got done within a part."""
-        self.ticks += 1
+_READS = ("data_wait", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
-    """What a process said of itself.
+class Hands:
+    """What a process has in hand, in words; asked only when something is wrong.
 
     Attributes:
-        serial: Grows each time; 0 if it has not said anything.
-        seconds: Since when it was there.
+        reading: What its loaders are reading, or read last; for training or not.
+        name_of: A training sample's file, or set and number.
     """
 
-    rank: int
-    host: str = "an unknown host"
-    serial: int = 0
-    step: int = 0
-    phase: str = "start"
-    order: int = 0
-    ticks: int = -1
-    seconds: float = 0.0
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """How far it is, for comparison."""
-        return self.step, self.order
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}, in {self.phase} of step {self.step}"
+    reading: Callable[[bool], str] = lambda _: ""
+    name_of: Callable[[int], str] = str
 
 
 @dataclass
@@ -104,20 +59,6 @@ class _Watched:
     ticked_at: float
 
 
-def diagnose(sightings: Sequence[Sighting], silent: dict[int, float]) -> list[Sighting]:
-    """The processes that the others wait for; empty if all are at the same place.
-
-    Args:
-        sightings: The last of each process, by rank.
-        silent: Seconds for which some of them have not been heard of, by rank.
-    """
-    if silent:
-        return [each for each in sightings if each.rank in silent]
-    furthest_behind = min(each.place for each in sightings)
-    behind = [each for each in sightings if each.place == furthest_behind]
-    return behind if len(behind) < len(sightings) else []
-
-
 class Watchdog:
     """A thread that ends this process, with a message that names the culprit, when the processes stand still.
 
@@ -126,55 +67,83 @@ class Watchdog:
         world: Its place among the others.
         store: Where processes leave messages for one another; None in a world of one.
         timeout_seconds: How long they may wait for one another.
+        hands: What it has in hand.
     """
 
-    def __init__(self, pulse: Pulse, world: World, store: Store | None, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, pulse: Pulse, world: World, store: Store | None, *, timeout_seconds: float, hands: Hands | None = None
+    ) -> None:
         self.pulse = pulse
         self._world = world
         self._store = store
         self._timeout = timeout_seconds
+        self._hands = hands or Hands()
         self._interval = min(_LONGEST_INTERVAL_SECONDS, _INTERVAL * timeout_seconds)
         self._host = socket.gethostname()
         self._main = threading.get_ident()
-        self._stopped = threading.Event()
+        self._stopped, self._ending = threading.Event(), threading.Event()
         now = time.monotonic()
         self._known = [_Watched(Sighting(rank=rank), now, now) for rank in range(world.world_size)]
         self._serial = 0
+        self._failure = ""
+        self._woken_at = now
+        # Since when the thread waits for an answer of the store; None if it does not.
+        self._asked_at: float | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while training goes on; an error that is no message for the user gets a note of where it came up."""
+        """Watch while training goes on; an error of this process alone gets a note of where it came up."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        now = time.monotonic()
+        self._woken_at = time.monotonic()
         for each in self._known:
-            each.heard_at = each.ticked_at = now
+            each.heard_at = each.ticked_at = self._woken_at
         if self._store is not None:
             thread.start()
         try:
             yield
         except Exception as error:
-            if not isinstance(error, PacelineError):
-                error.add_note(self._note())
+            if not isinstance(error, PacelineError) or isinstance(error, OneProcessError):
+                self._failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+                self._leave(thread)
+                error.add_note(self._note(error))
             raise
         finally:
-            self._stopped.set()
-            if thread.is_alive():
-                thread.join(self._interval)
+            self._leave(thread)
+
+    def _leave(self, thread: threading.Thread) -> None:
+        """Let the thread say its last word; if it is about to end this process, let it."""
+        self._stopped.set()
+        if thread.is_alive():
+            thread.join(None if self._ending.is_set() else _FAREWELL_SECONDS)
 
     def _watch(self) -> None:
         assert self._store is not None
         try:
+            self._say(self._store)  # at once: one that is soon not heard of any more has a name by then
             while not self._stopped.wait(self._interval):
+                self._forgive_absence()
+                self._asked_at = time.monotonic()
                 self._say(self._store)
                 if self._seconds_here() > _LISTENING * self._timeout:
                     self._listen(self._store)
                     if self._store.check(["alarm"]) or self._is_overdue():
                         self._end(self._store)
-            self.pulse.enter("the end")
+                self._asked_at = None
             self._say(self._store)
+            if self._failure:
+                self._listen(self._store)
         except RuntimeError:
             # The store went with the process that kept it; the collectives fail by themselves.
             return
+
+    def _forgive_absence(self) -> None:
+        """Leave out of all spans the time for which this very process was stopped."""
+        now = time.monotonic()
+        absent = now - self._woken_at - self._interval
+        self._woken_at = now
+        if absent > _SILENT * self._timeout:
+            for each in self._known:
+                each.heard_at, each.ticked_at = min(now, each.heard_at + absent), min(now, each.ticked_at + absent)
 
     def _seconds_here(self) -> float:
         """For how long this process has not got any further."""
@@ -194,7 +163,10 @@ class Watchdog:
             phase=pulse.phase,
             order=pulse.order,
             ticks=pulse.ticks,
+            is_new=pulse.is_new,
             seconds=self._seconds_here(),
+            is_over=self._stopped.is_set(),
+            failure=self._failure,
         )
         store.set(f"pulse/{self._world.rank}", json.dumps(asdict(me.last)))
 
@@ -213,29 +185,26 @@ class Watchdog:
         return {
             rank: now - known.heard_at
             for rank, known in enumerate(self._known)
-            if now - known.heard_at > _SILENT * self._timeout and known.last.phase != "the end"
+            if now - known.heard_at > _SILENT * self._timeout and not known.last.is_over
         }
 
     def _is_overdue(self) -> bool:
         """Whether nobody has got any further for too long, and nothing explains it."""
-        last = max(known.ticked_at for known in self._known)
-        if time.monotonic() - last < _OVERDUE * self._timeout:
-            return False
         silent = self._silent()
+        # How old the last word of a silent one was when it was first listened to, nobody knows.
+        last = max(known.ticked_at for rank, known in enumerate(self._known) if rank not in silent)
+        seconds = time.monotonic() - last
+        if seconds < _OVERDUE * self._timeout:
+            return False
         sightings = [known.last for known in self._known]
-        waited_for = diagnose(sightings, silent)
-        if silent or not waited_for:
-            # All at the same place before the first step is done: compiling takes its time.
-            return bool(silent) or sightings[0].step > 1
-        # Checkpoints are written by one process, and take what the disk takes.
-        return any(each.phase != "save" for each in waited_for)
+        is_start = not diagnose(sightings, silent) and all(each.is_new for each in sightings)
+        return not is_start or seconds > _FIRST * self._timeout
 
     def _end(self, store: Store) -> None:
         """Tell why, on every process alike, and end this one."""
+        self._ending.set()
         is_first = store.add("alarm", 1) == 1
         store.set(f"stack/{self._world.rank}", self._stack())
-        sys.stderr.write(f"paceline: {self._known[self._world.rank].last}; all its threads:\n")
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         if is_first:
             store.set("verdict", self._verdict(store))
         patience = time.monotonic() + max(5.0, 4 * self._interval)
@@ -243,29 +212,43 @@ class Watchdog:
             time.sleep(0.05)
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else self._verdict(store)
         report_error(TrainingError(verdict), os.environ)
+        if self._world.rank in [each.rank for each in self._waited_for()]:
+            sys.stderr.write(f"paceline: {self._known[self._world.rank].last}; all its threads:\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(TrainingError.exit_code)  # the main thread may wait for ever, and nothing would wake it
 
-    def _verdict(self, store: Store) -> str:
-        silent = self._silent()
+    def _waited_for(self) -> Sequence[Sighting]:
+        """The processes to be named: those that the others wait for, or all."""
         sightings = [known.last for known in self._known]
-        culprits = diagnose(sightings, silent)
-        lines = [f"no process has got any further for {format_seconds(_OVERDUE * self._timeout)}."]
-        for each in culprits[:_NAMED]:
-            if each.rank in silent:
+        return diagnose(sightings, self._silent()) or sightings
+
+    def _verdict(self, store: Store) -> str:
+        silent, named = self._silent(), self._waited_for()
+        lines = [f"no process has got any further for {format_seconds(_OVERDUE * self._timeout)}:"]
+        for each in named[:_NAMED]:
+            if each.failure:
+                lines.append(f"{each}, has failed: {each.failure}")
+            elif each.rank in silent:
                 gone = format_seconds(silent[each.rank])
                 lines.append(
-                    f"{each}, has not been heard of for {gone}: it was stopped, is gone, or cannot be reached."
+                    f"{each.who}, last seen in {each.where}, has not been heard of for {gone}: it was stopped, is "
+                    "gone, cannot be reached, or is in code that lets no other thread run."
                 )
-                continue
-            lines.append(f"{each} for {format_seconds(each.seconds)}; the others wait for it. It is here:")
-            lines.append(self._stack_of(store, each.rank))
-        if len(culprits) > _NAMED:
-            lines.append(f"So do {len(culprits) - _NAMED} more.")
-        if not culprits:
-            lines.append(f"All are in {sightings[0].phase} of step {sightings[0].step}; {sightings[0]} is here:")
-            lines.append(self._stack_of(store, 0))
-        lines.append(f"(parallel.timeout is {format_seconds(self._timeout)}.)")
+            else:
+                lines.append(f"{each}, for {format_seconds(each.seconds)}. It is here:")
+                lines.append(self._stack_of(store, each.rank))
+        limit = f"(parallel.timeout is {format_seconds(self._timeout)})"
+        if len(named) < self._world.world_size:
+            who = ", ".join(each.who for each in named[:_NAMED])
+            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+            # Where a silent one really is nobody knows; where the others wait for it, they do.
+            waiting = next(known.last for known in self._known if known.last not in named)
+            where = f"in {waiting.where}, for {who}{more}" if silent else f"for {who}{more}, in {named[0].where}"
+            lines.append(f"The others wait {where} {limit}.")
+        else:
+            lines.append(f"All stand still in {named[0].where} {limit}.")
         return "\n".join(lines)
 
     def _stack_of(self, store: Store, rank: int) -> str:
@@ -278,9 +261,46 @@ class Watchdog:
         return store.get(f"stack/{rank}").decode().rstrip()
 
     def _stack(self) -> str:
+        """Where the main thread is, and what it has in hand."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001  # documented, whatever its name says
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return f"{stack}{self._in_hand(reading=True)}"
 
-    def _note(self) -> str:
+    def _note(self, error: Exception) -> str:
+        """Where an error came up, with what in hand, and what is known of the others by now."""
+        me = self._known[self._world.rank].last
         pulse = self.pulse
-        return f"(rank {self._world.rank} on {self._host}, in {pulse.phase} of step {pulse.step})"
+        here = Sighting(rank=self._world.rank, host=self._host, step=pulse.step, phase=pulse.phase)
+        lines = [f"({here}{self._in_hand()})" if len(self._known) > 1 else f"(in {here.where}{self._in_hand()})"]
+        # The death of a loader process is raised wherever the main thread is just then.
+        if str(error).startswith("DataLoader worker") and (said := self._hands.reading(pulse.phase != "evaluate")):
+            lines.append(f"({said})")
+        for known in self._known:
+            each = known.last
+            # Who waits in vain has listened to the others; who fails by itself has not.
+            if each.rank == me.rank or not each.serial:
+                continue
+            if each.failure:
+                lines.append(f"({each}, had failed: {each.failure})")
+            elif self._seconds_here() > _LISTENING * self._timeout:
+                since = time.monotonic() - known.ticked_at
+                lines.append(f"({each}, had got on {format_seconds(since)} before)")
+        asked_at = self._asked_at
+        if asked_at is not None and time.monotonic() - asked_at > _LISTENING * self._timeout:
+            silence = format_seconds(time.monotonic() - asked_at)
+            lines.append(
+                f"(the store, which rank 0 may keep, has not answered for {silence}: that rank was stopped, is gone, "
+                "or cannot be reached)"
+            )
+        return "\n".join(lines)
+
+    def _in_hand(self, *, reading: bool = False) -> str:
+        """The samples that the main thread computes with, or what it waits to be read; empty if unknown."""
+        pulse = self.pulse
+        if len(pulse.samples):
+            names = ", ".join(self._hands.name_of(int(each)) for each in pulse.samples[:_NAMED])
+            more = f" and {len(pulse.samples) - _NAMED} more" if len(pulse.samples) > _NAMED else ""
+            return f", with {names}{more}" if not reading else f"  with {names}{more}\n"
+        if reading and pulse.phase in _READS and (said := self._hands.reading(pulse.phase == "data_wait")):
+            return f"  waiting to be read: {said}\n"
+        return ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from paceline.units import Duration, TimeSpan
+from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
 Auto = Literal["auto"]
 
@@ -38,6 +39,15 @@ def _to_time(value: object) -> TimeSpan:
     return value if isinstance(value, TimeSpan) else TimeSpan.parse(value)
 
 
+def _to_interval(value: object) -> Duration | TimeSpan | str:
+    if isinstance(value, Duration | TimeSpan) or value == "auto":
+        return value
+    for kind in (TimeSpan, Duration):
+        with contextlib.suppress(ValueError):
+            return kind.parse(value)
+    raise ValueError(f"found {value!r}, but it is auto, off, or one of two: {DURATION_RULE}; {TIME_RULE}")
+
+
 def _off_to_none(value: object) -> object:
     # YAML 1.1 reads a bare `off` as False.
     return None if value is False or value == "off" else value
@@ -45,6 +55,7 @@ def _off_to_none(value: object) -> object:
 
 Length = Annotated[Duration, BeforeValidator(_to_duration), PlainSerializer(str)]
 Time = Annotated[TimeSpan, BeforeValidator(_to_time), PlainSerializer(str)]
+Interval = Annotated[Duration | TimeSpan | Auto, BeforeValidator(_to_interval), PlainSerializer(str)]
 Off = BeforeValidator(_off_to_none)
 """Annotates an optional field whose None is written ``off`` in a recipe."""
 

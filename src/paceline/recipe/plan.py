@@ -13,8 +13,9 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
-from paceline.units import Duration
+from paceline.units import Duration, TimeSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class LearningRatePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off.
+    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
+    for a checkpoint's that it is not measured so.
 
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
@@ -95,6 +97,7 @@ class Plan:
     evaluate_every_steps: int | None
     evaluation_batch_size: int
     checkpoint_every_steps: int | None
+    checkpoint_every_seconds: float | None
     log_every_steps: int
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
@@ -151,7 +154,7 @@ def make_plan(
         device_name=machine.device_name,
         precision=resolve_precision(recipe, machine, reasons),
         channels_last=resolve_channels_last(recipe, machine, reasons),
-        strategy=_strategy(recipe, world_size, reasons),
+        strategy=_strategy(recipe, world_size, batch // micro, reasons),
         threads_per_process=resolve_threads(recipe, machine, local_world_size, reasons),
         train_samples=data.train_samples,
         evaluation_samples=data.evaluation_samples,
@@ -168,15 +171,36 @@ def make_plan(
         milestone_steps=tuple(lengths.within("schedule.milestones", m, total) for m in recipe.schedule.milestones),
         evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
         evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
-        checkpoint_every_steps=lengths.interval("checkpoint.every", recipe.checkpoint.every, total),
+        checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
+        checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=unused_keys(recipe, data, world_size),
     )
 
 
+def _in_steps(every: Duration | TimeSpan | str | None) -> Duration | None:
+    return every if isinstance(every, Duration) else None
+
+
+def _in_seconds(checkpoint: Checkpoint, reasons: dict[str, str]) -> float | None:
+    if checkpoint.every == "auto":
+        reasons["checkpoint.every"] = (
+            "by the clock: the square root of twice what a save costs, times checkpoint.mtbf "
+            f"({checkpoint.mtbf}), once a save was measured (Young 1974)"
+        )
+    return checkpoint.every.seconds if isinstance(checkpoint.every, TimeSpan) else None
+
+
 # Reasons that are told although the key was not left open.
-_ALWAYS_TOLD = ("batch.global_size", "batch.tail", "evaluate.top_k", "evaluate.every", "data.validation")
+_ALWAYS_TOLD = (
+    "batch.global_size",
+    "batch.tail",
+    "evaluate.top_k",
+    "evaluate.every",
+    "data.validation",
+    "parallel.exact",
+)
 
 
 def _is_open(recipe: Recipe, key: str) -> bool:
@@ -297,7 +321,7 @@ def resolve_channels_last(recipe: Recipe, machine: MachineFacts, reasons: dict[s
     return chosen
 
 
-def _strategy(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> str:
+def _strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons: dict[str, str]) -> str:
     asked = recipe.parallel.strategy
     if recipe.parallel.exact:
         if asked != "auto":
@@ -306,6 +330,7 @@ def _strategy(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> str:
                 "leave the strategy at auto, or turn exactness off."
             )
         reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
+        reasons["parallel.exact"] = _cost_of_exact(logical_ranks, world_size)
         return "exact"
     if asked == "auto":
         reasons["parallel.strategy"] = _plural(world_size, "process")
@@ -315,6 +340,20 @@ def _strategy(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> str:
     if asked == "ddp" and world_size == 1:
         raise RecipeError("parallel.strategy=ddp has no effect with one process; use auto, or --processes 2 or more.")
     return asked
+
+
+def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
+    per_process = logical_ranks // world_size
+    depth = math.ceil(math.log2(per_process))
+    # One at work, and the partial sums of a process's leaves; those that are no aligned power of two leave more.
+    held = 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
+    memory = f"memory for up to {held} gradients per process"
+    if world_size == 1:
+        return f"it costs {memory}, where there would be one"
+    return (
+        f"it costs {memory}, where ddp holds one, and the time of their exchange, which ddp hides behind the backward "
+        "pass (measured in docs/guide/several-processes.md)"
+    )
 
 
 def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int, reasons: dict[str, str]) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Length, Off, PositiveInt, Switch, Time
+from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
 from paceline.units import Duration, TimeSpan
 
 
@@ -31,8 +31,11 @@ class Evaluate:
 class Checkpoint:
     """When the run's state is saved, and how much of the past is kept."""
 
-    every: Annotated[Length | None, Off] = Duration(1, "epochs")
-    """Time between checkpoints, or `off`; the end of the run and a requested stop are always saved."""
+    every: Annotated[Interval | None, Off] = Duration(1, "epochs")
+    """Steps or time between checkpoints, `auto`: time by what a save costs and `mtbf`, or `off`; the end of the run and
+    a requested stop are always saved."""
+    mtbf: Annotated[Time, Applies("every", ("auto",))] = TimeSpan(24, "hours")
+    """Mean time between failures of the whole job; `auto` is Young's optimum for it."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_best: Switch = True

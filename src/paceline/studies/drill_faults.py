@@ -21,6 +21,7 @@ from paceline.studies.launches import Launch, last_step
 _FAILED, _REFUSED, _STOPPED = 1, 2, 75
 _SILENT_SECONDS = 3.0
 _SLOW_SECONDS = 4.0
+_PATIENCE = "20 seconds"
 _BUSY_SECONDS = 2.0
 _YEAR_SECONDS = 365 * 86_400
 
@@ -49,6 +50,7 @@ def all_faults(processes: int) -> list[Fault]:
         *_kills(processes),
         *_stops(),
         Fault("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_lived, _hang)),
+        Fault("stopped-rank", "SIGSTOP to the last rank, for good", _stopped_for_good),
         Fault("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_lived, _slow)),
         *_disks(),
         *_spoils(),
@@ -184,6 +186,20 @@ def _hang(launch: Launch, _: Path) -> None:
     launch.send(signal.SIGSTOP, rank)
     time.sleep(_SILENT_SECONDS)
     launch.send(signal.SIGCONT, rank)
+
+
+def _stopped_for_good(ground: Ground, name: str) -> Disturbed:
+    if ground.processes == 1:
+        raise SkippedError("nobody waits for the only process: give --processes 2 or more")
+
+    def strike(launch: Launch, _: Path) -> None:
+        launch.send(signal.SIGSTOP, launch.ranks()[-1:])
+
+    found = ground.disturb(name, strike, again=Again(overrides=(f"parallel.timeout={_PATIENCE}",)))
+    _expect(found, _FAILED)
+    _expect_words(found, f"for rank {ground.processes - 1} on ")
+    ground.recover(found)
+    return found
 
 
 def _slow(launch: Launch, _: Path) -> None:

@@ -132,6 +132,7 @@ class Ground:
         at: float = 1 / 3,
         make: Callable[[Path], None] = Path.mkdir,
         survives: bool = False,
+        again: Again | None = None,
     ) -> Disturbed:
         """Begin a run, strike when it is so far, and wait for the end of all its processes.
 
@@ -141,6 +142,7 @@ class Ground:
             at: When, as a fraction of the steps.
             make: Makes the run directory.
             survives: Whether the run goes on to its end, so that its end says nothing of when it was struck.
+            again: How it is started, if not as usual.
 
         Raises:
             SkippedError: If the run was over too soon, several times.
@@ -148,7 +150,7 @@ class Ground:
         for attempt in range(_ATTEMPTS):
             run_dir = self.scratch / (name if not attempt else f"{name}-{attempt + 1}")
             make(run_dir)
-            with self.begin(run_dir) as launch:
+            with self.begin(run_dir, again) as launch:
                 there = launch.wait_until(lambda: last_step(run_dir) >= at * self.steps)  # noqa: B023
                 there = there and launch.process.poll() is None
                 if there:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.components import OptimizerComponent, Registry
 from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
-from paceline.distributed.watchdog import Pulse, Watchdog
+from paceline.distributed.sightings import Pulse
+from paceline.distributed.watchdog import Hands, Watchdog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_optimizer
 from paceline.optim.schedules import LearningRate
@@ -28,6 +30,7 @@ from paceline.tasks.task import Task
 from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import build_trackers
+from paceline.trainer.cadence import Cadence, job_ends_at
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
@@ -97,6 +100,7 @@ def build_run(setting: Setting) -> Run:
         stop=setting.stop,
         components=Registry(),
         writer=BackgroundWriter(),
+        cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
         file_metadata=file_metadata(recipe, plan, prepared.task),
     )
     _register(run)
@@ -104,8 +108,19 @@ def build_run(setting: Setting) -> Run:
 
 
 def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:
-    seconds = prepared.recipe.parallel.timeout.seconds
-    return Watchdog(pulse, prepared.world, open_store("watchdog"), timeout_seconds=seconds)
+    pipeline = prepared.pipeline
+    # Pipelines of the user's own need not know what they read.
+    reading = getattr(pipeline, "reading", lambda **_: "")
+    return Watchdog(
+        pulse,
+        prepared.world,
+        open_store("watchdog"),
+        timeout_seconds=prepared.recipe.parallel.timeout.seconds,
+        hands=Hands(
+            reading=lambda training: str(reading(training=training)),
+            name_of=lambda sample: pipeline.sample_name(sample, training=True),
+        ),
+    )
 
 
 def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluator:
@@ -117,7 +132,7 @@ def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluato
         collectives=setting.collectives,
         device=prepared.device,
         batch_size=prepared.plan.evaluation_batch_size,
-        tick=pulse.tick,
+        pulse=pulse,
     )
 
 

@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.sightings import Pulse
 from paceline.metrics.accumulator import Accumulator
 from paceline.tasks.task import Task
 from paceline.trainer.precision import Precision
@@ -43,7 +44,7 @@ class Evaluator:
     """Scores sets of weights on the evaluation samples; leaves no trace in the models.
 
     Attributes:
-        tick: Called after each batch.
+        pulse: Told how far it is.
     """
 
     task: Task
@@ -52,7 +53,7 @@ class Evaluator:
     collectives: Collectives
     device: torch.device
     batch_size: int
-    tick: Callable[[], None] = lambda: None
+    pulse: Pulse = field(default_factory=Pulse)
 
     def __call__(
         self,
@@ -78,7 +79,8 @@ class Evaluator:
                         sums[name].add(self.task.score(answers, batch))
                         if observe is not None:
                             observe(name, batch, self.task.predict(answers, batch))
-                self.tick()
+                self.pulse.tick()
+        self.pulse.enter("gathering of scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
         parts = self.collectives.gather(({name: each.rows() for name, each in sums.items()}, broken))
         counted = {name: sums[name].results([row for rows, _ in parts for row in rows[name]]) for name in sums}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.distributed.strategy import Wish
 from paceline.trainer.evaluate import evaluate_run
 from paceline.trainer.rehearsal import rehearse
 from paceline.trainer.saving import finish_saving, save_checkpoint
@@ -22,7 +23,7 @@ def fit(run: Run) -> str:
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
     batches = rehearse(run, run.train_batches())
-    ending = run.ending()
+    ending = run.ending(Wish())
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
@@ -37,10 +38,11 @@ def _fit(run: Run) -> str:
         if run.due(plan.evaluate_every_steps):
             run.pulse.enter("evaluate")
             evaluate_run(run)
-        ending = run.ending()
+        agreed = run.strategy.agreed()
+        ending = run.ending(agreed)
         if ending == "patience" and not run.due(plan.log_every_steps):
             run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
-        if run.due(plan.checkpoint_every_steps) or run.found_best() or ending:
+        if run.checkpoint_due(agreed) or ending:
             run.pulse.enter("save")
             save_checkpoint(run)
     run.pulse.enter("save")

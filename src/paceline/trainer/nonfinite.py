@@ -122,7 +122,7 @@ class NonFiniteGuard:
         Raises:
             TrainingError: If the run is to stop, or too many steps were left out.
         """
-        late = self._active and not self._waits and self._late.agreed()
+        late = self._active and not self._waits and any(self._late.agreed())
         if not self._found and not late:
             return
         lag = VOTE_LAG if late else 0

@@ -10,6 +10,7 @@ import torch
 
 from paceline.data.batch import Batch
 from paceline.distributed.exact_buffers import buffers_of, put_back
+from paceline.distributed.strategy import Wish
 from paceline.errors import ModelError
 from paceline.trainer.step import seed_forward
 
@@ -27,14 +28,17 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
     """
+    run.pulse.enter("data_wait")
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
     buffers = [(*place, place[-1].clone()) for place in buffers_of(run.network)]
+    run.pulse.enter("forward", samples=first.ids)
     seed_forward(run.recipe.seed, first.slice, run.device)
     with run.precision.autocast():
         loss = run.task.loss(run.strategy.model, first)
-    run.strategy.with_vote(loss * 0, stop=False, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
+    run.pulse.enter("backward", last=True)
+    run.strategy.with_vote(loss * 0, Wish(), is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
     unused = [name for name, p in run.network.named_parameters() if p.requires_grad and p.grad is None]
     run.optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():

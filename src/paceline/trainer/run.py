@@ -16,9 +16,11 @@ from paceline.checkpoint.store import SavedCheckpoint
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline
+from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import Strategy
-from paceline.distributed.watchdog import Pulse, Watchdog
+from paceline.distributed.sightings import NO_SAMPLES, Pulse
+from paceline.distributed.strategy import VOTE_LAG, Strategy, Wish
+from paceline.distributed.watchdog import Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.schedules import LearningRate
@@ -28,6 +30,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
+from paceline.trainer.cadence import Cadence
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
@@ -48,6 +51,7 @@ class Run:
         strategy: Holds the network as the step calls it, compiled and wrapped.
         components: What a checkpoint holds, by name.
         writer: Writes checkpoints, on the first rank.
+        cadence: Knows when one is due by the clock.
         saved_position: Position of the newest checkpoint; -1 before the first.
         file_metadata: What each weights file says about itself.
     """
@@ -82,6 +86,7 @@ class Run:
     components: Registry
     file_metadata: Mapping[str, str]
     writer: BackgroundWriter[SavedCheckpoint]
+    cadence: Cadence
     saved_position: int = -1
 
     def train_batches(self) -> Iterator[Batch]:
@@ -90,23 +95,27 @@ class Run:
         return self.pipeline.train_batches(self.geometry, first, last, self.world)
 
     @property
-    def wants_stop(self) -> bool:
-        """Whether this process votes to stop: it was asked to, or its checkpoints can no longer be written."""
-        return self.stop.requested or self.writer.has_failed
+    def wish(self) -> Wish:
+        """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
+        stop = self.stop.requested or self.writer.has_failed
+        return Wish(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property
     def may_skip(self) -> bool:
         """Whether a step may use up its samples without moving the weights, and the run goes on."""
         return self.precision.scaler is not None or self.guard.skips
 
-    def span(self, phase: str, *, meets: bool = False) -> AbstractContextManager[None, None]:
+    def span(
+        self, phase: str, *, meets: bool = False, samples: SampleIds = NO_SAMPLES
+    ) -> AbstractContextManager[None, None]:
         """Around a phase of a step: it is timed, and the watchdog knows of it.
 
         Args:
             phase: One of the clock's.
             meets: Whether the processes wait for one another inside.
+            samples: What is in hand then.
         """
-        self.pulse.enter(phase, last=meets)
+        self.pulse.enter(phase, last=meets, samples=samples)
         return self.clock.span(phase)
 
     def models(self) -> dict[str, nn.Module]:
@@ -118,15 +127,20 @@ class Run:
         position = self.progress.position + ahead
         return every is not None and (position % every == 0 or position == self.plan.total_steps)
 
-    def ending(self) -> str:
-        """Why the run ends here, or an empty string; asked once after each step, the same on all processes."""
-        stop = self.strategy.agreed_stop()
+    def checkpoint_due(self, agreed: Wish) -> bool:
+        """Whether to save here: so many steps are done, it is time, or the last evaluation was the best so far."""
+        # A vote that is read late is still heard after the save that it asked for.
+        is_news = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
+        return self.due(self.plan.checkpoint_every_steps) or (agreed.save and is_news) or self.found_best()
+
+    def ending(self, agreed: Wish) -> str:
+        """Why the run ends here, or an empty string; the same on all processes."""
         if self.progress.position >= self.plan.total_steps:
             return "duration"
         patience = self.recipe.evaluate.patience
         if patience is not None and self.progress.evaluations_since_best >= patience:
             return "patience"
-        return "signal" if stop else ""
+        return "signal" if agreed.stop else ""
 
     def found_best(self) -> bool:
         """Whether an evaluation at this very step was the best so far and is to be kept."""

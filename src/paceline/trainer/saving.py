@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import __version__
 from paceline.checkpoint.restore import Choice, choose
@@ -31,6 +32,7 @@ def save_checkpoint(run: Run) -> None:
     """
     if run.saved_position == run.progress.position:
         return
+    begun = time.perf_counter()
     with run.clock.paused():
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
@@ -42,15 +44,42 @@ def save_checkpoint(run: Run) -> None:
         run.window.gather()
         run.collectives.on_first(lambda: run.writer.submit(_write_later(run)))
         run.saved_position = run.progress.position
+    if news := run.cadence.saved(time.perf_counter() - begun):
+        run.display.message(news)
 
 
 def finish_saving(run: Run) -> None:
-    """Wait for the save under way, if any; a collective.
+    """Wait for the save under way, if any, for as long as it gets on; a collective.
 
     Raises:
         CheckpointError: On every rank, if it has failed.
     """
+    # Many short waits, since a collective may not take longer than parallel.timeout, but a save may.
+    store = CheckpointStore(run.directory.checkpoints)
+    patience = run.recipe.parallel.timeout.seconds / 10
+    size_bytes = -1
+    while not (said := run.collectives.on_first(lambda: _progress(run, store, patience))).is_over:
+        if said.size_bytes != size_bytes:
+            run.pulse.tick()
+        size_bytes = said.size_bytes
     run.collectives.on_first(run.writer.wait)
+
+
+class _Progress(NamedTuple):
+    """How far a save is.
+
+    Attributes:
+        is_over: Whether there is none any more.
+        size_bytes: What the checkpoints take now.
+    """
+
+    is_over: bool
+    size_bytes: int
+
+
+def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> _Progress:
+    is_over = run.writer.is_over(within_seconds=patience_seconds)
+    return _Progress(is_over, 0 if is_over else store.size_bytes())
 
 
 def _write_later(run: Run) -> Callable[[], SavedCheckpoint]:
@@ -73,8 +102,10 @@ def _write_later(run: Run) -> Callable[[], SavedCheckpoint]:
     }
 
     def write() -> SavedCheckpoint:
+        begun = time.perf_counter()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata)
         store.prune(keep=run.recipe.checkpoint.keep, protect=_note_best(run, store, best))
+        run.cadence.wrote(time.perf_counter() - begun)
         return saved
 
     return write

@@ -44,18 +44,19 @@ def without_spares(launch: Launch, recipe: Recipe) -> Launch | None:
 
 
 def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
-    """What the user should know of a launch whose nodes come and go."""
+    """What the user should know of a launch whose hosts come and go, or come back."""
     notices = []
     came, size = launch.world.world_size, training.world.world_size
     if came != size:
         notices.append(
             f"{size} of {came} processes train: no more of them can share the global batch evenly; the others wait"
         )
-    if launch.changes_size and launch.store is not None:
-        # Seen with torch 2.14: a node that joins later waits for an address that only the first round was told.
+    several_hosts = launch.world.local_world_size < launch.world.world_size
+    if launch.store is not None and (launch.changes_size or (launch.comes_again is not None and several_hosts)):
+        # Seen with torch 2.14: a host that joins later waits for an address that only the first round was told.
         notices.append(
             f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started: otherwise "
-            "nodes that join later do not find the others"
+            "hosts that join later, or again, do not find the others"
         )
     return tuple(notices)
 

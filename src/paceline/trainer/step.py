@@ -25,14 +25,14 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
         with run.strategy.micro_batch(_place_of(batch)):
-            with run.span("forward"):
+            with run.span("forward", samples=batch.ids):
                 seed_forward(run.recipe.seed, batch.slice, run.device)
                 with run.precision.autocast():
                     loss = run.task.loss(run.strategy.model, batch)
-            with run.span("backward", meets=is_last):
+            with run.span("backward", meets=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
-                voting = run.strategy.with_vote(share, stop=run.wants_stop, is_last=is_last, spoiled=mark)
+                voting = run.strategy.with_vote(share, run.wish, is_last=is_last, spoiled=mark)
                 run.precision.backward(voting)
         run.window.add(loss, batch)
     with run.span("optimizer"):

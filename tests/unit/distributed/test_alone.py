@@ -16,7 +16,7 @@ from paceline.distributed.device import (
     reserve_deterministic_workspace,
 )
 from paceline.distributed.environment import read_launch
-from paceline.distributed.strategy import MicroBatch, SingleProcess
+from paceline.distributed.strategy import MicroBatch, SingleProcess, Wish
 from paceline.errors import DataError, RecipeError
 from paceline.world import World
 
@@ -52,13 +52,13 @@ def test_one_process_votes_for_itself() -> None:
     network = nn.Linear(2, 2)
     strategy = SingleProcess(network)
     assert strategy.model is network
-    assert not strategy.agreed_stop()
+    assert not strategy.agreed().stop
     loss = torch.ones(())
     with strategy.micro_batch(MicroBatch(0, 8, 4, is_last=False)):
-        assert strategy.with_vote(loss, stop=False, is_last=True) is loss
-    assert not strategy.agreed_stop()
-    strategy.with_vote(loss, stop=True, is_last=True)
-    assert strategy.agreed_stop()
+        assert strategy.with_vote(loss, Wish(), is_last=True) is loss
+    assert not strategy.agreed().stop
+    strategy.with_vote(loss, Wish(stop=True), is_last=True)
+    assert strategy.agreed().stop
     strategy.sync_buffers([network])
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact import ExactDataParallel
-from paceline.distributed.strategy import MicroBatch
+from paceline.distributed.strategy import MicroBatch, Wish
 from paceline.world import World
 
 SIZES = [5, 5, 4, 4]  # a ragged step of 18 samples in four logical ranks
@@ -37,16 +37,19 @@ def images() -> list[torch.Tensor]:
     return list(drawn.split(SIZES))
 
 
+_NOTHING = Wish()
+
+
 def loss_of(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(network(x), torch.arange(len(x)) % 2)
 
 
-def take_step(strategy: ExactDataParallel, network: nn.Module, *, stop: bool = False) -> torch.Tensor:
+def take_step(strategy: ExactDataParallel, network: nn.Module, wish: Wish = _NOTHING) -> torch.Tensor:
     total = sum(SIZES)
     for rank, x in enumerate(images()):
         with strategy.micro_batch(MicroBatch(rank, total, len(x), is_last=rank == 3)):
             share = loss_of(network, x) * (len(x) / total)
-            strategy.with_vote(share, stop=stop, is_last=rank == 3).backward()
+            strategy.with_vote(share, wish, is_last=rank == 3).backward()
     return strategy.combine()
 
 
@@ -117,7 +120,7 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
         for rank in range(4 if phantom else 3):
             with strategy.micro_batch(MicroBatch(rank, 3, 1 if rank < 3 else 0)):
                 share = loss_of(network, x[rank : rank + 1] if rank < 3 else x[:1]) / 3
-                strategy.with_vote(share, stop=False, is_last=True).backward()
+                strategy.with_vote(share, Wish(), is_last=True).backward()
         losses, samples = strategy.combine().tolist()
         assert samples == 3
         gradients.append([losses, *(each.grad.clone() for each in network.parameters())])
@@ -128,10 +131,10 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
 
 def test_the_vote_is_heard_once_the_step_is_combined(pair: tuple[Net, ExactDataParallel]) -> None:
     network, strategy = pair
-    assert not strategy.agreed_stop()
-    for wish in (False, True, False):
-        take_step(strategy, network, stop=wish)
-        assert strategy.agreed_stop() is wish
+    assert strategy.agreed() == Wish()
+    for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish()):
+        take_step(strategy, network, wish)
+        assert strategy.agreed() == wish
 
 
 def test_memory_is_bounded_by_the_logarithm_of_the_logical_ranks() -> None:
@@ -194,7 +197,7 @@ def test_a_micro_batch_whose_images_were_all_broken_has_no_loss(pair: tuple[Net,
         weight = 0 if rank == 1 else len(x)
         with strategy.micro_batch(MicroBatch(rank, 20, weight, is_last=rank == 3)):
             share = loss_of(network, x) * (float("nan") if rank == 1 else weight / 20)
-            strategy.with_vote(share, stop=False, is_last=rank == 3)
+            strategy.with_vote(share, Wish(), is_last=rank == 3)
     losses, samples = strategy.combine().tolist()
     assert samples == 15
     assert losses > 0
@@ -207,9 +210,9 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
         for rank in range(4):
             with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3)):
                 mark = torch.tensor(float(rank == marked))
-                loss = strategy.with_vote(loss_of(network, x), stop=False, is_last=rank == 3, spoiled=mark)
+                loss = strategy.with_vote(loss_of(network, x), Wish(), is_last=rank == 3, spoiled=mark)
                 loss.backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
-        assert not strategy.agreed_stop()
+        assert not strategy.agreed().stop
     assert heard == [False, True, True, False]

@@ -92,7 +92,8 @@ def run_with_stand_ins(
     for name, body in (("srun", srun), ("scontrol", scontrol)):
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
-    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"} if "#SBATCH --array" in script else {}
     return subprocess.run(
         ["bash"], input=script, text=True, capture_output=True, check=False, env=environment, timeout=60
     )
@@ -110,11 +111,12 @@ REQUEUE = 'case "$1" in show) echo "JobState=RUNNING PreemptTime=None" ;; *) ech
 TOLD = 'trap "exit {code}" USR1; kill -{signal} $PPID; for _ in $(seq 600); do sleep 0.1; done; exit 99'
 
 
-@pytest.mark.parametrize("code", [75, 138])
+@pytest.mark.parametrize("code", [75, 138, 143])
 def test_a_job_that_was_asked_to_make_room_goes_back_into_the_queue(tmp_path: Path, code: int) -> None:
     done = run_with_stand_ins(job_script(SINGLE), tmp_path, TOLD.format(signal="USR1", code=code), REQUEUE)
     assert done.returncode == 0, done.stdout
     assert "did requeue 7" in done.stdout
+    assert "go on from the newest checkpoint in /runs/my run\n" in done.stdout
 
 
 @pytest.mark.parametrize(("signal", "code"), [("USR1", 0), ("USR1", 1), ("USR1", 2), ("TERM", 75), ("TERM", 0)])
@@ -122,20 +124,66 @@ def test_a_job_that_ended_otherwise_or_was_to_end_for_good_does_not(tmp_path: Pa
     done = run_with_stand_ins(job_script(SINGLE), tmp_path, TOLD.format(signal=signal, code=code), REQUEUE)
     assert done.returncode == code
     assert "did requeue" not in done.stdout
+    assert ("newest checkpoint in /runs/my run: sbatch /runs/my\\ run/slurm-job.sh" in done.stdout) == (code == 75)
 
 
-def test_a_signal_before_the_tasks_have_a_number_is_passed_on(tmp_path: Path) -> None:
+def test_a_job_that_cannot_go_back_says_how_to_go_on(tmp_path: Path) -> None:
+    refused = REQUEUE.replace('echo "did $*"', "exit 1")
+    done = run_with_stand_ins(job_script(SINGLE), tmp_path, TOLD.format(signal="USR1", code=75), refused)
+    assert done.returncode == 75
+    assert "newest checkpoint in /runs/my run: sbatch /runs/my\\ run/slurm-job.sh" in done.stdout
+
+
+def test_of_an_array_only_the_job_that_was_asked_goes_back_into_the_queue(tmp_path: Path) -> None:
+    # Number 7 alone would be the whole array.
+    script = job_script(replace(SINGLE, is_array=True, runs=[["--run-dir", "a"], ["--run-dir", "b"]]))
+    done = run_with_stand_ins(script, tmp_path, TOLD.format(signal="USR1", code=75), REQUEUE)
+    assert "did requeue 7_1\n" in done.stdout
+
+
+def test_an_array_says_how_one_of_its_runs_goes_on(tmp_path: Path) -> None:
+    runs = [[f"seed={seed}", "--run-dir", f"/runs/seed={seed}"] for seed in (3, 4)]
+    script = job_script(replace(SINGLE, is_array=True, runs=runs))
+    done = run_with_stand_ins(script, tmp_path, TOLD.format(signal="TERM", code=75), REQUEUE)
+    assert "newest checkpoint in /runs/seed=4: sbatch --array=1 /runs/my\\ run/slurm-job.sh" in done.stdout
+
+
+def signalled_early(signal: str) -> str:
+    """A script that gets a signal when there is srun but no number of it yet."""
     script = job_script(SINGLE)
-    early = script.replace("    tasks=$!\n", "    kill -USR1 $$\n    sleep 1\n    tasks=$!\n")
+    early = script.replace("    tasks=$!\n", f"    kill -{signal} $$\n    sleep 1\n    tasks=$!\n")
     assert early != script
+    return early
+
+
+@pytest.mark.parametrize(("signal", "goes_on"), [("USR1", True), ("TERM", False)])
+def test_a_signal_before_the_tasks_have_a_number_is_passed_on(tmp_path: Path, signal: str, goes_on: bool) -> None:
     told = TOLD.format(signal="0", code=75)
-    assert "did requeue 7" in run_with_stand_ins(early, tmp_path, told, REQUEUE).stdout
+    done = run_with_stand_ins(signalled_early(signal), tmp_path, told, REQUEUE)
+    assert done.returncode == (0 if goes_on else 75)
+    assert ("did requeue 7" in done.stdout) == goes_on
 
 
-def test_a_job_that_slurm_ends_does_not_tell_its_tasks_a_second_time(tmp_path: Path) -> None:
-    ending = REQUEUE.replace("RUNNING", "COMPLETING")
-    told = 'trap "exit 99" USR1; kill -TERM $PPID; sleep 2 & wait; exit 75'
-    assert run_with_stand_ins(job_script(SINGLE), tmp_path, told, ending).returncode == 75
+ENDING = REQUEUE.replace("RUNNING", "COMPLETING")
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_job_that_slurm_ends_does_not_tell_its_tasks_a_second_time(tmp_path: Path, is_early: bool) -> None:
+    script = signalled_early("TERM") if is_early else job_script(SINGLE)
+    signal = "0" if is_early else "TERM"
+    told = f'trap "exit 99" USR1; kill -{signal} $PPID; sleep 3 & wait; exit 75'
+    assert run_with_stand_ins(script, tmp_path, told, ENDING).returncode == 75
+
+
+def test_tasks_are_told_once(tmp_path: Path) -> None:
+    counting = 'trap "echo told" USR1; for each in USR1 USR1 TERM USR1; do kill -$each $PPID; sleep 0.3; done; exit 75'
+    assert run_with_stand_ins(job_script(SINGLE), tmp_path, counting, REQUEUE).stdout.count("told\n") == 1
+
+
+def test_a_job_that_is_cancelled_while_it_makes_room_ends_for_good(tmp_path: Path) -> None:
+    both = 'trap "" USR1; for each in USR1 TERM; do kill -$each $PPID; sleep 0.5; done; exit 75'
+    done = run_with_stand_ins(job_script(SINGLE), tmp_path, both, REQUEUE)
+    assert (done.returncode, "did requeue" in done.stdout) == (75, False)
 
 
 def test_a_job_that_was_preempted_without_a_signal_to_it_goes_back_into_the_queue(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import DataParallel, has_training_buffers
-from paceline.distributed.strategy import VOTE_LAG, MicroBatch, SingleProcess, VoteReader
+from paceline.distributed.strategy import VOTE_LAG, MicroBatch, SingleProcess, VoteReader, Wish
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collec
             last = index == 2
             with strategy.micro_batch(MicroBatch(index, 18, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() / 3
-                strategy.with_vote(loss, stop=False, is_last=last).backward()
+                strategy.with_vote(loss, Wish(), is_last=last).backward()
             (plain(batch).square().mean() / 3).backward()
         for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7)
@@ -50,11 +50,11 @@ def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectiv
     network = net()
     strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
     batch = torch.randn(6, 4)
-    assert not strategy.agreed_stop()
-    for wish in (False, True, False, True):
+    assert not strategy.agreed().stop
+    for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish(), Wish(stop=True, save=True)):
         loss = strategy.model(batch).square().mean()
-        strategy.with_vote(loss, stop=wish, is_last=True).backward()
-        assert strategy.agreed_stop() is wish
+        strategy.with_vote(loss, wish, is_last=True).backward()
+        assert strategy.agreed() == wish
 
 
 def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
@@ -62,8 +62,8 @@ def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> N
     names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]
     strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
     loss = strategy.model(torch.randn(6, 4)).square().mean()
-    assert strategy.with_vote(loss, stop=True, is_last=True).item() == loss.item()
-    assert strategy.with_vote(loss, stop=True, is_last=False) is loss
+    assert strategy.with_vote(loss, Wish(stop=True), is_last=True).item() == loss.item()
+    assert strategy.with_vote(loss, Wish(stop=True), is_last=False) is loss
     assert set(network.state_dict()) == names
     assert all(torch.equal(a, b) for a, b in zip(tensors, network.parameters(), strict=True))
     strategy.sync_buffers([network])
@@ -87,17 +87,18 @@ def test_a_late_vote_is_read_after_the_same_number_of_steps_from_a_ring_of_slots
     made: list[Copied] = []
 
     def slot() -> tuple[torch.Tensor, Copied]:
-        made.append(Copied(torch.zeros(1)))
+        made.append(Copied(torch.zeros(2)))
         return made[-1].host, made[-1]
 
-    votes = VoteReader(CPU, slot)
-    wishes = [False, True, False, False, True, True, False, False, False]
+    votes = VoteReader(CPU, count=2, make_slot=slot)
+    stops = [False, True, False, False, True, True, False, False, False]
+    wishes = list(zip(stops, reversed(stops), strict=True))
     heard = []
-    assert not votes.agreed()
+    assert votes.agreed() == (False, False)
     for wish in wishes:
-        votes.cast(torch.tensor(float(wish)))
+        votes.cast(torch.tensor(wish).float())
         heard.append(votes.agreed())
-    assert heard == [False] * VOTE_LAG + wishes[:-VOTE_LAG]
+    assert heard == [(False, False)] * VOTE_LAG + wishes[:-VOTE_LAG]
     assert len(made) == VOTE_LAG + 1
 
 
@@ -138,8 +139,8 @@ def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group:
             with strategy.micro_batch(MicroBatch(index, 12, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() * (float("nan") if index == marked else 1)
                 mark = torch.tensor(float(index == marked))
-                strategy.with_vote(loss, stop=False, is_last=last, spoiled=mark).backward()
+                strategy.with_vote(loss, Wish(), is_last=last, spoiled=mark).backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
-        assert not strategy.agreed_stop()
+        assert not strategy.agreed().stop
     assert heard == [False, True, True, False]

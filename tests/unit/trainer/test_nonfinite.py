@@ -225,7 +225,7 @@ class Arrived:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the run as on a GPU: the flag is read two steps late, and fused kernels leave the update out."""
-    reader = functools.partial(VoteReader, CPU, lambda: (torch.zeros(1), Arrived()))
+    reader = functools.partial(VoteReader, CPU, make_slot=lambda: (torch.zeros(1), Arrived()))
 
     def guard(train: Any, optimizer: Any, network: Any, _: torch.device, **more: Any) -> NonFiniteGuard:
         return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), late=reader(), **more)

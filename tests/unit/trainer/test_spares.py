@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_what_the_user_is_told() -> None:
     (store,) = elastic_notices(replace(launch(0, 2), store="node1:29500"), launch(0, 2))
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in store
     assert elastic_notices(launch(0, 2), launch(0, 2)) == ()
+
+
+def test_a_host_that_may_come_back_must_find_the_others() -> None:
+    def told(**arguments: Any) -> int:
+        given = replace(launch(0, 2, **arguments), store="node1:29500")
+        return len(elastic_notices(given, given))
+
+    assert told(comes_again="--max-restarts=3") == 1
+    assert told(comes_again="--max-restarts=3", per_node=2) == 0  # all on one host: it goes with its torchrun
+    assert told(comes_again=None) == 0
 
 
 def put_summary(run_dir: Path, status: Status, step: int) -> Summary:

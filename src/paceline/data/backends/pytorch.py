@@ -36,7 +36,7 @@ from paceline.data.image.reading import ReadFailure, SliceReader
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleSlice
-from paceline.errors import DataError, TrainingError
+from paceline.errors import DataError, OneProcessError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _CHECK_SECONDS = 0.5
@@ -77,7 +77,7 @@ class PytorchBackend:
         self._wait_seconds = wait_seconds
         self._order = _Order()
         self._board = _Board(workers, source)
-        self._reader = SliceReader(source, view, self._board.note if workers else None)
+        self._reader = SliceReader(source, view, self._board.note)
         self._loader = self._make_loader(workers, prefetch) if workers else None
         self._stream: Generator[Batch, None, None] | None = None
         _OPEN.add(self)
@@ -89,13 +89,17 @@ class PytorchBackend:
         """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
 
         Raises:
-            TrainingError: If a worker dies, hangs, or fails for another reason than a broken file; the message
+            OneProcessError: If a worker dies, hangs, or fails for another reason than a broken file; the message
                 names the sample.
         """
         if self._stream is not None:
             self._stream.close()
         self._stream = self._in_process(slices) if self._loader is None else self._from_workers(slices)
         return self._stream
+
+    def reading(self) -> str:
+        """Which sample is being read, or was read last, and by whom; for people."""
+        return self._board.explain_place()
 
     def close(self) -> None:
         """Stop the workers; one that hangs is given two seconds."""
@@ -150,15 +154,15 @@ class PytorchBackend:
             yield
         except RuntimeError as error:
             if str(error).startswith("DataLoader worker"):
-                raise TrainingError(self._board.explain_death(str(error))) from error
+                raise OneProcessError(self._board.explain_death(str(error))) from error
             if str(error).startswith("DataLoader timed out"):
-                raise TrainingError(self._board.explain_silence(self._wait_seconds)) from error
+                raise OneProcessError(self._board.explain_silence(self._wait_seconds)) from error
             raise
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # Batches are fetched from the worker's own socket: one that dies then is missed there first.
             if not self._board.has_lost_a_worker():
                 raise
-            raise TrainingError(self._board.explain_death("DataLoader worker died handing over a batch")) from error
+            raise OneProcessError(self._board.explain_death("DataLoader worker died handing over a batch")) from error
 
 
 class _Order:
@@ -228,8 +232,14 @@ class _Board:
 
     def explain_silence(self, seconds: int) -> str:
         """Say what the workers were last reading, when no batch has come for so long."""
-        last = (f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid)
-        return f"no batch came for {seconds} s: {'; '.join(last) or 'no worker has started'}."
+        return f"no batch came for {seconds} s: {self.explain_place() or 'no worker has started'}."
+
+    def explain_place(self) -> str:
+        """Say what each worker was last reading, or this process if there are none."""
+        last = [f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid]
+        if not last and self._reading[0] >= 0:
+            return f"the run's own process {self._last_read(0)}"
+        return "; ".join(last)
 
     def _dead(self) -> list[int]:
         alive = {child.pid for child in multiprocessing.active_children()}
@@ -318,6 +328,6 @@ def _as_it_is(result: Any) -> Any:
 def _batch_of(result: Batch | ReadFailure) -> Batch:
     if isinstance(result, Batch):
         return result
-    error = TrainingError(result.message)
+    error = OneProcessError(result.message)
     error.add_note(result.trace)
     raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.source import SampleSource
 from paceline.data.order import StepGeometry, evaluation_slices
@@ -62,6 +63,11 @@ class ImagePipeline:
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """The sample's file, or its set and number."""
         return self._sources[training].path(sample_id)
+
+    def reading(self, *, training: bool) -> str:
+        """Which sample is being read, or was read last; empty where nothing is read while training goes on."""
+        backend = self._opened.get(training)
+        return backend.reading() if isinstance(backend, PytorchBackend) else ""
 
     def close(self) -> None:
         """Stop workers."""

@@ -1,0 +1,23 @@
+"""Two processes agree on a checkpoint that only the first one's clock asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_both_save_after_the_same_steps(
+    studio: Path, run: Callable[..., Any], summary: Callable[[Path], dict[str, Any]], exact: str
+) -> None:
+    run_dir = studio / f"by-the-clock-{exact}"
+    asked = ("checkpoint.every=0.001 seconds", "checkpoint.keep=99", "evaluate.every=off", f"parallel.exact={exact}")
+    done = run("train", "recipe.yaml", *asked, "--processes", "2", "--run-dir", run_dir, where=studio)
+    assert done.code == 0, done.err
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) > 2
+    assert summary(run_dir)["status"] == "completed"
