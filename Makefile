@@ -1,5 +1,5 @@
 # train   the first run: digits, on whatever this machine has
-# test    checks, then tests; THOROUGH=1 for those that take minutes too, as CI runs them
+# test    what CI runs: checks, then tests; THOROUGH=1 for those that take minutes too
 # .venv   the environment only; built again whenever pyproject.toml or constraints.txt changes
 
 PYTHON ?= python3

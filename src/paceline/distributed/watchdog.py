@@ -211,6 +211,7 @@ class Watchdog:
         while not store.check(["verdict"]) and time.monotonic() < patience:
             time.sleep(0.05)
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else self._verdict(store)
+        self._wait_for_all_to_know(store)
         report_error(TrainingError(verdict), os.environ)
         if self._world.rank in [each.rank for each in self._waited_for()]:
             sys.stderr.write(f"paceline: {self._known[self._world.rank].last}; all its threads:\n")
@@ -218,6 +219,14 @@ class Watchdog:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(TrainingError.exit_code)  # the main thread may wait for ever, and nothing would wake it
+
+    def _wait_for_all_to_know(self, store: Store) -> None:
+        """Who ends breaks connections, and may take the store along: others would tell of that instead."""
+        patience = time.monotonic() + 3 * self._interval + 1.0
+        there = sum(not known.last.is_over for known in self._known) - len(self._silent())
+        store.add("told", 1)
+        while store.add("told", 0) < there and time.monotonic() < patience:
+            time.sleep(0.05)
 
     def _waited_for(self) -> Sequence[Sighting]:
         """The processes to be named: those that the others wait for, or all."""
