@@ -3,9 +3,11 @@
 Both save the same state: weights and optimizer state after one step. ``pause`` is the copy to host memory, after which
 training goes on; ``total`` adds what happens beside training: encoding, writing, digests, fsync of every file and
 folder, and the rename that makes the checkpoint visible. The plain way holds training back for all of its time. The two
-take turns (A B A B …) on one disk.
+take turns (A B A B …) on one disk; each writes new files, and removes those before once they are whole. A virtual
+machine's host takes free memory back after seconds and is slow to give it out again, so both begin after a rest, as
+saves do that are minutes apart: else one would write into pages that the other has just freed.
 
-    python benchmarks/checkpoint.py [--runs 9] [--directory FOLDER]
+    python benchmarks/checkpoint.py [--runs 9] [--rest 5] [--directory FOLDER]
 """
 
 from __future__ import annotations
@@ -49,15 +51,20 @@ CASES: dict[str, tuple[str, Callable[[Any], torch.optim.Optimizer]]] = {
 
 def plain_seconds(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> float:
     """``torch.save`` of both states to one file, flushed to the disk."""
+    path, before = directory / "plain.pt", directory / "before.pt"
+    if path.exists():
+        path.rename(before)
     begun = time.perf_counter()
-    with (directory / "plain.pt").open("wb") as file:
+    with path.open("wb") as file:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         file.flush()
         os.fsync(file.fileno())
-    return time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
+    before.unlink(missing_ok=True)
+    return seconds
 
 
-def measure(case: str, runs: int, directory: Path) -> dict[str, Any]:
+def measure(case: str, runs: int, rest_seconds: float, directory: Path) -> dict[str, Any]:
     """Pause and total of our save, and the plain way's time, in turns."""
     model, optimizer = trained(*CASES[case])
     registry = Registry()
@@ -66,7 +73,9 @@ def measure(case: str, runs: int, directory: Path) -> dict[str, Any]:
     store = CheckpointStore(directory / "checkpoints")
     pauses, totals, plains, size = [], [], [], 0
     for run in range(runs + 1):
+        time.sleep(rest_seconds)
         plain = plain_seconds(model, optimizer, directory)
+        time.sleep(rest_seconds)
         begun = time.perf_counter()
         states = registry.snapshot()
         pause = time.perf_counter() - begun
@@ -93,11 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--rest", type=float, default=5.0, help="seconds of rest before each save")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        rows = [measure(case, options.runs, Path(scratch)) for case in CASES]
+        rows = [measure(case, options.runs, options.rest, Path(scratch)) for case in CASES]
     lines = [
         f"{row['case']} ({format_bytes(row['size_bytes'])}): training pauses for "
         f"{row['pause_over_plain']['median']:.3f} of the time of torch.save and fsync "
