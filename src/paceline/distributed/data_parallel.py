@@ -109,7 +109,7 @@ class DataParallel:
         assert gradient is not None  # there is one after a backward pass
         return gradient[-1]
 
-    def agreed(self) -> Wish:
+    def agreed(self, wish: Wish) -> Wish:
         """Read the reduced votes (late on a GPU, but equally late on every rank)."""
         gradient = self._voting.vote.grad
         if gradient is None:  # before the first step

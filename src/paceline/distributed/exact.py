@@ -160,7 +160,7 @@ class ExactDataParallel:
         self._votes.cast(combined.notes[_WISH])
         return combined.notes[:_STOP].clone()
 
-    def agreed(self) -> Wish:
+    def agreed(self, wish: Wish) -> Wish:
         """What any process wished for; the same answer on every process after the same step."""
         return Wish(*self._votes.agreed())
 

@@ -89,8 +89,12 @@ class Strategy(Protocol):
         """After :meth:`combine`: above zero on every process if any marked a loss of this step; on the device."""
         ...
 
-    def agreed(self) -> Wish:
-        """What any process wished for; the same answer on every process after the same step."""
+    def agreed(self, wish: Wish) -> Wish:
+        """What any process wished for by its last backward pass; the same answer everywhere after the same step.
+
+        Args:
+            wish: What this process asks for by now, which counts at once if it is alone.
+        """
         ...
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
@@ -124,7 +128,6 @@ class SingleProcess:
 
     def __init__(self, called: Callable[..., Any]) -> None:
         self.model = called
-        self._wish = Wish()
         self._marks = Marks()
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
@@ -137,8 +140,7 @@ class SingleProcess:
     def with_vote(
         self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Remember the wish and the mark; the loss is unchanged."""
-        self._wish = wish
+        """Remember the mark; the loss is unchanged."""
         self._marks.add(spoiled, loss, is_last=is_last)
         return loss
 
@@ -146,9 +148,9 @@ class SingleProcess:
         """The largest mark of this step."""
         return self._marks.of_step
 
-    def agreed(self) -> Wish:
+    def agreed(self, wish: Wish) -> Wish:
         """This process's own wish."""
-        return self._wish
+        return wish
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy."""

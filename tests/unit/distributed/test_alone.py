@@ -52,13 +52,12 @@ def test_one_process_votes_for_itself() -> None:
     network = nn.Linear(2, 2)
     strategy = SingleProcess(network)
     assert strategy.model is network
-    assert not strategy.agreed().stop
     loss = torch.ones(())
     with strategy.micro_batch(MicroBatch(0, 8, 4, is_last=False)):
         assert strategy.with_vote(loss, Wish(), is_last=True) is loss
-    assert not strategy.agreed().stop
-    strategy.with_vote(loss, Wish(stop=True), is_last=True)
-    assert strategy.agreed().stop
+    # Asked during the backward pass, it need not wait for another step.
+    for wish in (Wish(), Wish(stop=True), Wish(save=True)):
+        assert strategy.agreed(wish) == wish
     strategy.sync_buffers([network])
 
 

@@ -131,10 +131,10 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
 
 def test_the_vote_is_heard_once_the_step_is_combined(pair: tuple[Net, ExactDataParallel]) -> None:
     network, strategy = pair
-    assert strategy.agreed() == Wish()
+    assert strategy.agreed(Wish()) == Wish()
     for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish()):
         take_step(strategy, network, wish)
-        assert strategy.agreed() == wish
+        assert strategy.agreed(Wish()) == wish
 
 
 def test_memory_is_bounded_by_the_logarithm_of_the_logical_ranks() -> None:
@@ -214,5 +214,5 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
                 loss.backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
-        assert not strategy.agreed().stop
+        assert not strategy.agreed(Wish()).stop
     assert heard == [False, True, True, False]

@@ -50,11 +50,11 @@ def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectiv
     network = net()
     strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
     batch = torch.randn(6, 4)
-    assert not strategy.agreed().stop
+    assert not strategy.agreed(Wish()).stop
     for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish(), Wish(stop=True, save=True)):
         loss = strategy.model(batch).square().mean()
         strategy.with_vote(loss, wish, is_last=True).backward()
-        assert strategy.agreed() == wish
+        assert strategy.agreed(Wish()) == wish
 
 
 def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
@@ -142,5 +142,5 @@ def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group:
                 strategy.with_vote(loss, Wish(), is_last=last, spoiled=mark).backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
-        assert not strategy.agreed().stop
+        assert not strategy.agreed(Wish()).stop
     assert heard == [False, True, True, False]
