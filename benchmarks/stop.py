@@ -1,8 +1,8 @@
 """How long after SIGTERM has a run made its last step, saved everything, and left?
 
 A run of steps that take long is asked to stop at a moment drawn by lot. The step is timed by its records, the save from
-its record to the manifest that makes it whole. One process ends the step at hand. Several agree while their gradients
-are reduced: who is asked later than that in a step, makes one more.
+its record to the manifest that makes it whole. One process ends the step at hand. Several agree when their gradients
+have been reduced: a process that is asked later than that makes one more step.
 
     python benchmarks/stop.py [--trials 10] [--processes 1 2] [--seed 0] [--dry-run]
 """

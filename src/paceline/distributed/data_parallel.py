@@ -25,18 +25,39 @@ _NORMS = (
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
+class _Ballot(torch.autograd.Function):
+    """A zero whose gradient with respect to the votes is asked for when the backward pass comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, votes: torch.Tensor, voting: _Voting) -> torch.Tensor:
+        ctx.voting = voting
+        return votes.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.voting.cast(), None
+
+
 class _Voting(nn.Module):
     """The network plus one extra parameter whose gradient carries the votes through DDP's reduction.
 
     There are three: whether to stop, whether to save, and whether a loss was no number.
+
+    Attributes:
+        cast: Gives the votes, [3].
+        ballot: A zero to be added to the loss; None before a forward pass.
     """
 
     def __init__(self, network: Callable[..., Any], device: torch.device) -> None:
         super().__init__()
         self.network = network
-        self.vote = nn.Parameter(torch.zeros(3, device=device))
+        self.votes = nn.Parameter(torch.zeros(3, device=device))
+        self.cast: Callable[[], torch.Tensor]
+        self.ballot: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
+        self.ballot = _Ballot.apply(self.votes, self)
         return self.network(*args, **kwargs)
 
 
@@ -91,27 +112,31 @@ class DataParallel:
         """DDP's hooks have done it."""
 
     def with_vote(
-        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add ``vote * flags``: zero to the loss, and the flags are the vote parameter's gradient."""
+        """Add zero to the loss; the votes, as they are at the end of the backward pass, are its gradient."""
         self._synced = []
         self._marks.add(spoiled, loss, is_last=is_last)
         if not is_last:
             return loss
-        vote = self._voting.vote
-        vote.grad = None
-        flags = [self._yes if each else self._no for each in wish]
-        return loss + (vote * torch.stack([*flags, self._marks.of_step])).sum()
+        self._voting.votes.grad = None
+        self._voting.cast = lambda: torch.stack(
+            [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
+        )
+        # Not kept: it would keep the network alive, in a circle that no garbage collector sees.
+        ballot, self._voting.ballot = self._voting.ballot, None
+        assert ballot is not None  # a loss comes of a forward pass
+        return loss + ballot
 
     def spoiled(self) -> torch.Tensor:
         """The mean of all processes' marks."""
-        gradient = self._voting.vote.grad
+        gradient = self._voting.votes.grad
         assert gradient is not None  # there is one after a backward pass
         return gradient[-1]
 
     def agreed(self, wish: Wish) -> Wish:
         """Read the reduced votes (late on a GPU, but equally late on every rank)."""
-        gradient = self._voting.vote.grad
+        gradient = self._voting.votes.grad
         if gradient is None:  # before the first step
             return Wish()
         self._votes.cast(gradient[:-1])

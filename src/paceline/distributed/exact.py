@@ -9,7 +9,7 @@ its slice, and hands the result to all: as many bytes as a ring's all-reduce mov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -106,6 +106,7 @@ class ExactDataParallel:
         self._combined: Leaf | None = None
         self._leaves = 0
         self._begun = False
+        self._ask: Callable[[], Wish] = Wish
         self._votes = VoteReader(self._leaf.notes.device, count=len(Wish._fields))
 
     @contextmanager
@@ -133,14 +134,11 @@ class ExactDataParallel:
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
     def with_vote(
-        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Note the loss's share, the wish and the mark beside the gradient; the loss is unchanged."""
+        """Note the loss's share and the mark beside the gradient; the loss is unchanged."""
+        self._ask = ask
         self._leaf.notes[_LOSS] = loss.detach()
-        if wish.stop:
-            self._leaf.notes[_STOP] = 1
-        if wish.save:
-            self._leaf.notes[_SAVE] = 1
         if spoiled is not None:
             self._leaf.notes[_SPOILED] = spoiled
         return loss
@@ -152,7 +150,9 @@ class ExactDataParallel:
 
     def combine(self) -> torch.Tensor:
         """Make gradients and buffers the step's, on every process; returns its losses and samples."""
-        self._combined = combined = self._exchange(self._sums.take())
+        held = self._sums.take()
+        self._vote(held)
+        self._combined = combined = self._exchange(held)
         for parameter, gradient in zip(self._parameters, combined.gradients, strict=True):
             parameter.grad = gradient
         self._buffers.end(combined.changes)
@@ -177,6 +177,15 @@ class ExactDataParallel:
 
     def _make_leaf(self) -> Leaf:
         return Leaf([each.detach() for each in self._parameters], self._buffers.summed, slices=self._world.world_size)
+
+    def _vote(self, held: Mapping[Node, Leaf]) -> None:
+        """Note this process's wish in one of its leaves; one without samples has none, and waits for a step with."""
+        wish = self._ask()
+        for leaf in list(held.values())[:1]:
+            if wish.stop:
+                leaf.notes[_STOP] = 1
+            if wish.save:
+                leaf.notes[_SAVE] = 1
 
     def _exchange(self, held: dict[Node, Leaf]) -> Leaf:
         """Finish the tree; over several processes, each for its slice, and then put the slices together."""

@@ -65,13 +65,13 @@ class Strategy(Protocol):
         ...
 
     def with_vote(
-        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Let a wish, and a mark on a loss, ride on the gradient reduction that happens anyway.
 
         Args:
             loss: What the backward pass begins with.
-            wish: What this process asks for.
+            ask: Tells what this process asks for; called as late in the step as it can still be heard.
             is_last: Whether it is the step's last micro-batch on this process.
             spoiled: Above zero if the loss is no number; on the loss's device.
         """
@@ -90,7 +90,7 @@ class Strategy(Protocol):
         ...
 
     def agreed(self, wish: Wish) -> Wish:
-        """What any process wished for by its last backward pass; the same answer everywhere after the same step.
+        """What any process wished for; the same answer on every process after the same step.
 
         Args:
             wish: What this process asks for by now, which counts at once if it is alone.
@@ -138,7 +138,7 @@ class SingleProcess:
         """Gradients are the step's as they are."""
 
     def with_vote(
-        self, loss: torch.Tensor, wish: Wish, *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Remember the mark; the loss is unchanged."""
         self._marks.add(spoiled, loss, is_last=is_last)

@@ -38,7 +38,7 @@ def _fit(run: Run) -> str:
         if run.due(plan.evaluate_every_steps):
             run.pulse.enter("evaluate")
             evaluate_run(run)
-        agreed = run.strategy.agreed(run.wish)
+        agreed = run.strategy.agreed(run.wish())
         ending = run.ending(agreed)
         if ending == "patience" and not run.due(plan.log_every_steps):
             run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid

@@ -38,7 +38,7 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     with run.precision.autocast():
         loss = run.task.loss(run.strategy.model, first)
     run.pulse.enter("backward", last=True)
-    run.strategy.with_vote(loss * 0, Wish(), is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
+    run.strategy.with_vote(loss * 0, Wish, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
     unused = [name for name, p in run.network.named_parameters() if p.requires_grad and p.grad is None]
     run.optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():

@@ -94,7 +94,6 @@ class Run:
         first, last = self.progress.position, self.plan.total_steps
         return self.pipeline.train_batches(self.geometry, first, last, self.world)
 
-    @property
     def wish(self) -> Wish:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
         stop = self.stop.requested or self.writer.has_failed

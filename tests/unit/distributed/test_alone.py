@@ -54,7 +54,7 @@ def test_one_process_votes_for_itself() -> None:
     assert strategy.model is network
     loss = torch.ones(())
     with strategy.micro_batch(MicroBatch(0, 8, 4, is_last=False)):
-        assert strategy.with_vote(loss, Wish(), is_last=True) is loss
+        assert strategy.with_vote(loss, Wish, is_last=True) is loss
     # Asked during the backward pass, it need not wait for another step.
     for wish in (Wish(), Wish(stop=True), Wish(save=True)):
         assert strategy.agreed(wish) == wish

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,19 +39,16 @@ def images() -> list[torch.Tensor]:
     return list(drawn.split(SIZES))
 
 
-_NOTHING = Wish()
-
-
 def loss_of(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(network(x), torch.arange(len(x)) % 2)
 
 
-def take_step(strategy: ExactDataParallel, network: nn.Module, wish: Wish = _NOTHING) -> torch.Tensor:
+def take_step(strategy: ExactDataParallel, network: nn.Module, ask: Callable[[], Wish] = Wish) -> torch.Tensor:
     total = sum(SIZES)
     for rank, x in enumerate(images()):
         with strategy.micro_batch(MicroBatch(rank, total, len(x), is_last=rank == 3)):
             share = loss_of(network, x) * (len(x) / total)
-            strategy.with_vote(share, wish, is_last=rank == 3).backward()
+            strategy.with_vote(share, ask, is_last=rank == 3).backward()
     return strategy.combine()
 
 
@@ -120,7 +119,7 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
         for rank in range(4 if phantom else 3):
             with strategy.micro_batch(MicroBatch(rank, 3, 1 if rank < 3 else 0)):
                 share = loss_of(network, x[rank : rank + 1] if rank < 3 else x[:1]) / 3
-                strategy.with_vote(share, Wish(), is_last=True).backward()
+                strategy.with_vote(share, Wish, is_last=True).backward()
         losses, samples = strategy.combine().tolist()
         assert samples == 3
         gradients.append([losses, *(each.grad.clone() for each in network.parameters())])
@@ -133,7 +132,19 @@ def test_the_vote_is_heard_once_the_step_is_combined(pair: tuple[Net, ExactDataP
     network, strategy = pair
     assert strategy.agreed(Wish()) == Wish()
     for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish()):
-        take_step(strategy, network, wish)
+        take_step(strategy, network, lambda wish=wish: wish)
+        assert strategy.agreed(Wish()) == wish
+
+
+def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(
+    pair: tuple[Net, ExactDataParallel],
+) -> None:
+    network, strategy = pair
+    wishes = [Wish()]
+    for wish in (Wish(), Wish(stop=True), Wish()):
+        hook = next(network.parameters()).register_hook(lambda _, wish=wish: wishes.append(wish))
+        take_step(strategy, network, lambda: wishes[-1])
+        hook.remove()
         assert strategy.agreed(Wish()) == wish
 
 
@@ -197,7 +208,7 @@ def test_a_micro_batch_whose_images_were_all_broken_has_no_loss(pair: tuple[Net,
         weight = 0 if rank == 1 else len(x)
         with strategy.micro_batch(MicroBatch(rank, 20, weight, is_last=rank == 3)):
             share = loss_of(network, x) * (float("nan") if rank == 1 else weight / 20)
-            strategy.with_vote(share, Wish(), is_last=rank == 3)
+            strategy.with_vote(share, Wish, is_last=rank == 3)
     losses, samples = strategy.combine().tolist()
     assert samples == 15
     assert losses > 0
@@ -210,7 +221,7 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
         for rank in range(4):
             with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3)):
                 mark = torch.tensor(float(rank == marked))
-                loss = strategy.with_vote(loss_of(network, x), Wish(), is_last=rank == 3, spoiled=mark)
+                loss = strategy.with_vote(loss_of(network, x), Wish, is_last=rank == 3, spoiled=mark)
                 loss.backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)

@@ -40,7 +40,7 @@ def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collec
             last = index == 2
             with strategy.micro_batch(MicroBatch(index, 18, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() / 3
-                strategy.with_vote(loss, Wish(), is_last=last).backward()
+                strategy.with_vote(loss, Wish, is_last=last).backward()
             (plain(batch).square().mean() / 3).backward()
         for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7)
@@ -53,7 +53,20 @@ def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectiv
     assert not strategy.agreed(Wish()).stop
     for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish(), Wish(stop=True, save=True)):
         loss = strategy.model(batch).square().mean()
-        strategy.with_vote(loss, wish, is_last=True).backward()
+        strategy.with_vote(loss, lambda wish=wish: wish, is_last=True).backward()
+        assert strategy.agreed(Wish()) == wish
+
+
+def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(group: Collectives) -> None:
+    network, wishes = net(), [Wish()]
+    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    first = next(network.parameters())
+    for wish in (Wish(), Wish(stop=True), Wish()):
+        # The last gradient of the network itself.
+        hook = first.register_hook(lambda _, wish=wish: wishes.append(wish))
+        loss = strategy.model(torch.randn(6, 4)).square().mean()
+        strategy.with_vote(loss, lambda: wishes[-1], is_last=True).backward()
+        hook.remove()
         assert strategy.agreed(Wish()) == wish
 
 
@@ -62,8 +75,8 @@ def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> N
     names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]
     strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
     loss = strategy.model(torch.randn(6, 4)).square().mean()
-    assert strategy.with_vote(loss, Wish(stop=True), is_last=True).item() == loss.item()
-    assert strategy.with_vote(loss, Wish(stop=True), is_last=False) is loss
+    assert strategy.with_vote(loss, lambda: Wish(stop=True), is_last=True).item() == loss.item()
+    assert strategy.with_vote(loss, lambda: Wish(stop=True), is_last=False) is loss
     assert set(network.state_dict()) == names
     assert all(torch.equal(a, b) for a, b in zip(tensors, network.parameters(), strict=True))
     strategy.sync_buffers([network])
@@ -139,7 +152,7 @@ def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group:
             with strategy.micro_batch(MicroBatch(index, 12, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() * (float("nan") if index == marked else 1)
                 mark = torch.tensor(float(index == marked))
-                strategy.with_vote(loss, Wish(), is_last=last, spoiled=mark).backward()
+                strategy.with_vote(loss, Wish, is_last=last, spoiled=mark).backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
         assert not strategy.agreed(Wish()).stop

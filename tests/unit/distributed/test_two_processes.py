@@ -95,7 +95,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         answer["means"], answer["calls"] = [], []
         for step in range(2):
             loss = strategy.model(torch.full((4, 2), float(rank + step)).cumsum(0)).square().mean()
-            strategy.with_vote(loss, Wish(), is_last=True).backward()
+            strategy.with_vote(loss, Wish, is_last=True).backward()
             for _ in range(2):
                 strategy.sync_buffers([network])
             answer["calls"].append(len(calls))
