@@ -75,8 +75,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
         network = build_network(recipe, task, placement)
-        if parameter_count(network) == 0:
-            raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+        _check_network(network, recipe)
         prepared = Prepared(
             recipe=recipe,
             plan=replace(plan, parameters=parameter_count(network)),
@@ -122,6 +121,23 @@ def place(network: nn.Module, placement: Placement) -> nn.Module:
     """Move a network to the device and give its filters the batches' memory format."""
     memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
     return network.to(device=placement.device, memory_format=memory_format)  # type: ignore[call-overload,no-any-return]  # torch's stub lacks it
+
+
+def _check_network(network: nn.Module, recipe: Recipe) -> None:
+    """Find out whether a network can be trained as the recipe asks.
+
+    Raises:
+        ModelError: If not.
+    """
+    if parameter_count(network) == 0:
+        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+    synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if recipe.parallel.exact and synced:
+        raise ModelError(
+            f"model.name={recipe.model.name} has SyncBatchNorm ({', '.join(synced[:3])}{', …' * (len(synced) > 3)}), "
+            "whose statistics are sums over the processes in an order that depends on their number; parallel.exact "
+            "needs BatchNorm, which here normalises each logical rank by itself."
+        )
 
 
 def _check_tail(prepared: Prepared) -> None:
