@@ -37,15 +37,18 @@ telemetry: {log_every: 2 steps, trackers: []}
 _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
 
 
-# One worker of pytest-xdist runs all of a folder named here, begun in this order; of other folders, all of a file:
-# what shares a run stays together, and what starts several processes fills the machine once.
-_IN_ONE_WORKER = ("distributed", "cli", "docs")
+# One worker of pytest-xdist runs all of a file, or of a folder named here, whose tests share runs.
+_IN_ONE_WORKER = ("cli", "docs")
+# Begun in this order, and then the rest.
+_LONGEST_FIRST = ("distributed", "slurm", "cli", "docs")
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.split("/")[1]  # tests/FOLDER/…
 
 
 def _scope(nodeid: str) -> str:
-    file = nodeid.partition("::")[0]  # tests/FOLDER/…
-    folder = file.split("/")[1]
-    return folder if folder in _IN_ONE_WORKER else file
+    return _folder(nodeid) if _folder(nodeid) in _IN_ONE_WORKER else nodeid.partition("::")[0]
 
 
 def pytest_configure() -> None:
@@ -57,8 +60,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest."""
-    ranks = {name: rank for rank, name in enumerate(_IN_ONE_WORKER)}
-    items.sort(key=lambda item: ranks.get(_scope(item.nodeid), len(ranks)))
+    ranks = {name: rank for rank, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(_folder(item.nodeid), len(ranks)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("disk_runs.py")
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads the paths of open files in /proc"),
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.world_size(2),
     pytest.mark.timeout(900),
 ]

@@ -65,6 +65,7 @@ def test_two_processes_survive_every_fault(run: Callable[..., Any], tmp_path: Pa
 
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_images_and_loader_processes(run: Callable[..., Any], studio: Path) -> None:
     before = {path: path.read_bytes() for path in (studio / "photos").rglob("*.png")}
     only = "kill-worker,half-images,broken-images"

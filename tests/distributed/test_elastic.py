@@ -62,7 +62,9 @@ def kill_rank(steps_recorded: Callable[[Path], int]) -> Callable[..., None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", [(0, 0, 0), (1, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize(
+    "victims", [(1, 0, 1), *(pytest.param(each, marks=pytest.mark.thorough) for each in ((0, 0, 0), (1, 1, 1)))]
+)
 def test_torchrun_starts_killed_workers_again(
     studio: Path,
     start: Callable[..., Any],
@@ -83,7 +85,12 @@ def test_torchrun_starts_killed_workers_again(
 
 
 @pytest.mark.parametrize(
-    "option", [("--max-restarts=1",), ("--nnodes=1:2", "--max-restarts=0"), ("--nnodes", "1:1", "--max-restarts", "0")]
+    "option",
+    [
+        ("--max-restarts=1",),
+        pytest.param(("--nnodes=1:2", "--max-restarts=0"), marks=pytest.mark.thorough),
+        ("--nnodes", "1:1", "--max-restarts", "0"),
+    ],
 )
 def test_without_a_run_directory_nothing_that_may_be_started_again_begins(
     studio: Path, start: Callable[..., Any], option: tuple[str, ...], tmp_path: Path
@@ -184,7 +191,7 @@ CRASHING = (
     ("how", "said"),
     [
         ("raise ZeroDivisionError('too many')", "ZeroDivisionError: too many"),
-        ("os._exit(3)", "rank 0 ended with exit code 3"),
+        pytest.param("os._exit(3)", "rank 0 ended with exit code 3", marks=pytest.mark.thorough),
     ],
     ids=["exception", "exit"],
 )
@@ -246,6 +253,7 @@ KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=6
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
+@pytest.mark.thorough
 def test_nodes_come_and_go(
     patient: tuple[object, ...],
     training_world: Callable[[Path], int],

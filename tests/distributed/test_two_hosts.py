@@ -178,7 +178,7 @@ def test_a_link_that_is_cut_costs_some_steps(
 @pytest.mark.parametrize(
     ("nodes", "store", "lost"),
     [
-        pytest.param("1:2", "host1", "host2", id="the-other-goes-on"),
+        pytest.param("1:2", "host1", "host2", id="the-other-goes-on", marks=pytest.mark.thorough),
         pytest.param("1:2", "store", "host1", id="the-first-rank-dies", marks=pytest.mark.thorough),
         pytest.param("2", "host1", "host2", id="the-other-waits", marks=pytest.mark.thorough),
     ],
@@ -202,6 +202,7 @@ def test_a_host_that_dies_may_come_back(
     ends_like_one(two_hosts.run_dir)
 
 
+@pytest.mark.thorough
 def test_all_end_with_the_host_of_the_store_and_the_same_commands_go_on(
     two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]
 ) -> None:

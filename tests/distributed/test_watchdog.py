@@ -224,7 +224,8 @@ def trapped(
     assert "resumed from step-00000004" in again.out
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_never_comes_is_named(trapped: Callable[[int], tuple[Any, Path]], workers: int) -> None:
     launched, image = trapped(workers)
     done = launched.wait(SECONDS_TO_END + 30)
@@ -278,6 +279,7 @@ def test_an_error_says_on_which_host_and_in_which_step_with_which_samples(faulty
     assert re.search(rf"paceline: rank 0 then: \(rank 1 on {HOST}, in forward of step 5, had failed: ZeroDiv", done.err)
 
 
+@pytest.mark.thorough
 def test_all_that_stand_still_are_shown(faulty: Callable[..., Any]) -> None:
     done, _ = faulty("forward", on="0,1")
     assert done.code == 1
@@ -299,8 +301,15 @@ def test_all_that_stand_still_are_shown(faulty: Callable[..., Any]) -> None:
             ("parallel.timeout=5 seconds", "evaluate.every=6 steps", "train.ema=0.9"),
             {},
             id="a long evaluation",
+            marks=THOROUGH,
         ),
-        pytest.param("long save", ("parallel.timeout=5 seconds", "checkpoint.every=12 steps"), {}, id="a long save"),
+        pytest.param(
+            "long save",
+            ("parallel.timeout=5 seconds", "checkpoint.every=12 steps"),
+            {},
+            id="a long save",
+            marks=THOROUGH,
+        ),
     ],
 )
 def test_is_waited_for(

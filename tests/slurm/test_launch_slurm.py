@@ -154,6 +154,7 @@ def test_a_preempted_job_goes_on_to_the_undisturbed_weights(slurm: Slurm, undist
     assert_went_on_to_the_same_end(slurm, job_id, "preempted", undisturbed)
 
 
+@pytest.mark.thorough
 def test_the_signal_before_the_time_limit_has_a_job_go_on_later(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     job_id = slurm.submit("in parts", *LONG, "--nodes", "2")
     slurm.wait_for_step("in parts", 5)
@@ -228,6 +229,7 @@ def test_a_term_to_the_script_alone_reaches_the_run(slurm: Slurm) -> None:
     assert slurm.summary("told")["status"] == "stopped"
 
 
+@pytest.mark.thorough
 def test_a_mistake_that_only_the_job_finds_ends_it(slurm: Slurm) -> None:
     job_id = slurm.submit("other", *SHORT)
     assert slurm.wait_for_end(job_id, "other")["JobState"] == "COMPLETED", slurm.said("other")
@@ -250,6 +252,7 @@ def test_what_is_submitted_is_what_a_dry_run_prints(slurm: Slurm) -> None:
     assert slurm.wait_for_end(job_id, "printed")["JobState"] == "COMPLETED", slurm.said("printed")
 
 
+@pytest.mark.thorough
 def test_a_sweep_has_a_run_for_each_value(slurm: Slurm) -> None:
     job_id = slurm.submit("sweep", *SHORT, "--array", "optimizer.lr=0.1,0.3")
     slurm.wait_for_empty_queue()
@@ -260,6 +263,7 @@ def test_a_sweep_has_a_run_for_each_value(slurm: Slurm) -> None:
     assert len(digests) == 2
 
 
+@pytest.mark.thorough
 def test_one_run_of_a_sweep_goes_on_later_and_the_others_stay(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     job_id = slurm.submit("partly", *LONG, "--array", "optimizer.lr=0.2,0.05")
     slurm.wait_for_step("partly/optimizer.lr=0.05", 5)
@@ -276,6 +280,7 @@ def test_a_job_that_slurm_refuses_is_told_in_one_sentence(slurm: Slurm) -> None:
         slurm.submit("refused", *SHORT, "--partition", "none")
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_preempted_by_sigterm_goes_on_too(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     with cluster.cluster(send_user_signal=False) as running:
         slurm = Slurm(running, tmp_path)
