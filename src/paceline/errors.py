@@ -51,6 +51,10 @@ class OneProcessError(TrainingError):
     """It failed on one process; the others learn of it only when they miss that one."""
 
 
+class OtherProcessError(TrainingError):
+    """It failed on another process, which tells more of it."""
+
+
 def did_you_mean(value: str, options: Iterable[str], *, count: int = 3) -> str:
     """Return a sentence with the nearest option names, led by a space, or an empty string."""
     close = difflib.get_close_matches(value, list(options), n=count, cutoff=0.6)

@@ -232,6 +232,10 @@ def test_a_mistake_is_not_tried_again(studio: Path, start: Callable[..., Any], t
     ("options", "said"),
     [
         (("--max-restarts", 1, "--processes", 2), "name a directory with --run-dir"),
+        (
+            ("--max-restarts", 1, "--processes", 2, "--run-dir", "run", "--resume", "never"),
+            "--resume never is for one start, and --max-restarts 1 may start the ranks again",
+        ),
         (("--processes", "1:2", "--run-dir", "run"), "add --max-restarts, or give one number"),
         (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is no number of ranks"),
         (("--processes", "0"), "'0' is no number of ranks"),

@@ -186,13 +186,27 @@ def test_a_single_process_with_its_workers(
 
 @pytest.mark.slow
 def test_under_torchrun(
-    studio: Path, stop: Callable[..., int], run: Callable[..., Any], same_outcome: Callable[[Path], None]
+    studio: Path,
+    stop: Callable[..., int],
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    steps_recorded: Callable[[Path], int],
+    same_outcome: Callable[[Path], None],
 ) -> None:
-    """torchrun's own exit code tells a stop from a failure by no means; what lies in the run directory does."""
+    """torchrun's own exit code tells a stop from a failure by no means; what lies in the run directory does.
+
+    And it may be killed, as we may be.
+    """
     run_dir = studio / "torchrun"
     command = ("train", "recipe.yaml", "--run-dir", run_dir)
     reached = stop(to_last_rank, signal.SIGTERM, command, run_dir, after=3, code=1, torchrun=2)
-    stop(to_launcher, signal.SIGTERM, command, run_dir, after=reached + 3, code=1, torchrun=2)
+    reached = stop(to_launcher, signal.SIGTERM, command, run_dir, after=reached + 3, code=1, torchrun=2)
+    launched = start(*command, where=studio, torchrun=2)
+    launched.wait_for(lambda: steps_recorded(run_dir) > reached)
+    launched.process.kill()
+    launched.process.wait()
+    assert launched.seconds_until_alone(20) < 15
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
     done = run(*command, where=studio, torchrun=2)
     assert done.code == 0, done.err
     same_outcome(run_dir)

@@ -27,6 +27,11 @@ _ADVICE = {
 }
 
 
+# Of so many bytes at most the device is still to be heard: a save is seen to get on, however slow the disk, and the
+# pages that it fills do not crowd out those of the data.
+_PIECE_BYTES = 64 * 2**20
+
+
 @dataclass(frozen=True)
 class FileFacts:
     """Size in bytes and SHA-256 (lower-case hexadecimal) of one file."""
@@ -62,10 +67,17 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     size = 0
     # Hashing takes longer than writing, and both leave the interpreter to others meanwhile.
     with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
+        waiting = 0
         for chunk in chunks:
-            beside.submit(digest.update, chunk)
-            file.write(chunk)
-            size += len(chunk)
+            for piece in (chunk[start : start + _PIECE_BYTES] for start in range(0, len(chunk), _PIECE_BYTES)):
+                beside.submit(digest.update, piece)
+                file.write(piece)
+                size += len(piece)
+                waiting += len(piece)
+                if waiting >= _PIECE_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    waiting = 0
         file.flush()
         os.fsync(file.fileno())
     return FileFacts(size, digest.hexdigest())

@@ -63,6 +63,9 @@ class HostCopies:
         self._devices.clear()
 
     def _copy(self, key: tuple[str, int], live: Tensor) -> Tensor:
+        if live.layout != torch.strided or live.is_meta:
+            return live  # nothing that a file could hold: it is refused by name when it is to be written
+        live = live.resolve_conj().resolve_neg()
         kind = live.dtype, live.shape, live.stride()
         mine = self._copies.get(key)
         if mine is None or mine.kind != kind:

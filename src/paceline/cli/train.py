@@ -80,6 +80,11 @@ def command(
             click.echo(f"note: {chosen.notice}", err=as_json)
         again = _arguments(recipe, overrides, run_dir, "auto", as_json)
         restarts = _restarts(processes, chosen, max_restarts, run_dir, again)
+        if restarts is not None and resume != "auto":
+            raise click.UsageError(
+                f"--resume {resume} is for one start, and --max-restarts {max_restarts} may start the ranks again; run "
+                "it without --max-restarts first, and from then on without --resume."
+            )
         launched = launch(chosen, _arguments(recipe, overrides, run_dir, resume, as_json), restarts)
         if launched is not None:
             return launched

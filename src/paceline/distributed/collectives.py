@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.environment import Launch
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, OtherProcessError, PacelineError
 from paceline.world import World
 
 T = TypeVar("T")
@@ -69,6 +69,9 @@ class Collectives:
         """Run on the first rank alone; its result, or its error, reaches every rank alike.
 
         An error without a message for the user is raised as it is on the first rank, and named on the others.
+
+        Raises:
+            OtherProcessError: On the others, for such an error.
         """
         outcome: tuple[T | None, PacelineError | None] = (None, None)
         if self.world.is_first:
@@ -77,7 +80,7 @@ class Collectives:
             except PacelineError as error:
                 outcome = (None, error)
             except Exception as error:
-                self.broadcast((None, LaunchError(f"the first process failed: {error!r}")))
+                self.broadcast((None, OtherProcessError(f"the first process failed: {error!r}")))
                 raise
         result, failure = self.broadcast(outcome)
         if failure is not None:

@@ -57,7 +57,8 @@ class _Voting(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
-        self.ballot = _Ballot.apply(self.votes, self)
+        if torch.is_grad_enabled():
+            self.ballot = _Ballot.apply(self.votes, self)
         return self.network(*args, **kwargs)
 
 

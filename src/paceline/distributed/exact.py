@@ -154,7 +154,8 @@ class ExactDataParallel:
         self._vote(held)
         self._combined = combined = self._exchange(held)
         for parameter, gradient in zip(self._parameters, combined.gradients, strict=True):
-            parameter.grad = gradient
+            # One that was frozen since must not decay either.
+            parameter.grad = gradient if parameter.requires_grad else None
         self._buffers.end(combined.changes)
         self._begun = False
         self._votes.cast(combined.notes[_WISH])

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
-from paceline.distributed.restarts import Failure, Restarts, last_step, next_size
-from paceline.errors import LaunchError, PacelineError
+from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
+from paceline.errors import LaunchError, OtherProcessError, PacelineError
 
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
@@ -43,13 +43,20 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class RankError:
-    """What a rank had to say before it ended."""
+    """What a rank had to say before it ended.
+
+    Attributes:
+        summary: Its error in one line, the same when it comes again.
+        is_echo: Whether it only says that another rank has failed.
+    """
 
     rank: int
     time: float
     message: str
+    summary: str
     exit_code: int
     is_traceback: bool
+    is_echo: bool
 
 
 def launch_local(arguments: Sequence[str], processes: int, *, cores: int, restarts: Restarts | None = None) -> int:
@@ -250,14 +257,10 @@ def _conclude(launch: _Launch, errors: list[RankError]) -> _Outcome:
         print(f"paceline: {label}{first.message}", file=sys.stderr)
     for error in others:
         if error.message != first.message or silent:
-            print(f"paceline: rank {error.rank} then: {_last_line(error.message)}", file=sys.stderr)
+            print(f"paceline: rank {error.rank} then: {error.summary}", file=sys.stderr)
     if silent:
         return _Outcome(1, None if mistake else causes[0])
-    return _Outcome(first.exit_code, _last_line(first.message) if first.exit_code == 1 else None)
-
-
-def _last_line(message: str) -> str:
-    return message.strip().splitlines()[-1]
+    return _Outcome(first.exit_code, first.summary if first.exit_code == 1 else None)
 
 
 def _ending_of(code: int) -> str:
@@ -268,9 +271,9 @@ def _ending_of(code: int) -> str:
 
 
 def read_errors(directory: Path) -> list[RankError]:
-    """Errors left by ranks, the earliest first."""
+    """Errors left by ranks, the earliest first, and then those that only tell of another's."""
     errors = [RankError(**json.loads(path.read_text())) for path in directory.glob("rank-*.json")]
-    return sorted(errors, key=lambda error: error.time)
+    return sorted(errors, key=lambda error: (error.is_echo, error.time))
 
 
 def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
@@ -292,13 +295,22 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "rank": rank,
         "time": time.time(),
         "message": message,
+        "summary": _summary(error),
         "exit_code": code,
         "is_traceback": not mistake,
+        "is_echo": isinstance(error, OtherProcessError),
     }
     partial = Path(directory) / f".rank-{rank}"
     partial.write_text(json.dumps(record))
     partial.rename(Path(directory) / f"rank-{rank}.json")
     return code
+
+
+def _summary(error: BaseException) -> str:
+    """An error's one line: without notes, which tell more of the moment than of the error."""
+    if isinstance(error, PacelineError):
+        return str(error).strip().splitlines()[-1]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def _place(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -311,18 +323,20 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE_WITHOUT_LAUNCHER_SECONDS) -> None:
-    """In a rank: ask this process to stop if its launcher dies, so that no orphan trains on.
+    """In a rank: ask this process to stop if its launcher or torchrun dies, so that no orphan trains on.
 
     Args:
-        environ: The environment, in which the launcher has left its process id.
+        environ: The environment, in which our launcher has left its process id, and torchrun a run's.
         grace_seconds: The process ends at once if it is still there after this: it may wait for a rank that is gone.
     """
-    launcher = environ.get(_LAUNCHER_PID)
-    if launcher is None:
+    launcher = int(environ.get(_LAUNCHER_PID, 0))
+    if not launcher and "TORCHELASTIC_RUN_ID" in environ and is_torchrun(os.getppid()):
+        launcher = os.getppid()
+    if not launcher:
         return
 
     def watch() -> None:
-        while os.getppid() == int(launcher):
+        while os.getppid() == launcher:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_seconds)

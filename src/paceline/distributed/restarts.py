@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import DataError, ModelError, RecipeError
+from paceline.errors import DataError, ModelError, RecipeError, RunDirectoryError
 
 # Found by every process alike, from what the user wrote. Others may pass: a peer that is late, a directory in use.
 _MISTAKES = (RecipeError, DataError, ModelError)
@@ -74,17 +74,16 @@ def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step that a run has a record of; -1 if it has none.
-
-    Raises:
-        RunDirectoryError: If the records cannot be read.
-    """
+    """The last step that a run has a record of; -1 if it has none that can be read."""
     # Here, so that a launch that needs no restart loads no library of records.
     from paceline.records.reader import read_events
     from paceline.records.run_directory import RunDirectory
 
     path = RunDirectory(run_dir).events
-    return max((event["step"] for event in read_events(path)), default=-1) if path.is_file() else -1
+    try:
+        return max((event["step"] for event in read_events(path)), default=-1) if path.is_file() else -1
+    except RunDirectoryError:
+        return -1  # the next start says what is wrong with them
 
 
 def meets_every_start(error: BaseException) -> bool:
@@ -100,12 +99,13 @@ def end_torchrun(environ: Mapping[str, str]) -> None:
     """
     first = environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     # One of a host's processes asks, since a second signal would break torchrun's own clearing up.
-    if first and environ.get("LOCAL_RANK") == "0" and _is_torchrun(os.getppid()):
+    if first and environ.get("LOCAL_RANK") == "0" and is_torchrun(os.getppid()):
         sys.stderr.flush()
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def _is_torchrun(pid: int) -> bool:
+def is_torchrun(pid: int) -> bool:
+    """Whether a process is torchrun."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

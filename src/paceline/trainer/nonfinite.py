@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
+from paceline.distributed.exact_buffers import buffers_of, put_back
 from paceline.distributed.strategy import VOTE_LAG, VoteReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train
@@ -74,7 +75,8 @@ class NonFiniteGuard:
         self._late = late or VoteReader(device)
         self._found = False
         self._clean, self._spoiled = torch.zeros(()), torch.ones(())
-        self._buffers = list(network.buffers()) if self.skips else []
+        self._places = list(buffers_of(network)) if self.skips else []
+        self._buffers = [tensor for *_, tensor in self._places]
         self._before = [torch.empty_like(each) for each in self._buffers]
         self._losses: deque[list[tuple[torch.Tensor, SampleIds]]] = deque(maxlen=VOTE_LAG + 1)
 
@@ -83,6 +85,7 @@ class NonFiniteGuard:
         self._found = False
         self._losses.append([])
         if self._buffers:
+            self._hold_buffers()
             torch._foreach_copy_(self._before, self._buffers)
 
     def mark(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor | None:
@@ -108,6 +111,7 @@ class NonFiniteGuard:
         if self._waits:
             self._found = found.item() > 0
             if self._found and self._buffers:
+                self._hold_buffers()
                 torch._foreach_copy_(self._buffers, self._before)
             return not self._found
         if all(group.get("fused") for group in self._optimizer.param_groups):
@@ -149,6 +153,11 @@ class NonFiniteGuard:
                 f"{what} {place}, and {progress.nonfinite} steps were not taken for such a reason, more than "
                 f"train.max_nonfinite={self._most}; {_REMEDY}."
             )
+
+    def _hold_buffers(self) -> None:
+        """Bring back the tensors that hold the buffers, where a forward pass has put others in their place."""
+        for place in self._places:
+            put_back(*place)
 
     def _marked(self, value: torch.Tensor) -> torch.Tensor:
         if self._on_host:

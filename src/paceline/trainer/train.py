@@ -102,7 +102,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     """
     started = time.perf_counter()
     recipe, everyone = loaded.recipe, read_launch(os.environ)
-    _check_restarts(everyone, options.run_dir)
+    _check_restarts(everyone, options)
     launch = without_spares(everyone, recipe)
     if launch is None:
         assert options.run_dir is not None  # which _check_restarts sees to
@@ -141,13 +141,21 @@ def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: floa
             return _run(setting, loaded, opening)
 
 
-def _check_restarts(launch: Launch, run_dir: Path | None) -> None:
+def _check_restarts(launch: Launch, options: Options) -> None:
     """Processes that may be started again must then find what they had done.
 
     Raises:
-        LaunchError: If they would not, since every start would choose a run directory of its own.
+        LaunchError: If they would not, since every start would choose a run directory of its own, or go back.
     """
-    if launch.comes_again is not None and run_dir is None:
+    if launch.comes_again is None:
+        return
+    if options.resume != "auto":
+        raise LaunchError(
+            f"torchrun was started with {launch.comes_again} and may start these processes again, and each time they "
+            f"would do what --resume {options.resume} says; run it with --max-restarts=0 and a fixed --nnodes first, "
+            "and from then on without --resume."
+        )
+    if options.run_dir is None:
         raise LaunchError(
             f"torchrun was started with {launch.comes_again} and may start these processes again, but they would begin "
             "a new run each time; name a directory with --run-dir."
@@ -190,11 +198,8 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
             _announce(run, loaded, opening)
             _load(run)
             result = _fit(run)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                # The last good state may be on its way to the disk. A slow one must not keep back the error: what is
-                # not written by then is finished when the interpreter ends.
-                run.writer.wait(timeout_seconds=_PATIENCE_SECONDS)
+        except BaseException as error:
+            _wait_for_save(run, error)
             _conclude_failed(run)
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
@@ -203,6 +208,18 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
         run.writer.close()
         run.recorder.close()
         return result
+
+
+def _wait_for_save(run: Run, error: BaseException) -> None:
+    """The last good state may be on its way to the disk when an error ends the run."""
+    try:
+        run.writer.wait(timeout_seconds=_PATIENCE_SECONDS)
+    except TimeoutError:
+        # A slow disk must not keep back the error; the save is finished when the interpreter ends.
+        return
+    except Exception as lost:  # noqa: BLE001  # whatever it is, the error under way came first
+        if lost is not error:
+            error.add_note(f"(the checkpoint under way was not written either: {lost})")
 
 
 def _fit(run: Run) -> TrainResult:

@@ -56,6 +56,18 @@ def test_the_same_memory_is_used_again_while_shapes_stay() -> None:
     assert third["b"][0].data_ptr() == second["b"][0].data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_tensors_that_no_file_holds_are_left_to_be_refused_by_name() -> None:
+    copies = HostCopies()
+    state = {"sparse": torch.eye(3).to_sparse_csr(), "conjugate": torch.tensor([1 + 2j]).conj()}
+    taken = copies.take("state", {**state, "meta": torch.empty(3, device="meta")})
+    copies.settle()
+    assert taken["sparse"].layout == torch.sparse_csr
+    assert taken["meta"].is_meta
+    assert taken["conjugate"].tolist() == [1 - 2j]
+    assert not taken["conjugate"].is_conj()
+
+
 def test_a_parameter_leaves_its_gradient_behind() -> None:
     taken = snapshot(HostCopies(), {"a": torch.nn.Parameter(torch.ones(2))})["a"]
     assert not taken.requires_grad

@@ -128,6 +128,15 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
     assert all(torch.equal(a, b) for a, b in zip(gradients[0][1:], gradients[1][1:], strict=True))
 
 
+def test_a_parameter_that_was_frozen_since_has_no_gradient(pair: tuple[Net, ExactDataParallel]) -> None:
+    """An optimizer would let it decay."""
+    network, strategy = pair
+    frozen = next(network.parameters()).requires_grad_(False)
+    take_step(strategy, network)
+    assert frozen.grad is None
+    assert all(each.grad is not None for each in network.parameters() if each.requires_grad)
+
+
 def test_the_vote_is_heard_once_the_step_is_combined(pair: tuple[Net, ExactDataParallel]) -> None:
     network, strategy = pair
     assert strategy.agreed(Wish()) == Wish()

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.distributed.local_launch import report_error
-from paceline.errors import DataError
+from paceline.distributed.local_launch import read_errors, report_error
+from paceline.errors import DataError, OtherProcessError
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
@@ -206,3 +206,15 @@ def test_the_launcher_is_told_which_rank_failed(tmp_path: Path) -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "PACELINE_ERROR_DIRECTORY": str(tmp_path)}
     assert report_error(DataError("no such data"), {**os.environ, **environ}) == 2
     assert json.loads((tmp_path / "rank-1.json").read_text())["message"] == "no such data"
+
+
+def test_the_cause_comes_before_its_echo_and_is_told_without_its_notes(tmp_path: Path) -> None:
+    environ = {**os.environ, "WORLD_SIZE": "2", "PACELINE_ERROR_DIRECTORY": str(tmp_path)}
+    assert report_error(OtherProcessError("the first process failed"), {**environ, "RANK": "1"}) == 1
+    error = RuntimeError("lost\nin space")
+    error.add_note("(after 3.2 s)")
+    assert report_error(error, {**environ, "RANK": "0"}) == 1
+    cause, echo = read_errors(tmp_path)
+    assert (cause.rank, cause.summary, cause.is_echo) == (0, "RuntimeError: lost", False)
+    assert "(after 3.2 s)" in cause.message
+    assert (echo.rank, echo.summary) == (1, "the first process failed")

@@ -70,6 +70,18 @@ def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(gro
         assert strategy.agreed(Wish()) == wish
 
 
+def test_a_network_may_be_called_in_between_without_a_gradient(group: Collectives) -> None:
+    """A teacher's part, or a trial: only the passes that the loss comes of carry the votes."""
+    network, batch = net(), torch.randn(6, 4)
+    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    for _ in range(2):
+        loss = strategy.model(batch).square().mean() + strategy.model(-batch).square().mean()
+        with torch.no_grad():
+            strategy.model(batch)
+        strategy.with_vote(loss, lambda: Wish(save=True), is_last=True).backward()
+        assert strategy.agreed(Wish()) == Wish(save=True)
+
+
 def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
     network = net()
     names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]

@@ -72,7 +72,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         from dataclasses import replace
         from paceline.distributed.data_parallel import DataParallel
         from paceline.distributed.strategy import Wish
-        from paceline.errors import LaunchError
+        from paceline.errors import LaunchError, OtherProcessError
         from paceline.world import World
 
         collectives = join(launch, CPU)
@@ -102,6 +102,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             answer["means"].append(network[1].running_mean.tolist())
 
         try:
+            collectives.on_first(lambda: 1 // 0)
+        except (ZeroDivisionError, OtherProcessError) as error:
+            answer["failed"] = collectives.gather(f"{type(error).__name__}: {error}")
+
+        try:
             join(replace(launch, world=World()), CPU)
         except LaunchError as error:
             answer["error"] = str(error)
@@ -122,6 +127,12 @@ def test_one_broadcast_carries_tensors_of_every_kind(told: dict[str, Any]) -> No
 def test_buffers_that_were_just_made_equal_are_not_sent_again(told: dict[str, Any]) -> None:
     assert told["calls"] == [1, 2]
     assert told["means"][0] != told["means"][1]
+
+
+def test_an_error_of_the_first_process_is_an_error_of_the_others_and_no_mistake(told: dict[str, Any]) -> None:
+    here, there = told["failed"]
+    assert here.startswith("ZeroDivisionError: ")
+    assert there.startswith("OtherProcessError: the first process failed: ZeroDivisionError(")
 
 
 def test_a_group_of_another_size_is_refused(told: dict[str, Any]) -> None:

@@ -36,16 +36,25 @@ SKIP = {
 
 
 class Poisoned(nn.Module):
-    """A network with BatchNorm whose input is no number in some forward passes of training, counted from 1."""
+    """A network whose input is no number in some forward passes of training, counted from 1.
+
+    It has buffers that a forward pass changes (BatchNorm's), and one that it puts another tensor in the place of.
+    """
+
+    mean: torch.Tensor
 
     def __init__(self, calls: set[int]) -> None:
         super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
         self.poisoned, self.calls = calls, 0
         self.body = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += self.training and torch.is_grad_enabled()
-        return self.body(x * NAN if self.training and self.calls in self.poisoned else x)
+        x = x * NAN if self.training and self.calls in self.poisoned else x
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return self.body(x)
 
 
 def spoiled(positions: set[int], by: float = NAN) -> Callable[[Batch, torch.Tensor], torch.Tensor | None]:

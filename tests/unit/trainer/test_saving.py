@@ -103,6 +103,27 @@ def test_a_save_that_fails_ends_the_run_after_the_next_step(
     assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
 
 
+def test_a_save_that_fails_is_told_beside_another_error(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], disk: Any, runs: Path
+) -> None:
+    refused = threading.Event()
+
+    def refuse() -> None:
+        refused.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def on_loss(batch: Batch, _: torch.Tensor) -> None:
+        if batch.slice.step == 3:  # the step after the save
+            assert refused.wait(20)
+            raise ValueError("of one's own")
+
+    disk(refuse)
+    with pytest.raises(ValueError, match="of one's own") as caught:
+        train_tiny("run", EVERY_THIRD, task=tiny_task(on_loss=on_loss))
+    assert "(the checkpoint under way was not written either: " in caught.value.__notes__[-1]
+    assert "No space left" in caught.value.__notes__[-1]
+
+
 def test_a_save_that_fails_at_the_end_is_no_success(train_tiny: Callable[..., Any], disk: Any, runs: Path) -> None:
     def refuse() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,0 +1,28 @@
+"""A file of any size reaches the device in pieces, so that a slow disk is seen to get on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import durable
+
+
+def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "_PIECE_BYTES", 1000)
+    sizes, real = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    content = os.urandom(5300)
+    facts = durable.write_file(tmp_path / "file", [content[:300], memoryview(content)[300:4600], content[4600:]])
+    assert (tmp_path / "file").read_bytes() == content
+    assert facts == durable.FileFacts(5300, hashlib.sha256(content).hexdigest())
+    assert sizes[-1] == 5300
+    assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) < 2000
