@@ -276,7 +276,10 @@ def test_an_error_says_on_which_host_and_in_which_step_with_which_samples(faulty
         rf"\n\(rank 1 on {HOST}, in forward of step 5, with (\S+/photos/train/\w+/\d+.png(, )?){{4}}\)", done.err
     )
     # The other one knows by then why its exchange broke off.
-    assert re.search(rf"paceline: rank 0 then: \(rank 1 on {HOST}, in forward of step 5, had failed: ZeroDiv", done.err)
+    _, then, heard = done.err.partition("paceline: rank 0 then: RuntimeError: ")
+    assert then
+    assert re.search(rf"^\(rank 0 on {HOST}, in \w+ of step 5, with ", heard, re.MULTILINE)
+    assert re.search(rf"^\(rank 1 on {HOST}, in forward of step 5, had failed: ZeroDiv", heard, re.MULTILINE)
 
 
 @pytest.mark.thorough

@@ -23,7 +23,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table, program
-from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
+from paceline.recipe.load import LoadedRecipe, load_recipe, named_code, to_tree
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -135,11 +135,11 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         if as_json:
             print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
         else:
-            _show_result(result)
+            _show_result(result, names_code=bool(named_code(loaded.recipe)))
     return _STOPPED if result.status == "stopped" else 0
 
 
-def _show_result(result: TrainResult) -> None:
+def _show_result(result: TrainResult, *, names_code: bool) -> None:
     summary, run_dir = result.summary, result.run_dir
     if result.was_complete:
         click.echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
@@ -152,7 +152,7 @@ def _show_result(result: TrainResult) -> None:
         click.echo(f"Run the same command with --run-dir {run_dir} to go on.")
         return
     click.echo("Next:")
-    click.echo(f"  {program()} evaluate {run_dir}")
+    click.echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
     click.echo(f"  {program()} audit {run_dir}")
 
 

@@ -47,6 +47,7 @@ class RankError:
 
     Attributes:
         summary: Its error in one line, the same when it comes again.
+        notes: Where it was then, and what it knew of the others.
         is_echo: Whether it only says that another rank has failed.
     """
 
@@ -54,6 +55,7 @@ class RankError:
     time: float
     message: str
     summary: str
+    notes: list[str]
     exit_code: int
     is_traceback: bool
     is_echo: bool
@@ -257,7 +259,7 @@ def _conclude(launch: _Launch, errors: list[RankError]) -> _Outcome:
         print(f"paceline: {label}{first.message}", file=sys.stderr)
     for error in others:
         if error.message != first.message or silent:
-            print(f"paceline: rank {error.rank} then: {error.summary}", file=sys.stderr)
+            print("\n".join([f"paceline: rank {error.rank} then: {error.summary}", *error.notes]), file=sys.stderr)
     if silent:
         return _Outcome(1, None if mistake else causes[0])
     return _Outcome(first.exit_code, first.summary if first.exit_code == 1 else None)
@@ -284,8 +286,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     rank, world_size = _place(environ)
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    message = f"{error}{notes}" if mistake else "".join(traceback.format_exception(error))
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    message = "\n".join([str(error), *notes]) if mistake else "".join(traceback.format_exception(error))
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
         prefix = f"rank {rank}: " if world_size > 1 else ""
@@ -296,6 +298,7 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "time": time.time(),
         "message": message,
         "summary": _summary(error),
+        "notes": notes,
         "exit_code": code,
         "is_traceback": not mistake,
         "is_echo": isinstance(error, OtherProcessError),

@@ -123,7 +123,8 @@ def merge(
             below_it = {} if isinstance(value, _Afresh) else dict(merged.get(key, {}))
             merged[key] = merge(below_it, value, notices, inner, f"{path}{key}.")
         elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = {**merged[key], **value}
+            taken = {name for name, given in value.items() if given is None and name in merged[key]}
+            merged[key] = {name: given for name, given in {**merged[key], **value}.items() if name not in taken}
         else:
             merged[key] = value
     return merged
@@ -135,9 +136,10 @@ def _drop_old_choices(
     for key in list(merged):
         belongs = _metadata(section, key, Belongs)
         chosen_anew = belongs is not None and belongs.to in above and above[belongs.to] != merged.get(belongs.to)
-        if belongs is not None and chosen_anew and key not in above:
-            choice = f"{path}{belongs.to}={above[belongs.to]}"
-            notices.append(f"{path}{key}={merged.pop(key)} dropped: {choice} is another choice than it was meant for")
+        if belongs is not None and chosen_anew:
+            old, choice = merged.pop(key), f"{path}{belongs.to}={above[belongs.to]}"
+            if old != above.get(key):
+                notices.append(f"{path}{key}={old} dropped: {choice} is another choice than it was meant for")
             continue
         applies = applies_of(section, key)
         if applies is None or applies.to not in above or key in above:

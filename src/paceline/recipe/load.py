@@ -124,6 +124,11 @@ def refuse_training_overrides(overrides: Overrides) -> None:
             raise RecipeError(f"override '{key}' has no effect: saved weights are scored, not trained. Remove it.")
 
 
+def named_code(recipe: Recipe) -> list[str]:
+    """What a recipe would import: a task, a model or a dataset of the user's own."""
+    return [name for name in (recipe.task, recipe.model.name, recipe.data.dataset) if is_reference(name)]
+
+
 def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool) -> None:
     """Refuse code that a stored recipe names, unless the user trusts it or has named it again in an override.
 

@@ -75,7 +75,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
         network = build_network(recipe, task, placement)
-        _check_network(network, recipe)
+        check_network(network, recipe)
         prepared = Prepared(
             recipe=recipe,
             plan=replace(plan, parameters=parameter_count(network)),
@@ -123,7 +123,7 @@ def place(network: nn.Module, placement: Placement) -> nn.Module:
     return network.to(device=placement.device, memory_format=memory_format)  # type: ignore[call-overload,no-any-return]  # torch's stub lacks it
 
 
-def _check_network(network: nn.Module, recipe: Recipe) -> None:
+def check_network(network: nn.Module, recipe: Recipe) -> None:
     """Find out whether a network can be trained as the recipe asks.
 
     Raises:

@@ -132,5 +132,6 @@ class Recorder:
         if new and count > run.recipe.data.max_broken:
             raise DataError(
                 f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "
-                f"data.max_broken={run.recipe.data.max_broken}; repair or remove the file, or raise data.max_broken."
+                f"data.max_broken={run.recipe.data.max_broken}; raise that to go on without them, or repair or remove "
+                "them and begin in another --run-dir."
             )

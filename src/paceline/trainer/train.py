@@ -18,7 +18,8 @@ from paceline import __version__
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
-from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, TrainingError
+from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
+from paceline.models.build import parameter_count
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -32,7 +33,7 @@ from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
-from paceline.trainer.preparation import Prepared, plan_run, prepare
+from paceline.trainer.preparation import Prepared, check_network, plan_run, prepare
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
@@ -86,11 +87,21 @@ class Options:
 
 
 def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
-    """The plan of a recipe, for this world or a world of any size, without training."""
+    """The plan of a recipe, for this world or a world of any size, without training.
+
+    Raises:
+        PacelineError: For the mistakes that training would find before it begins, those of a network's name or options
+            too.
+    """
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else _first_of(world_size)
     device = choose_device(loaded.recipe.parallel.device, world)
-    return plan_run(loaded.recipe, build_task(loaded.recipe), describe_machine(device), world)
+    # A run that goes on, or that others will start where there are weights to be had, needs none to be planned.
+    task = build_task(_without_initial_weights(loaded.recipe))
+    plan = plan_run(loaded.recipe, task, describe_machine(device), world)
+    network = task.build_model()
+    check_network(network, loaded.recipe)
+    return replace(plan, parameters=parameter_count(network))
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
@@ -200,7 +211,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
             result = _fit(run)
         except BaseException as error:
             _wait_for_save(run, error)
-            _conclude_failed(run)
+            _conclude_failed(run, error)
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
                 run.recorder.close()
@@ -294,11 +305,13 @@ def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
 
-def _conclude_failed(run: Run) -> None:
+def _conclude_failed(run: Run, error: BaseException) -> None:
     """Leave a summary of a failed run behind, if that is still possible; the error itself matters more."""
     if not run.world.is_first:
         return
     with contextlib.suppress(Exception):
+        message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        run.recorder.write(IncidentEvent(**run.progress.here, incident="failure", message=message))
         run.recorder.flush()
         summary = summarise(run, "failed", "error")
         write_json(run.directory.summary, summary.to_json())

@@ -310,6 +310,21 @@ def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -
     assert load_recipe(path, ["optimizer.name=adamw"]).recipe.optimizer.betas == (0.8, 0.9)
 
 
+def test_another_model_has_the_options_of_its_own_layer_only(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: {name: small_resnet, options: {width: 4, stages: 1}}\n")
+    path = write(tmp_path, "mine.yaml", "base: base.yaml\nmodel: {name: resnet18, options: {drop_rate: 0.1}}\n")
+    loaded = load_recipe(path, [])
+    assert loaded.recipe.model.options == {"drop_rate": 0.1}
+    assert [each.partition(" dropped: ")[0] for each in loaded.notices] == ["model.options={'width': 4, 'stages': 1}"]
+    overridden = load_recipe(tmp_path / "base.yaml", ["model.name=resnet18", "model.options.drop_rate=0.2"])
+    assert overridden.recipe.model.options == {"drop_rate": 0.2}
+
+
+def test_an_option_of_a_base_can_be_taken_away(tmp_path: Path) -> None:
+    path = write(tmp_path, "base.yaml", "model: {name: small_resnet, options: {width: 4, stages: 1}}\n")
+    assert load_recipe(path, ["model.options.stages=null"]).recipe.model.options == {"width": 4}
+
+
 def test_what_the_same_layer_says_is_not_dropped(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "optimizer: {name: adamw, betas: [0.8, 0.9]}\n")
     assert "has no effect" in refusal("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", source=path)

@@ -75,8 +75,9 @@ def test_by_default_the_run_stops_and_names_the_file(
         train_photos("run", {"data.backend": backend})
     message = str(caught.value)
     assert message.startswith(f"'{broken}' could not be read: ")
-    assert "1 broken sample(s) so far, and data.max_broken=0; repair or remove the file, or raise" in message
-    (incident,) = events(runs / "run", "incident")
+    assert "1 broken sample(s) so far, and data.max_broken=0; raise that to go on without them" in message
+    incident, failure = events(runs / "run", "incident")
+    assert (failure["incident"], failure["message"]) == ("failure", message)
     assert (incident["incident"], incident["path"], incident["split"]) == ("broken_sample", broken, "train")
 
 

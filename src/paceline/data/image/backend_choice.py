@@ -56,10 +56,8 @@ def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
         return data.workers, "as the recipe says"
     cores = available_cores()
     workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
-    return (
-        workers,
-        f"{cores} cores for {world.local_world_size} processes, one of each share left to training",
-    )
+    processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
+    return workers, f"{cores} cores for {processes}, one of each share left to training"
 
 
 def open_backend(
