@@ -224,7 +224,11 @@ def test_a_file_that_is_no_image(
     assert "Traceback" not in done.err
     for word in ("9.png", "data.max_broken"):
         assert word in done.err
-    print(done.err)
+    allowed = paceline_here(
+        "train", *FOLDER, "data.path=photos", *net, *shape, *brief, "data.max_broken=1", "--run-dir", "on"
+    )
+    assert allowed.code == 0
+    assert "was used, or found broken, exactly once per epoch" in paceline_here("audit", "on").out
 
 
 # ---------------------------------------------------------------------------------------------- run directories
@@ -441,6 +445,13 @@ def test_an_impossible_world(
 def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Callable[..., Any]) -> None:
     done = paceline_here("train", "digits", "batch.global_size=96", "--plan-only", "--processes", "64")
     assert_refused(done, "batch.global_size=96", "64 processes", "96")
+
+
+@pytest.mark.parametrize(
+    ("override", "word"), [("model.name=resnet5O", "Did you mean 'resnet50'"), ("model.options.widht=3", "widht")]
+)
+def test_a_plan_for_a_model_that_cannot_be_built(paceline_here: Callable[..., Any], override: str, word: str) -> None:
+    assert_refused(paceline_here("train", "digits", override, "--plan-only"), word)
 
 
 # -------------------------------------------------------------------------------------------- a process of its own

@@ -410,6 +410,22 @@ def test_audit(paceline_here: Callable[..., Any], finished: Path) -> None:
     assert "Passed" in told.out
 
 
+def test_what_comes_next_works_for_code_of_ones_own(
+    paceline: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\n"
+        "def net(num_classes, in_channels):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64 * in_channels, num_classes))\n"
+    )
+    done = paceline("train", "digits", *tiny[1:], "model={name: mine:net}", "--run-dir", "run")
+    assert done.code == 0, done.err
+    commands = done.out[done.out.index("Next:\n") :].splitlines()[1:]
+    assert len(commands) == 2
+    for command in commands:
+        assert paceline(*command.partition("paceline ")[2].split()).code == 0, command
+
+
 def test_a_reader_that_leaves_early_is_no_error(finished: Path) -> None:
     """`paceline models | head -1`"""
     command = f"{sys.executable} -m paceline models | head -1; echo ${{PIPESTATUS[0]}}"

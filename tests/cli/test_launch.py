@@ -42,6 +42,8 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--run-dir", "r", "--array", "optimizer.lr=0.1,fast"], "found 'fast'"),
         (["--run-dir", "r", "--array", "data.path=a/b,a_b"], "two values would have the same directory"),
         (["--run-dir", "r", "parallel.device=cuda"], "parallel.device=cuda needs a GPU for each process"),
+        (["model.name=resnet5O", "--run-dir", "r"], "Did you mean 'resnet50'"),
+        (["model.options.widht=3", "--run-dir", "r"], "widht"),
         ([], "Missing option '--run-dir'"),
     ],
 )
