@@ -186,14 +186,18 @@ class StopEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishEvent(Event):
-    """The processes of a run ended in order; the same facts at length are in ``summary.json``."""
+    """The processes of a run ended; the same facts at length are in ``summary.json``.
+
+    Attributes:
+        details: ``message``, where the first process failed: why.
+    """
 
     kind: ClassVar[str] = "finish"
 
     status: Status
     train_seconds: float
     total_seconds: float
-    metrics: Numbers = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 EVENT_KINDS: tuple[str, ...] = tuple(

@@ -292,15 +292,7 @@ def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
     run.collectives.barrier()
     summary = run.collectives.on_first(lambda: summarise(run, status, ending))
-    run.recorder.write(
-        FinishEvent(
-            **run.progress.here,
-            status=status,
-            train_seconds=summary.train_seconds,
-            total_seconds=summary.total_seconds,
-        )
-    )
-    run.recorder.flush()
+    _write_finish(run, summary)
     run.collectives.on_first(lambda: write_json(run.directory.summary, summary.to_json()))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
@@ -311,10 +303,23 @@ def _conclude_failed(run: Run, error: BaseException) -> None:
         return
     with contextlib.suppress(Exception):
         message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="failure", message=message))
         run.recorder.flush()
         summary = summarise(run, "failed", "error")
+        _write_finish(run, summary, message=message)
         write_json(run.directory.summary, summary.to_json())
+
+
+def _write_finish(run: Run, summary: Summary, **details: str) -> None:
+    run.recorder.write(
+        FinishEvent(
+            **run.progress.here,
+            status=summary.status,
+            train_seconds=summary.train_seconds,
+            total_seconds=summary.total_seconds,
+            details=details,
+        )
+    )
+    run.recorder.flush()
 
 
 def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:

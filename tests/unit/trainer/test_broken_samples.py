@@ -76,8 +76,9 @@ def test_by_default_the_run_stops_and_names_the_file(
     message = str(caught.value)
     assert message.startswith(f"'{broken}' could not be read: ")
     assert "1 broken sample(s) so far, and data.max_broken=0; raise that to go on without them" in message
-    incident, failure = events(runs / "run", "incident")
-    assert (failure["incident"], failure["message"]) == ("failure", message)
+    (finish,) = events(runs / "run", "finish")
+    assert (finish["status"], finish["message"]) == ("failed", message)
+    (incident,) = events(runs / "run", "incident")
     assert (incident["incident"], incident["path"], incident["split"]) == ("broken_sample", broken, "train")
 
 
