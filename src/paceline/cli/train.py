@@ -28,7 +28,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.distributed.restarts import Restarts
-    from paceline.recipe.plan import Plan
+    from paceline.recipe.plan import ParameterGroupFacts, Plan
     from paceline.trainer.train import TrainResult
 
 _STOPPED = 75
@@ -197,11 +197,18 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json
     click.echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
+    click.echo("\nParameters")
+    print_table(("which", "tensors", "numbers", "rate factor", "weight decay"), map(_group_row, plan.parameter_groups))
     if plan.reasons:
         click.echo("\nWhy")
         print_pairs(plan.reasons)
     for notice in notices:
         click.echo(f"note: {notice}")
+
+
+def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:
+    counts = (format_count(group.tensors), format_count(group.numbers))
+    return (group.parameters, *counts, f"{group.lr_factor:g}", f"{group.weight_decay:g}")
 
 
 def _plan_lines(plan: Plan) -> dict[str, str]:

@@ -1,65 +1,95 @@
-"""Which update rule moves which parameters?"""
+"""Which update rule moves the weights, and what is it set to at each step?"""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.recipe.training import Optimizer
-
-
-def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Split trainable parameters into those that decay and those that do not.
-
-    Biases and normalisation scales are the parameters of fewer than two dimensions (He et al. 2018, "Bag of
-    tricks", section 3.1); they do not decay, nor what the network itself exempts, as timm's do (position embeddings,
-    class tokens). Empty groups are left out.
-    """
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if optimizer.decay_norm_and_bias or optimizer.weight_decay == 0:
-        return [{"params": list(trainable.values()), "weight_decay": optimizer.weight_decay}]
-    patterns = list(exempt_from_decay(model))
-    free = {
-        name
-        for name, parameter in trainable.items()
-        if parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
-    groups = [
-        {"params": [p for name, p in trainable.items() if name not in free], "weight_decay": optimizer.weight_decay},
-        {"params": [p for name, p in trainable.items() if name in free], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def exempt_from_decay(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names, or shell patterns of names, that ``no_weight_decay()`` of the network gives.
-
-    A network around another one need not repeat what that one says: the outermost answer of each branch counts.
-    """
-    names = getattr(model, "no_weight_decay", None)
-    if callable(names):
-        yield from (prefix + name for name in names())
-        return
-    for child, module in model.named_children():
-        yield from exempt_from_decay(module, f"{prefix}{child}.")
+from paceline.errors import RecipeError
+from paceline.optim.parameter_groups import parameter_groups
+from paceline.optim.schedules import Courses, LearningRate, Settings
+from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Build torch's own optimizer, fused on CUDA; on the CPU torch's default, which matches a plain loop's bits."""
+    """Build torch's own optimizer, or timm's of those that torch lacks.
+
+    Those of torch that can be are fused on CUDA; on the CPU they are its default, which matches a plain loop's bits.
+
+    Raises:
+        RecipeError: If ``optimizer.options`` are not the class's.
+        ModelError: If groups are asked for that the network does not have.
+    """
+    make, options = _choose(optimizer)
+    if device.type == "cuda" and optimizer.name in ("sgd", "adamw"):
+        options["fused"] = True
     groups = parameter_groups(model, optimizer)
-    fused = True if device.type == "cuda" else None
-    if optimizer.name == "adamw":
-        return torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=fused)
-    return torch.optim.SGD(
-        groups, lr=optimizer.lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, fused=fused
+    try:
+        return make(groups, lr=optimizer.lr, **options | optimizer.options)
+    except (TypeError, ValueError) as error:
+        if not optimizer.options:
+            raise
+        raise RecipeError(
+            f"optimizer.options {optimizer.options} do not fit optimizer.name={optimizer.name}: {error}."
+        ) from error
+
+
+def _choose(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """The class, and its keyword arguments."""
+    momentum: dict[str, Any] = {"momentum": asked.momentum}
+    nesterov = momentum | {"nesterov": asked.nesterov}
+    moments = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
+    match asked.name:
+        case "sgd":
+            return torch.optim.SGD, nesterov
+        case "adamw":
+            return torch.optim.AdamW, moments
+        case "rmsprop":
+            make = _of_timm("RMSpropTF") if asked.eps_inside_sqrt else torch.optim.RMSprop
+            return make, momentum | {"alpha": asked.alpha, "eps": moments["eps"]}
+        case "adafactor":
+            return torch.optim.Adafactor, {}
+        case "lamb":
+            # Its own clipping is off: optimizer.clip_norm is the one place for that.
+            return _of_timm("Lamb"), moments | {"max_grad_norm": None}
+        case "lars":
+            return _of_timm("Lars"), nesterov | {"trust_coeff": asked.trust_coefficient}
+        case "lion":
+            return _of_timm("Lion"), {"betas": moments["betas"]}
+        case "muon":
+            return _of_timm("Muon"), nesterov | {"betas": moments["betas"]}
+
+
+def _of_timm(name: str) -> Callable[..., torch.optim.Optimizer]:
+    made: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("timm.optim"), name)
+    return made
+
+
+def build_courses(recipe: Recipe, plan: Plan) -> Courses:
+    """All that the schedule moves, with the plan's numbers."""
+    asked, schedule = recipe.optimizer, recipe.schedule
+    start = asked.moment_decay[0] if asked.name in ("adamw", "lamb", "lion") else asked.momentum
+    return Courses(
+        learning_rate=LearningRate.of(schedule, plan),
+        momentum=None if schedule.momentum.name == "constant" else (schedule.momentum, start),
+        weight_decay=None if schedule.weight_decay.name == "constant" else (schedule.weight_decay, asked.weight_decay),
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give every group the schedule's value."""
+def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Give every group the step's values."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = settings.learning_rate * group["lr_factor"]
+        if settings.momentum is not None:
+            if "momentum" in group:
+                group["momentum"] = settings.momentum
+            else:
+                group["betas"] = (settings.momentum, *group["betas"][1:])
+        if settings.weight_decay is not None and group["decay_moves"]:
+            group["weight_decay"] = settings.weight_decay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -92,6 +93,11 @@ class Belongs:
 STRICT: ConfigDict = ConfigDict(extra="forbid")
 
 
+def _holds_sections(value: dict[Any, Any]) -> bool:
+    # Options of the user's own are taken as they are.
+    return any(map(dataclasses.is_dataclass, value.values()))
+
+
 def plain(value: Any) -> Any:
     """Turn a validated value into what YAML and JSON can hold; None (an option that is off) becomes ``off``."""
     match value:
@@ -101,4 +107,8 @@ def plain(value: Any) -> Any:
             return str(value)
         case tuple() | list():
             return [plain(item) for item in value]
+        case dict():
+            return {key: plain(item) for key, item in value.items()} if _holds_sections(value) else value
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value

@@ -159,11 +159,16 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
             if not applies.allow(choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={choice}; it needs "
-                    f"{path}{applies.to}={' or '.join(str(option) for option in applies.values)}. "
+                    f"{path}{applies.to}={_either(applies.values)}. "
                     f"Remove it (on the command line: {path}{key}=null)."
                 )
         if subsection(section, key) is not None:
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
+
+
+def _either(values: tuple[object, ...]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[str, str]) -> tuple[str, ...]:

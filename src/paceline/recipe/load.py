@@ -311,6 +311,10 @@ def _sentences(error: ValidationError, where: str) -> str:
         if item["type"] == "value_error":  # one of our own rules, whose message is a whole sentence
             sentences[key] = item["msg"].removeprefix("Value error, ")
             continue
+        if item["type"] == "unexpected_keyword_argument":
+            *_, where_in, unknown = item["loc"]
+            sentences[key] = f"found the key {unknown!r} in {where_in!r}, which is none that can stand there"
+            continue
         rule = _RULES.get(item["type"], item["msg"]).removeprefix("Input should be ")
         rules.setdefault(key, []).append(f"it must be {rule}")
         sentences[key] = f"found {item['input']!r}, but {_either(rules[key])}"

@@ -13,6 +13,8 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.layers import applies_of
+from paceline.recipe.rates import Lengths, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
@@ -66,10 +68,30 @@ class LearningRatePoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroupFacts:
+    """Parameters that the optimizer treats alike.
+
+    Attributes:
+        parameters: Which: a pattern of the recipe, or in words.
+        tensors: How many there are.
+        numbers: How many numbers they hold.
+        lr_factor: Factor on the schedule's learning rate.
+        weight_decay: Their weight decay.
+    """
+
+    parameters: str
+    tensors: int
+    numbers: int
+    lr_factor: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
+    ``first_lr`` is the learning rate that the warm-up begins with, None where that is its first step.
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
 
@@ -92,8 +114,12 @@ class Plan:
     last_step_samples: int
     total_steps: int
     total_epochs: float
+    peak_lr: float
+    first_lr: float | None
     warmup_steps: int
     milestone_steps: tuple[int, ...]
+    period_steps: int | None
+    decay_steps: int
     evaluate_every_steps: int | None
     evaluation_batch_size: int
     checkpoint_every_steps: int | None
@@ -101,6 +127,7 @@ class Plan:
     log_every_steps: int
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
+    parameter_groups: tuple[ParameterGroupFacts, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
 
@@ -143,8 +170,9 @@ def make_plan(
         reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
     steps_per_epoch = math.ceil(data.train_samples / batch)
     last_step = data.train_samples - (steps_per_epoch - 1) * batch
-    lengths = _Lengths(data.train_samples, batch)
+    lengths = Lengths(data.train_samples, batch)
     total = lengths.total(recipe.train.duration)
+    rates = plan_schedule(recipe, lengths, total, reasons)
     if total >= steps_per_epoch and last_step // (batch // micro) < 2:
         reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
     return Plan(
@@ -167,15 +195,19 @@ def make_plan(
         last_step_samples=last_step,
         total_steps=total,
         total_epochs=total / steps_per_epoch,
-        warmup_steps=lengths.within("schedule.warmup", recipe.schedule.warmup, total),
-        milestone_steps=tuple(lengths.within("schedule.milestones", m, total) for m in recipe.schedule.milestones),
+        peak_lr=rates.peak_lr,
+        first_lr=rates.first_lr,
+        warmup_steps=rates.warmup_steps,
+        milestone_steps=rates.milestone_steps,
+        period_steps=rates.period_steps,
+        decay_steps=rates.decay_steps,
         evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
         evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
-        unused=unused_keys(recipe, data, world_size),
+        unused=unused_keys(recipe, data, world_size) | unused_in_schedule(recipe, rates),
     )
 
 
@@ -196,6 +228,7 @@ def _in_seconds(checkpoint: Checkpoint, reasons: dict[str, str]) -> float | None
 _ALWAYS_TOLD = (
     "batch.global_size",
     "batch.tail",
+    "optimizer.lr",
     "evaluate.top_k",
     "evaluate.every",
     "data.validation",
@@ -207,7 +240,10 @@ def _is_open(recipe: Recipe, key: str) -> bool:
     """Whether a reason answers a question that the recipe left open."""
     if key in _ALWAYS_TOLD:
         return True
-    return _asked(recipe, key) == "auto"
+    section, _, name = key.partition(".")
+    applies = applies_of(type(getattr(recipe, section)), name) if name else None
+    has_effect = applies is None or applies.allow(_asked(recipe, f"{section}.{applies.to}"))
+    return has_effect and _asked(recipe, key) == "auto"
 
 
 def _unused_with_fp16() -> dict[str, str]:
@@ -260,43 +296,6 @@ def _check_evaluation(recipe: Recipe, data: DataFacts, reasons: dict[str, str]) 
         )
     if data.evaluation_samples == 0:
         reasons["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
-
-
-@dataclass(frozen=True)
-class _Lengths:
-    samples_per_epoch: int
-    global_batch_size: int
-
-    def steps(self, length: Duration, total: int | None) -> int:
-        return length.to_steps(
-            samples_per_epoch=self.samples_per_epoch, global_batch_size=self.global_batch_size, total_steps=total
-        )
-
-    def total(self, duration: Duration) -> int:
-        try:
-            total = self.steps(duration, None)
-        except ValueError as error:
-            raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
-        if total < 1:
-            raise RecipeError(f"train.duration='{duration}' comes to no step at all; give at least '1 steps'.")
-        return total
-
-    def within(self, key: str, length: Duration, total: int) -> int:
-        steps = self.steps(length, total)
-        if steps > total:
-            raise RecipeError(
-                f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
-                "shorten it, or lengthen train.duration."
-            )
-        return steps
-
-    def interval(self, key: str, length: Duration | None, total: int) -> int | None:
-        if length is None:
-            return None
-        steps = self.steps(length, total)
-        if steps < 1:
-            raise RecipeError(f"{key}='{length}' comes to less than one step; give at least '1 steps'.")
-        return steps
 
 
 def resolve_precision(recipe: Recipe, machine: MachineFacts, reasons: dict[str, str]) -> str:

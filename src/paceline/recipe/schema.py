@@ -10,8 +10,10 @@ from pydantic.dataclasses import dataclass
 from paceline.recipe.data import Data
 from paceline.recipe.fields import STRICT
 from paceline.recipe.model import Model
+from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
-from paceline.recipe.training import Batch, Optimizer, Schedule, Train
+from paceline.recipe.schedule import Schedule
+from paceline.recipe.training import Batch, Train
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,10 +1,10 @@
-"""The recipe's `batch`, `optimizer`, `schedule` and `train` sections: how the weights move."""
+"""The recipe's `batch` and `train` sections: how many samples, how long, and in which numbers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
@@ -12,7 +12,6 @@ from paceline.recipe.fields import (
     Applies,
     Auto,
     Length,
-    NonNegativeFloat,
     Off,
     OpenFraction,
     PositiveFloat,
@@ -30,58 +29,6 @@ class Batch:
     """Samples per optimizer step over all processes."""
     micro_size: Auto | PositiveInt = "auto"
     """Samples per forward pass on one process; `auto` takes a process's whole share."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Optimizer:
-    """The update rule."""
-
-    name: Literal["sgd", "adamw"] = "sgd"
-    """`sgd` (with momentum) or `adamw` (Loshchilov and Hutter 2017)."""
-    lr: PositiveFloat = 0.1
-    """Peak learning rate, for the global batch as given: it is never scaled silently."""
-    weight_decay: NonNegativeFloat = 0.0
-    """L2 coefficient (`sgd`) or decoupled decay (`adamw`)."""
-    decay_norm_and_bias: Switch = False
-    """Whether weight decay also acts on biases and normalisation parameters."""
-    momentum: Annotated[OpenFraction, Applies("name", ("sgd",))] = 0.9
-    """Momentum coefficient."""
-    nesterov: Annotated[Switch, Applies("name", ("sgd",))] = False
-    """Nesterov's form of momentum."""
-    betas: Annotated[tuple[OpenFraction, OpenFraction], Applies("name", ("adamw",))] = (0.9, 0.999)
-    """Decay of the first and second moment estimates."""
-    eps: Annotated[PositiveFloat, Applies("name", ("adamw",))] = 1e-8
-    """Added to the denominator."""
-    clip_norm: Annotated[PositiveFloat | None, Off] = None
-    """Largest L2 norm of the whole gradient, or `off`."""
-
-    @model_validator(mode="after")
-    def _check_nesterov(self) -> Self:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("found nesterov=true with momentum=0, but Nesterov's form needs a momentum above 0")
-        return self
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Schedule:
-    """The learning rate as a function of the step."""
-
-    name: Literal["constant", "step", "linear", "cosine"] = "cosine"
-    """Shape after the warm-up."""
-    warmup: Length = Duration(0, "steps")
-    """Linear rise to the peak (Goyal et al. 2017)."""
-    end_lr: Annotated[NonNegativeFloat, Applies("name", ("linear", "cosine"))] = 0.0
-    """Learning rate at the run's end."""
-    milestones: Annotated[tuple[Length, ...], Applies("name", ("step",))] = ()
-    """When the rate falls, counted from the start of the run."""
-    gamma: Annotated[PositiveFloat, Applies("name", ("step",))] = 0.1
-    """Factor at each milestone."""
-
-    @model_validator(mode="after")
-    def _check_milestones(self) -> Self:
-        if self.name == "step" and not self.milestones:
-            raise ValueError("found name=step without milestones, but a step schedule needs at least one")
-        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -18,8 +18,8 @@ from paceline.distributed.collectives import Collectives, open_store
 from paceline.distributed.sightings import Pulse
 from paceline.distributed.watchdog import Hands, Watchdog
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.build import build_optimizer
-from paceline.optim.schedules import LearningRate
+from paceline.optim.build import build_courses, build_optimizer
+from paceline.optim.clipping import Clipping
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -84,7 +84,8 @@ def build_run(setting: Setting) -> Run:
         scored=scored,
         strategy=strategy,
         optimizer=optimizer,
-        learning_rate=LearningRate.of(recipe.optimizer, recipe.schedule, plan),
+        courses=build_courses(recipe, plan),
+        clipping=Clipping(network, recipe.optimizer),
         geometry=prepared.geometry,
         precision=precision,
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),

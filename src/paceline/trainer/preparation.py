@@ -21,6 +21,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.errors import ModelError, RecipeError
 from paceline.models.build import parameter_count
+from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
@@ -75,10 +76,9 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
         network = build_network(recipe, task, placement)
-        check_network(network, recipe)
         prepared = Prepared(
             recipe=recipe,
-            plan=replace(plan, parameters=parameter_count(network)),
+            plan=plan_network(plan, network, recipe),
             task=task,
             world=world,
             device=device,
@@ -102,7 +102,7 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
         raise RecipeError(
             f"evaluate.metric={recipe.evaluate.metric} is not measured; choose one of: {', '.join(names)}."
         )
-    return replace(plan, learning_rates=LearningRate.of(recipe.optimizer, recipe.schedule, plan).phases())
+    return replace(plan, learning_rates=LearningRate.of(recipe.schedule, plan).phases())
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> nn.Module:
@@ -123,12 +123,18 @@ def place(network: nn.Module, placement: Placement) -> nn.Module:
     return network.to(device=placement.device, memory_format=memory_format)  # type: ignore[call-overload,no-any-return]  # torch's stub lacks it
 
 
-def check_network(network: nn.Module, recipe: Recipe) -> None:
-    """Find out whether a network can be trained as the recipe asks.
+def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
+    """Add to a plan what only the network tells.
 
     Raises:
-        ModelError: If not.
+        ModelError: If it cannot be trained as the recipe asks.
     """
+    _check_network(network, recipe)
+    groups = describe_groups(network, recipe.optimizer)
+    return replace(plan, parameters=parameter_count(network), parameter_groups=groups)
+
+
+def _check_network(network: nn.Module, recipe: Recipe) -> None:
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]

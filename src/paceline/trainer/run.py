@@ -23,7 +23,8 @@ from paceline.distributed.strategy import VOTE_LAG, Strategy, Wish
 from paceline.distributed.watchdog import Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.schedules import LearningRate
+from paceline.optim.clipping import Clipping
+from paceline.optim.schedules import Courses
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
@@ -69,7 +70,8 @@ class Run:
     scored: Mapping[str, Any]
     strategy: Strategy
     optimizer: torch.optim.Optimizer
-    learning_rate: LearningRate
+    courses: Courses
+    clipping: Clipping
     geometry: StepGeometry
     precision: Precision
     guard: NonFiniteGuard
@@ -149,13 +151,3 @@ class Run:
     def best_metric(self) -> Metric:
         """The metric that decides which evaluation is best."""
         return next(metric for metric in self.task.metrics if metric.name == self.recipe.evaluate.metric)
-
-    def clip_gradients(self, *, measure: bool) -> torch.Tensor | None:
-        """Clip the gradient if asked; its norm, where it was measured, stays on the device."""
-        limit = self.recipe.optimizer.clip_norm
-        if limit is not None:
-            return nn.utils.clip_grad_norm_(self.network.parameters(), limit)
-        if not measure:
-            return None
-        gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients)

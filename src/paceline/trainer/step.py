@@ -11,7 +11,7 @@ from paceline.data.batch import Batch
 from paceline.data.random_draws import seed_of
 from paceline.data.slices import SampleSlice
 from paceline.distributed.strategy import MicroBatch
-from paceline.optim.build import set_learning_rate
+from paceline.optim.build import apply_settings
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -21,7 +21,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     """Use one global batch; False if the step was not taken: fp16 gradients overflowed, or a loss was no number."""
     run.guard.begin_step()
     run.pulse.begin_step(run.progress.position + 1)
-    set_learning_rate(run.optimizer, run.learning_rate(run.progress.step))
+    apply_settings(run.optimizer, run.courses.at(run.progress.step))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
         with run.strategy.micro_batch(_place_of(batch)):
@@ -73,8 +73,8 @@ def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
 
 def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
-    run.window.grad_norm = run.clip_gradients(measure=run.due(run.plan.log_every_steps, ahead=1))
-    clip_norm = None if run.recipe.optimizer.clip_norm is None else run.window.grad_norm
+    run.window.grad_norm = run.clipping(measure=run.due(run.plan.log_every_steps, ahead=1))
+    clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)
     if stepped and run.ema is not None:

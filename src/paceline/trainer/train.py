@@ -19,7 +19,6 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
-from paceline.models.build import parameter_count
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -33,7 +32,7 @@ from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
-from paceline.trainer.preparation import Prepared, check_network, plan_run, prepare
+from paceline.trainer.preparation import Prepared, plan_network, plan_run, prepare
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
@@ -100,8 +99,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     task = build_task(_without_initial_weights(loaded.recipe))
     plan = plan_run(loaded.recipe, task, describe_machine(device), world)
     network = task.build_model()
-    check_network(network, loaded.recipe)
-    return replace(plan, parameters=parameter_count(network))
+    return plan_network(plan, network, loaded.recipe)
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:

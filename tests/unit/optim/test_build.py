@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.optim.build import build_optimizer, parameter_groups, set_learning_rate
+from paceline.errors import ModelError, RecipeError
+from paceline.optim.build import apply_settings, build_optimizer
+from paceline.optim.clipping import Clipping
+from paceline.optim.parameter_groups import describe_groups, parameter_groups
+from paceline.optim.schedules import Settings
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.training import Optimizer
+from paceline.recipe.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 
@@ -136,7 +140,8 @@ def test_it_is_torchs_own_to_the_bit(name: str) -> None:
             mine.grad = torch.randn(mine.shape, generator=generator)
             theirs.grad = mine.grad.clone()
         for optimizer in optimizers:
-            set_learning_rate(optimizer, 0.1 / (step + 1))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (step + 1)
             optimizer.step()
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -144,12 +149,207 @@ def test_it_is_torchs_own_to_the_bit(name: str) -> None:
 
 def test_every_group_gets_the_rate() -> None:
     optimizer = build_optimizer(net(), section(weight_decay=0.1), CPU)
-    set_learning_rate(optimizer, 0.25)
+    apply_settings(optimizer, Settings(learning_rate=0.25))
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_nesterov_without_momentum_is_refused_as_a_users_mistake() -> None:
-    from paceline.errors import RecipeError
-
     with pytest.raises(RecipeError, match="nesterov"):
         build_optimizer(net(), section(momentum=0, nesterov=True), CPU)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 200) -> list[torch.Tensor]:
+    """The weights after steps along the same gradients."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for each in model.parameters():
+            each.grad = torch.randn(each.shape, generator=generator) * (1 + each.detach().abs())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step / 50)
+        optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+def written_out(name: str, steps: int = 200) -> list[torch.Tensor]:
+    """The rules as their papers write them, in float64, on the same gradients."""
+    model, generator = net(), torch.Generator().manual_seed(1)
+    weights = [each.detach().double() for each in model.parameters()]
+    first = [torch.zeros_like(each) for each in weights]
+    second = [torch.ones_like(each) if name == "tensorflow's" else torch.zeros_like(each) for each in weights]
+    for step in range(steps):
+        lr = 0.01 / (1 + step / 50)
+        for w, m, v in zip(weights, first, second, strict=True):
+            g = torch.randn(w.shape, generator=generator).double() * (1 + w.abs())
+            match name:
+                case "lion":  # Chen et al. 2023, algorithm 2
+                    w.mul_(1 - lr * 0.1)
+                    w.sub_(lr * torch.sign(0.9 * m + 0.1 * g))
+                    m.mul_(0.99).add_(0.01 * g)
+                case "lamb":  # You et al. 2019, algorithm 2
+                    m.mul_(0.9).add_(0.1 * g)
+                    v.mul_(0.999).add_(0.001 * g * g)
+                    r = (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-6) + 0.1 * w
+                    w.sub_(lr * (w.norm() / r.norm() if w.norm() > 0 and r.norm() > 0 else 1.0) * r)
+                case "lars":  # You et al. 2017, algorithm 1, with the rate outside the momentum
+                    ratio = 0.001 * w.norm() / (g.norm() + 0.1 * w.norm() + 1e-8) if w.norm() > 0 else 1.0
+                    m.mul_(0.9).add_((g + 0.1 * w) * ratio)
+                    w.sub_(lr * m)
+                case "tensorflow's":
+                    g = g + 0.1 * w
+                    v.mul_(0.9).add_(0.1 * g * g)
+                    m.mul_(0.9).add_(lr * g / (v + 1e-3).sqrt())
+                    w.sub_(m)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lion", {"name": "lion"}),
+        ("lamb", {"name": "lamb"}),
+        ("lars", {"name": "lars"}),
+        ("tensorflow's", {"name": "rmsprop", "eps_inside_sqrt": True, "eps": 1e-3}),
+    ],
+)
+def test_rules_that_torch_lacks_are_as_published(name: str, options: dict[str, Any]) -> None:
+    model = net()
+    shared = {"weight_decay": 0.1, "decay_norm_and_bias": True, "lr": 0.01}
+    found = train(model, build_optimizer(model, section(**options, **shared), CPU))
+    for mine, theirs in zip(found, written_out(name), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_rmsprop_and_adafactor_are_torchs_own() -> None:
+    made = {
+        "rmsprop": (
+            {"alpha": 0.95, "eps": 1e-3, "momentum": 0.8},
+            lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.95, eps=1e-3, momentum=0.8, weight_decay=0.1),
+        ),
+        "adafactor": ({}, lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1)),
+    }
+    for name, (options, make) in made.items():
+        ours, plain = net(), net()
+        shared = {"name": name, "weight_decay": 0.1, "decay_norm_and_bias": True}
+        found = train(ours, build_optimizer(ours, section(**shared, **options), CPU), 30)
+        for mine, theirs in zip(found, train(plain, make(plain.parameters()), 30), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_muon_moves_matrices_by_orthogonal_steps_and_the_rest_by_adamw() -> None:
+    ours, plain = net(), net()
+    optimizer = build_optimizer(ours, section(name="muon", momentum=0.95, lr=0.01), CPU)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(1)
+    before = ours[3].weight.detach().clone()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        mine.grad = torch.randn(mine.shape, generator=generator)
+        theirs.grad = mine.grad.clone()
+    optimizer.step()
+    adamw.step()
+    torch.testing.assert_close(ours[1].weight, plain[1].weight)
+    singular = torch.linalg.svdvals(before - ours[3].weight)
+    assert singular.max() / singular.min() < 1.6  # Newton-Schulz brings them near to one another, not together
+
+
+def test_options_reach_the_class_and_wrong_ones_are_named() -> None:
+    assert build_optimizer(net(), section(name="adamw", options={"amsgrad": True}), CPU).defaults["amsgrad"]
+    with pytest.raises(RecipeError, match=r"optimizer.options .'amsgard'. do not fit|amsgard"):
+        build_optimizer(net(), section(name="adamw", options={"amsgard": True}), CPU)
+    with pytest.raises(RecipeError, match="those are keys of this section"):
+        section(name="adamw", options={"betas": [0.1, 0.2]})
+
+
+def test_patterns_give_groups_of_their_own() -> None:
+    model = net()
+    asked = section(weight_decay=0.1, groups={"3.*": {"lr_factor": 10}, "*.bias": {"weight_decay": 0.3}})
+    rates = {
+        name: (group["lr_factor"], group["weight_decay"])
+        for group in parameter_groups(model, asked)
+        for name in names_of(model, group["params"])
+    }
+    assert rates == {
+        "0.weight": (1, 0.1),
+        "0.bias": (1, 0.3),
+        "1.weight": (1, 0.0),
+        "1.bias": (1, 0.3),
+        "3.weight": (10, 0.1),
+        "3.bias": (10, 0.0),  # the first pattern that matches
+    }
+    told = {(each.parameters, each.lr_factor, each.weight_decay): each for each in describe_groups(model, asked)}
+    assert (told["3.*", 10, 0.1].tensors, told["3.*", 10, 0.1].numbers) == (1, 4 * 36 * 3)
+    optimizer = build_optimizer(model, asked, CPU)
+    apply_settings(optimizer, Settings(learning_rate=0.5, weight_decay=0.2))
+    moved = {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert moved == {(0.5, 0.2), (5.0, 0.2), (5.0, 0.0), (0.5, 0.3), (0.5, 0.0)}
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no trainable parameter's name matches 'fc.\*'.*3\.weight, 3\.bias"):
+        parameter_groups(net(), section(groups={"fc.*": {"lr_factor": 10}}))
+
+
+def test_layers_further_from_the_output_learn_more_slowly() -> None:
+    timm = pytest.importorskip("timm")
+    from timm.optim import param_groups_layer_decay
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=3)
+    theirs = {
+        name: (group["lr_scale"], group["weight_decay"])
+        for group in param_groups_layer_decay(
+            model, 0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.65
+        )
+        for name in names_of(model, group["params"])
+    }
+    ours = {
+        name: (group["lr_factor"], group["weight_decay"])
+        for group in parameter_groups(model, section(weight_decay=0.1, layer_decay=0.65))
+        for name in names_of(model, group["params"])
+    }
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == pytest.approx(theirs[name]) for name in ours)
+    with pytest.raises(ModelError, match=r"use optimizer\.groups"):
+        parameter_groups(net(), section(layer_decay=0.65))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    for each in model.parameters():
+        each.grad = torch.randn(each.shape, generator=generator) * 3
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def test_clipping() -> None:
+    for options, clip in (
+        ({}, lambda p: None),
+        ({"clip_norm": 1.5}, lambda p: nn.utils.clip_grad_norm_(p, 1.5)),
+        ({"clip_value": 0.5}, lambda p: nn.utils.clip_grad_value_(p, 0.5)),
+    ):
+        ours, plain = net(), net()
+        before = gradients(ours)
+        gradients(plain)
+        clip(list(plain.parameters()))
+        norm = Clipping(ours, section(**options))(measure=True)
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+        torch.testing.assert_close(norm, torch.cat([each.flatten() for each in before]).norm())
+
+
+def test_adaptive_clipping_spares_the_classifier() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet10t", num_classes=3)
+    before = gradients(model)
+    Clipping(model, section(clip_adaptive=0.02))(measure=False)
+    for (name, each), old in zip(model.named_parameters(), before, strict=True):
+        if name.startswith("fc."):
+            assert torch.equal(each.grad, old)
+            continue
+        over = tuple(range(1, each.ndim)) or (0,)
+        weight, gradient = (torch.linalg.vector_norm(values, dim=over) for values in (each.detach(), old))
+        limit = 0.02 * weight.clamp(min=1e-3)
+        scale = torch.where(gradient < limit, torch.ones_like(gradient), limit / gradient)
+        torch.testing.assert_close(each.grad, old * scale.reshape(-1, *([1] * (each.ndim - 1))))
+
+
+def test_one_way_of_clipping_at_a_time() -> None:
+    with pytest.raises(RecipeError, match="clip_norm and clip_value, but gradients are clipped in one way"):
+        section(clip_norm=1.0, clip_value=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
+from paceline.errors import RecipeError
+from paceline.optim.build import apply_settings, build_courses, build_optimizer
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, make_plan
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
+from paceline.recipe.schema import Recipe
 
 PEAK, END = 0.8, 0.003
 
 
-def rate(
-    name: str, total: int, warmup: int = 0, *, milestones: tuple[int, ...] = (), gamma: float = 0.1
-) -> LearningRate:
+def rate(name: str, total: int, warmup: int = 0, **more: Any) -> LearningRate:
     return LearningRate(
-        name=name, peak=PEAK, end=END, gamma=gamma, total_steps=total, warmup_steps=warmup, milestones=milestones
+        **{"name": name, "peak": PEAK, "end": END, "total_steps": total, "warmup_steps": warmup, **more}
     )
 
 
@@ -36,6 +38,13 @@ def of_torch(make: object, steps: int) -> list[float]:
         optimizer.step()
         scheduler.step()
     return values
+
+
+def planned(overrides: dict[str, Any], samples: int = 20) -> tuple[Recipe, Plan]:
+    recipe = stored_recipe({}, "plain", overrides)
+    machine = MachineFacts(device="cpu", device_name="", fast_bf16=False, cores=1)
+    facts = DataFacts(train_samples=samples, evaluation_samples=0)
+    return recipe, make_plan(recipe, facts, machine, world_size=1, local_world_size=1)
 
 
 @pytest.mark.parametrize("total", [1, 2, 10, 97])
@@ -126,11 +135,218 @@ def test_a_recipe_and_its_plan_make_the_schedule() -> None:
         "schedule.gamma": 0.5,
         "optimizer.lr": 0.4,
     }
-    recipe = stored_recipe({}, "plain", overrides)
-    machine = MachineFacts(device="cpu", device_name="", fast_bf16=False, cores=1)
-    facts = DataFacts(train_samples=20, evaluation_samples=0)
-    plan = make_plan(recipe, facts, machine, world_size=1, local_world_size=1)
-    schedule = LearningRate.of(recipe.optimizer, recipe.schedule, plan)
+    recipe, plan = planned(overrides)
+    schedule = LearningRate.of(recipe.schedule, plan)
     assert [schedule(step) for step in (0, 9, 10, 19, 20, 29, 30, 39)] == pytest.approx(
         [0.04, 0.4, 0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
     )
+
+
+def values_of(schedule: LearningRate, steps: int = 200) -> list[float]:
+    return [schedule(step) for step in range(steps)]
+
+
+# Formulas and torch's recursions round differently; a step or a phase more or less would be seen.
+CLOSE = 1e-7
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_polynomial(power: float) -> None:
+    made = lambda o: lr_scheduler.PolynomialLR(o, total_iters=200, power=power)  # noqa: E731
+    ours = rate("polynomial", 200, end=0.0, power=power)
+    assert values_of(ours) == pytest.approx(of_torch(made, 200), rel=CLOSE)
+    assert rate("polynomial", 200, power=power)(200) == END
+
+
+@pytest.mark.parametrize("gamma", [0.97, 0.5])
+def test_exponential(gamma: float) -> None:
+    made = lambda o: lr_scheduler.ExponentialLR(o, gamma=gamma)  # noqa: E731
+    assert values_of(rate("exponential", 200, gamma=gamma, period=1)) == pytest.approx(of_torch(made, 200), rel=CLOSE)
+    smooth = rate("exponential", 200, gamma=gamma, period=10)
+    assert [smooth(step) for step in (0, 10, 15)] == pytest.approx([PEAK, PEAK * gamma, PEAK * gamma**1.5])
+
+
+def test_exponential_to_an_end() -> None:
+    ours = rate("exponential", 120, 20)
+    assert [ours(step) for step in (20, 70, 120)] == pytest.approx([PEAK, math.sqrt(PEAK * END), END])
+
+
+def test_step_by_period() -> None:
+    made = lambda o: lr_scheduler.StepLR(o, step_size=30, gamma=0.3)  # noqa: E731
+    assert values_of(rate("step", 200, period=30, gamma=0.3)) == pytest.approx(of_torch(made, 200), rel=CLOSE)
+
+
+@pytest.mark.parametrize(("period", "factor"), [(30, 1), (10, 2), (7, 3), (200, 1)])
+def test_cosine_with_restarts(period: int, factor: int) -> None:
+    made = lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=period, T_mult=factor, eta_min=END)  # noqa: E731
+    ours = rate("cosine", 200, period=period, period_factor=float(factor))
+    assert values_of(ours) == pytest.approx(of_torch(made, 200), rel=CLOSE)
+
+
+@given(st.integers(2, 50), st.floats(1.0, 4.0), st.integers(1, 2000))
+def test_no_restart_is_missed(period: int, factor: float, total: int) -> None:
+    ours = rate("cosine", total, period=period, period_factor=factor)
+    values = values_of(ours, total)
+    assert all(END <= value <= PEAK for value in values)
+    told = [point.step for point in ours.phases() if point.phase == "next period"]
+    assert told == [step for step in range(1, total - 1) if values[step] > values[step - 1]][: len(told)]
+
+
+@pytest.mark.parametrize("anneal", ["cosine", "linear"])
+@pytest.mark.parametrize("rise", [0.3, 0.45])
+def test_one_cycle_with_momentum(anneal: str, rise: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK, momentum=0.95)
+    theirs = lr_scheduler.OneCycleLR(
+        optimizer,
+        PEAK,
+        total_steps=200,
+        pct_start=rise,
+        anneal_strategy="cos" if anneal == "cosine" else "linear",
+        final_div_factor=1e3,
+    )
+    expected = []
+    for _ in range(200):
+        expected.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        theirs.step() if len(expected) < 200 else None
+    overrides = {
+        "batch.global_size": 10,
+        "train.duration": "200 steps",
+        "optimizer.lr": PEAK,
+        "optimizer.momentum": 0.95,
+        "schedule.name": "one_cycle",
+        "schedule.warmup": f"{round(rise * 100)}%",
+        "schedule.anneal": anneal,
+        "schedule.end_lr": PEAK / 25e3,
+        "schedule.momentum": {"name": "opposite", "end": 0.85},
+    }
+    recipe, plan = planned(overrides)
+    courses = build_courses(recipe, plan)
+    found = [courses.at(step) for step in range(200)]
+    assert [each.learning_rate for each in found] == pytest.approx([lr for lr, _ in expected], rel=CLOSE)
+    assert [each.momentum for each in found] == pytest.approx([momentum for _, momentum in expected], rel=CLOSE)
+
+
+@pytest.mark.parametrize("anneal", ["linear", "cosine", "sqrt"])
+def test_trapezoid(anneal: str) -> None:
+    ours = rate("trapezoid", 200, 20, decay_steps=50, anneal=anneal)
+    for step in range(20, 151):
+        assert ours(step) == PEAK
+    for step in range(150, 201):
+        x = (step - 150) / 50
+        share = {"linear": 1 - x, "cosine": (1 + math.cos(math.pi * x)) / 2, "sqrt": 1 - math.sqrt(x)}[anneal]
+        assert ours(step) == pytest.approx(END + (PEAK - END) * share, rel=1e-12)
+    assert (150, "decay") in [(point.step, point.phase) for point in ours.phases()]
+
+
+def test_warmup_from_a_share_of_the_peak() -> None:
+    made = lambda o: lr_scheduler.LinearLR(o, start_factor=0.01, total_iters=30)  # noqa: E731
+    ours = rate("constant", 200, 30, first=0.01 * PEAK)
+    assert values_of(ours) == pytest.approx(of_torch(made, 200), rel=CLOSE)
+
+
+def test_constant_warmup() -> None:
+    made = lambda o: lr_scheduler.ConstantLR(o, factor=0.1, total_iters=30)  # noqa: E731
+    ours = rate("constant", 200, 30, first=0.1 * PEAK, warmup_shape="constant")
+    assert values_of(ours) == pytest.approx(of_torch(made, 200), rel=CLOSE)
+
+
+def test_exponential_warmup() -> None:
+    made = lambda o: lr_scheduler.ExponentialLR(o, gamma=100 ** (1 / 30))  # noqa: E731
+    ours = rate("constant", 200, 30, first=0.01 * PEAK, warmup_shape="exponential")
+    assert values_of(ours, 31) == pytest.approx([0.01 * value for value in of_torch(made, 31)], rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "peak"), [("none", 1024, 0.1), ("linear", 1024, 0.4), ("linear", 64, 0.025), ("sqrt", 1024, 0.2)]
+)
+def test_scaling_rules(rule: str, batch: int, peak: float) -> None:
+    overrides: dict[str, Any] = {"batch.global_size": batch, "optimizer.lr": 0.1, "train.duration": "9 steps"}
+    if rule != "none":
+        overrides |= {"optimizer.lr_scaling": rule, "optimizer.lr_reference_batch": 256}
+    recipe, plan = planned(overrides, samples=4096)
+    assert plan.peak_lr == pytest.approx(peak)
+    assert LearningRate.of(recipe.schedule, plan)(0) == pytest.approx(peak)
+    told = plan.reasons.get("optimizer.lr", "")
+    assert ("0.1 for a batch of 256" in told and f"{peak:g} for {batch}" in told) == (rule != "none")
+
+
+def test_gradual_warmup_begins_at_the_rate_before_scaling() -> None:
+    """Goyal et al. 2017, section 2.2: from eta to k * eta."""
+    overrides = {
+        "batch.global_size": 1024,
+        "optimizer.lr": 0.1,
+        "optimizer.lr_scaling": "linear",
+        "optimizer.lr_reference_batch": 256,
+        "train.duration": "90 steps",
+        "schedule.name": "constant",
+        "schedule.warmup": "10 steps",
+        "schedule.warmup_from": "unscaled",
+    }
+    recipe, plan = planned(overrides, samples=4096)
+    ours = LearningRate.of(recipe.schedule, plan)
+    assert [ours(step) for step in (0, 5, 10)] == pytest.approx([0.1, 0.25, 0.4])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "lion", "muon"])
+def test_momentum_and_weight_decay_move(name: str) -> None:
+    overrides = {
+        "batch.global_size": 10,
+        "train.duration": "100 steps",
+        "optimizer.name": name,
+        "optimizer.weight_decay": 0.04,
+        "schedule.momentum": {"name": "linear", "end": 0.5},
+        "schedule.weight_decay": {"name": "cosine", "end": 0.4},
+    }
+    recipe, plan = planned(overrides)
+    net = torch.nn.Linear(3, 3)
+    optimizer = build_optimizer(net, recipe.optimizer, torch.device("cpu"))
+    apply_settings(optimizer, build_courses(recipe, plan).at(25))
+    decayed, free = optimizer.param_groups
+    # As Caron et al. 2021 raise it: end + (start - end) * (1 + cos(pi * t / T)) / 2.
+    assert decayed["weight_decay"] == pytest.approx(0.4 + (0.04 - 0.4) * (1 + math.cos(math.pi / 4)) / 2)
+    assert free["weight_decay"] == 0
+    for group in (decayed, free):
+        momentum = group["momentum"] if name in ("sgd", "rmsprop", "muon") else group["betas"][0]
+        assert momentum == pytest.approx(0.9 + (0.5 - 0.9) * 0.25)
+
+
+MISTAKES = {
+    "a step without a fall": ({"schedule.name": "step"}, "without milestones or period"),
+    "two kinds of falls": (
+        {"schedule.name": "step", "schedule.milestones": ["3 steps"], "schedule.period": "2 steps"},
+        "takes one of them",
+    ),
+    "an exponential to nowhere": ({"schedule.name": "exponential"}, "neither period nor end_lr"),
+    "a cycle that does not rise": ({"schedule.name": "one_cycle"}, "set it, for example to '30%'"),
+    "phases longer than the run": (
+        {"schedule.name": "trapezoid", "schedule.warmup": "60%", "schedule.decay": "80%"},
+        "longer than the run's",
+    ),
+    "a rise that begins at nothing": (
+        {"schedule.warmup": "3 steps", "schedule.warmup_shape": "exponential"},
+        "must begin above 0",
+    ),
+    "a rule without its batch": ({"optimizer.lr_scaling": "linear"}, "without lr_reference_batch"),
+    "unscaled without a rule": (
+        {"schedule.warmup": "3 steps", "schedule.warmup_from": "unscaled"},
+        "optimizer.lr_scaling=none",
+    ),
+    "a period of nothing": ({"schedule.period": "0 steps"}, "less than one step"),
+    "a decay from nothing": ({"schedule.weight_decay": {"name": "linear", "end": 0.1}}, "which is 0"),
+    "a momentum without a peak": ({"schedule.momentum.name": "opposite"}, "only name=one_cycle"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    overrides, said = MISTAKES[name]
+    with pytest.raises(RecipeError) as caught:
+        planned({"batch.global_size": 10, "train.duration": "9 steps", **overrides})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_warmup_has_is_unused_without_one() -> None:
+    _, plan = planned({"batch.global_size": 10, "train.duration": "9 steps", "schedule.warmup_from": 0.5})
+    assert plan.unused["schedule.warmup_from"] == "there is no warm-up (schedule.warmup)"

@@ -172,8 +172,11 @@ WRONG = [
     (["data.augment.flip=.nan"], "data.augment.flip: found nan"),
     (["optimizer.weight_decay=-1"], "optimizer.weight_decay: found -1, but it must be greater than or equal to 0"),
     (["optimizer.momentum=1"], "optimizer.momentum: found 1, but it must be less than 1"),
-    (["optimizer.name=adam"], "optimizer.name: found 'adam', but it must be 'sgd' or 'adamw'"),
-    (["optimizer.name=adamw", "optimizer.betas=[0.9]"], "optimizer.betas: found [0.9], but it must be a list"),
+    (["optimizer.name=adam"], "optimizer.name: found 'adam', but it must be 'sgd', 'adamw', 'rmsprop'"),
+    (
+        ["optimizer.name=adamw", "optimizer.betas=[0.9]"],
+        "optimizer.betas: found [0.9], but it must be 'auto' or a",
+    ),
     (["optimizer.clip_norm=-1"], "optimizer.clip_norm: found -1, but it must be greater than 0"),
     (["optimizer.nesterov=1"], "optimizer.nesterov: found 1, but it must be true or false"),
     (["seed=-1"], "seed: found -1, but it must be greater than or equal to 0"),
@@ -275,20 +278,32 @@ def test_options_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:
     assert again == loaded.recipe
 
 
+def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
+    recipe = plain(['optimizer.groups={"fc.*": {lr_factor: 10}, "*.bias": {weight_decay: 0}}'])
+    assert list(recipe.optimizer.groups) == ["fc.*", "*.bias"]
+    assert recipe.optimizer.groups["fc.*"].lr_factor == 10
+    assert load_recipe(write(tmp_path, "again.yaml", to_yaml(recipe))).recipe == recipe
+    assert "optimizer.groups" in refusal('optimizer.groups={"fc.*": {lr: 10}}')
+
+
 # ---------------------------------------------------------------------------------- no silent configuration
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "needs"),
     [
-        (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw"),
-        (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd"),
+        (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw, lamb, lion or muon"),
+        (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd, lars or muon"),
         (["data.path=x"], "data.path", "data.dataset=image_folder or cifar10"),
         (["data.samples=4"], "data.samples", "data.dataset=synthetic"),
         (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
         (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),
-        (["schedule.gamma=0.5"], "schedule.gamma", "schedule.name=step"),
-        (["schedule.name=constant", "schedule.end_lr=0.5"], "schedule.end_lr", "schedule.name=linear or cosine"),
+        (["schedule.gamma=0.5"], "schedule.gamma", "schedule.name=step or exponential"),
+        (
+            ["schedule.name=constant", "schedule.anneal=linear"],
+            "schedule.anneal",
+            "schedule.name=one_cycle or trapezoid",
+        ),
         (["train.grad_scaler.init_scale=4"], "train.grad_scaler", "train.precision=fp16"),
     ],
 )
@@ -523,7 +538,7 @@ def test_differences_are_dotted() -> None:
     found = differences(old, new)
     assert found["seed"] == (0, 1)
     assert found["optimizer.momentum"] == (0.9, None)
-    assert found["optimizer.betas"] == (None, [0.9, 0.999])
+    assert found["optimizer.betas"] == (None, "auto")
 
 
 def test_a_field_says_what_it_is() -> None:
