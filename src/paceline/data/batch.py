@@ -29,7 +29,7 @@ class Batch:
 
     Attributes:
         inputs: uint8 [N, C, H, W] from a back-end; normalised float after the prefetcher.
-        targets: int64 [N] class indices.
+        targets: Class indices, int64 [N]; of mixed samples their probabilities, float [N, classes].
         ids: Ids of the samples in the batch, int64 [N]: the slice's without the broken ones.
         slice: What was asked for.
         broken: Samples of the slice that could not be read.

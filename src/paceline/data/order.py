@@ -18,14 +18,20 @@ from paceline.world import World
 
 
 @lru_cache(maxsize=2)
-def epoch_order(seed: int, epoch: int, samples: int) -> SampleIds:
+def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> SampleIds:
     """Permutation of ``range(samples)`` for an epoch, int64 [samples], read-only.
+
+    With repeats, ids that are the same modulo ``samples / repeats`` follow one another: they are one sample, which is
+    to be varied so many times in one batch (Hoffer et al. 2019).
 
     Sorts the raw words of NumPy's counter-based Philox: the raw stream is guaranteed not to change between
     NumPy versions, unlike ``Generator.permutation``.
     """
-    words = np.random.Philox(key=[seed, epoch]).random_raw(samples)
+    different = samples // repeats
+    words = np.random.Philox(key=[seed, epoch]).random_raw(different)
     order = np.argsort(words, kind="stable")
+    if repeats > 1:
+        order = (order[:, None] + different * np.arange(repeats)).reshape(-1)
     order.flags.writeable = False
     return order
 
@@ -39,12 +45,14 @@ class StepGeometry:
         samples: Samples per epoch.
         global_batch_size: Samples per step; an epoch's last step takes what is left.
         logical_ranks: Micro-batch slots per step, over all processes.
+        repeats: How often each image is among the samples.
     """
 
     seed: int
     samples: int
     global_batch_size: int
     logical_ranks: int
+    repeats: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,7 +62,7 @@ class StepGeometry:
     def slices(self, step: int, world: World) -> list[SampleSlice]:
         """The micro-batches of one step on one process, in logical order; never empty."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(self.seed, epoch, self.samples)
+        order = epoch_order(self.seed, epoch, self.samples, self.repeats)
         ids = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
         parts = _parts(len(ids), self.logical_ranks, world)
         return [

@@ -6,7 +6,7 @@ arithmetic runs in line, one batch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,11 +39,28 @@ class Normalize:
         return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
 
 
-def to_device(batches: Iterator[Batch], normalize: Normalize, placement: Placement) -> Iterator[Batch]:
-    """Yield each batch on the device, normalised; one ahead where the device has streams."""
+def to_device(
+    batches: Iterator[Batch],
+    normalize: Normalize,
+    placement: Placement,
+    finish: Callable[[Batch], Batch] | None = None,
+) -> Iterator[Batch]:
+    """Yield each batch on the device, normalised; one ahead where the device has streams.
+
+    Args:
+        batches: From a back-end.
+        normalize: Makes their images floats.
+        placement: Where they are to be.
+        finish: What is done to them there.
+    """
+
+    def move(batch: Batch) -> Batch:
+        moved = _moved(batch, normalize, placement.device)
+        return moved if finish is None else finish(moved)
+
     if placement.device.type in ("cuda", "xpu"):
-        return _one_ahead(batches, normalize, placement.device)
-    return (_moved(batch, normalize, placement.device) for batch in batches)
+        return _one_ahead(batches, move, placement.device)
+    return map(move, batches)
 
 
 def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
@@ -55,14 +72,14 @@ def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
     return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
 
 
-def _one_ahead(batches: Iterator[Batch], normalize: Normalize, device: torch.device) -> Iterator[Batch]:
+def _one_ahead(batches: Iterator[Batch], move: Callable[[Batch], Batch], device: torch.device) -> Iterator[Batch]:
     backend: Any = torch.get_device_module(device)
     side = backend.Stream(device)
 
     def fetch() -> Batch | None:
         with backend.stream(side):
             batch = next(batches, None)
-            return None if batch is None else _moved(batch, normalize, device)
+            return None if batch is None else move(batch)
 
     ready = fetch()
     while ready is not None:

@@ -68,6 +68,7 @@ class Predictor:
         self._size: int = data["image_size"]
         self._channels: int = data["channels"]
         self._crop: float = data["evaluation_crop"]
+        self._interpolation: str = data.get("interpolation", "bilinear")
         self._normalize = Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=device))
         self._network = self._build(make_task).to(device).eval()
 
@@ -82,7 +83,9 @@ class Predictor:
         errors: dict[Path, str] = {}
         for path in paths:
             try:
-                images[path] = evaluation_image(decode(path, self._channels), self._size, self._crop)
+                images[path] = evaluation_image(
+                    decode(path, self._channels), self._size, self._crop, self._interpolation
+                )
             except BrokenImageError as error:
                 errors[path] = error.reason
         answers = self._score(images, top_k) if images else {}

@@ -76,6 +76,7 @@ def audit_run(run_dir: Path) -> Audit:
         samples=int(plan["train_samples"]),
         global_batch_size=int(plan["global_batch_size"]),
         logical_ranks=1,
+        repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
     )
     if not directory.summary.is_file():
         raise RunDirectoryError(

@@ -13,6 +13,7 @@ from paceline.recipe.fields import (
     Auto,
     FiniteFloat,
     Fraction,
+    NonNegativeFloat,
     NonNegativeInt,
     Off,
     OpenFraction,
@@ -31,6 +32,38 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Jitter:
+    """How colours are varied: each strength is the largest relative change."""
+
+    brightness: NonNegativeFloat = 0.0
+    """Factor on all pixels, from 1 - this to 1 + this."""
+    contrast: NonNegativeFloat = 0.0
+    """Factor on the distance from the mean grey."""
+    saturation: NonNegativeFloat = 0.0
+    """Factor on the distance from each pixel's grey."""
+    hue: Annotated[Fraction, Field(le=0.5)] = 0.0
+    """Turn of the colour circle, as a share of it."""
+    probability: Fraction = 1.0
+    """Share of the images that are varied so."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Mix:
+    """How training samples are mixed with one another; the draws are keyed by (seed, step)."""
+
+    mixup: NonNegativeFloat = 0.0
+    """Alpha of mixup (Zhang et al. 2017): two images are added, weighted by a draw from Beta(alpha, alpha); 0: off."""
+    cutmix: NonNegativeFloat = 0.0
+    """Alpha of CutMix (Yun et al. 2019): a part of one image, its area drawn so, comes from another; 0: off."""
+    switch: Fraction = 0.5
+    """Share of the mixed steps that use CutMix, where both are on."""
+    probability: Fraction = 1.0
+    """Share of the steps that are mixed."""
+    epochs: Annotated[PositiveInt | None, Off] = None
+    """Mix in the first so many epochs only, or `off`: in all."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Augment:
     """How a training image is varied. Every draw is keyed by (seed, epoch, sample), never by worker or rank."""
 
@@ -46,6 +79,34 @@ class Augment:
     """Range of the cropped part's aspect ratio, width over height."""
     flip: Fraction = 0.0
     """Probability of a horizontal flip."""
+    vertical_flip: Fraction = 0.0
+    """Probability of a vertical flip."""
+    policy: Literal["none", "randaugment", "trivialaugment", "autoaugment", "augmix"] = "none"
+    """`randaugment` (Cubuk et al. 2019), `trivialaugment` (Müller and Hutter 2021), `autoaugment` (Cubuk et al. 2018)
+    or `augmix` (Hendrycks et al. 2019), as torchvision has them."""
+    operations: Annotated[PositiveInt, Applies("policy", ("randaugment",))] = 2
+    """Operations on each image, one after the other."""
+    magnitude: Annotated[NonNegativeInt, Field(le=30), Applies("policy", ("randaugment",))] = 9
+    """Their strength, from 0 to 30."""
+    learned_on: Annotated[Literal["imagenet", "cifar10", "svhn"], Applies("policy", ("autoaugment",))] = "imagenet"
+    """The data that the policy was learned on."""
+    severity: Annotated[PositiveInt, Field(le=10), Applies("policy", ("augmix",))] = 3
+    """Strength of its operations, from 1 to 10."""
+    jitter: Jitter = Jitter()
+    """How colours are varied."""
+    grayscale: Fraction = 0.0
+    """Probability of losing all colour."""
+    blur: Fraction = 0.0
+    """Probability of a Gaussian blur, of up to 2 pixels."""
+    erase: Fraction = 0.0
+    """Probability that a rectangle is erased: it becomes the mean (Zhong et al. 2017)."""
+    erase_scale: Range = (0.02, 0.33)
+    """Range of its area, as a share of the image."""
+    erase_ratio: Range = (0.3, 3.3)
+    """Range of its aspect ratio, width over height."""
+    repeats: PositiveInt = 1
+    """How often an epoch uses each sample, varied anew, in the same batch (Hoffer et al. 2019); an epoch is so many
+    times as long."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -80,5 +141,9 @@ class Data:
     """Training samples of the `synthetic` dataset."""
     classes: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 1000
     """Classes of the `synthetic` dataset."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How images are resized; always antialiased."""
     augment: Augment = Augment()
     """How training images are varied."""
+    mix: Mix = Mix()
+    """How training samples are mixed."""

@@ -92,6 +92,9 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     if recipe.model.initialize_from is not None:
         model = dataclasses.replace(recipe.model, initialize_from=_absolute(recipe.model.initialize_from))
         recipe = dataclasses.replace(recipe, model=model)
+    if recipe.distillation.teacher is not None:
+        taught = dataclasses.replace(recipe.distillation, teacher=_absolute(recipe.distillation.teacher))
+        recipe = dataclasses.replace(recipe, distillation=taught)
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 
@@ -105,7 +108,7 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
 
 # What only training asks about; a task of one's own may look at everything else when it scores.
 _FOR_TRAINING = (
-    *("optimizer.", "schedule.", "checkpoint.", "telemetry."),
+    *("optimizer.", "schedule.", "checkpoint.", "telemetry.", "distillation."),
     *("train.duration", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),

@@ -8,7 +8,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.data import Data
-from paceline.recipe.fields import STRICT
+from paceline.recipe.distillation import Distillation
+from paceline.recipe.fields import STRICT, Applies
 from paceline.recipe.model import Model
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
@@ -21,7 +22,7 @@ class Recipe:
     """Everything asked of a run. Sections have the names of the rooms that act on them."""
 
     task: str = "image_classification"
-    """`image_classification`, or `package.module:factory` of a task of one's own."""
+    """`image_classification`, `distillation` (the same with a teacher), or `package.module:factory` of one's own."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Keys the initial weights, the order of samples, augmentation and dropout."""
     model: Model = Model()
@@ -30,6 +31,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
+    distillation: Annotated[Distillation, Applies("task", ("distillation",))] = Distillation()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()

@@ -57,6 +57,10 @@ class Train:
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
     """Decay of the moving average of the weights, or `off`."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """`cross_entropy`, or `bce`: a yes-or-no question for each class (Wightman et al. 2021)."""
+    target_threshold: Annotated[OpenFraction | None, Off, Applies("loss", ("bce",))] = None
+    """Make mixed and smoothed targets 1 above this and 0 below, or `off`."""
     label_smoothing: OpenFraction = 0.0
     """Share of the target spread over all classes (Szegedy et al. 2015)."""
     nonfinite: Literal["stop", "skip"] = "stop"

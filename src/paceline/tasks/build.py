@@ -5,10 +5,11 @@ from __future__ import annotations
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, load_reference
+from paceline.tasks.distillation import Distillation
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 
-TASKS = {"image_classification": ImageClassification}
+TASKS = {"image_classification": ImageClassification, "distillation": Distillation}
 
 
 def build_task(recipe: Recipe) -> Task:

@@ -12,7 +12,9 @@ from torch import nn
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.mixing import Mixing
 from paceline.data.image.pipeline import ImagePipeline
+from paceline.data.image.source import repeated
 from paceline.data.image.transforms import View
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.prefetch import Normalize
@@ -20,6 +22,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.models.build import build_model
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
+from paceline.tasks.classification_loss import ClassificationLoss
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -33,6 +36,7 @@ class ImageClassification(Task):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
+        self._loss = ClassificationLoss(recipe.train)
         self._top_k: Metric | None = None
         self._backend = ""
         self._workers = 0
@@ -53,7 +57,7 @@ class ImageClassification(Task):
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
         self._choose_metrics(reasons)
         return DataFacts(
-            train_samples=len(found.train),
+            train_samples=len(found.train) * self.recipe.data.augment.repeats,
             evaluation_samples=len(found.validation),
             description={
                 "dataset": found.name,
@@ -74,19 +78,21 @@ class ImageClassification(Task):
         return {
             "class_names": list(self.dataset.classes),
             "evaluation_crop": self.recipe.data.evaluation_crop,
+            "interpolation": self.recipe.data.interpolation,
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Batches of the dataset through the chosen back-end."""
         found = self.dataset
         return ImagePipeline(
-            train=found.train,
+            train=repeated(found.train, self.recipe.data.augment.repeats),
             evaluation=found.validation,
             open_train=partial(self._open, "train", placement),
             open_evaluation=partial(self._open, "validation", placement),
             normalize=Normalize(found.mean, found.std, placement),
             placement=placement,
             has_workers=self._workers > 0,
+            mixing=Mixing(self.recipe.data.mix, len(found.classes), self.recipe.seed),
         )
 
     def build_model(self) -> nn.Module:
@@ -94,9 +100,8 @@ class ImageClassification(Task):
         return build_model(self.recipe.model, num_classes=len(self.dataset.classes), in_channels=self.dataset.channels)
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, in nats, with the recipe's label smoothing."""
-        smoothing = self.recipe.train.label_smoothing
-        return F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=smoothing)
+        """The recipe's loss."""
+        return self._loss(model(batch.inputs), batch.targets)
 
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Loss without smoothing, and whether the label is the first, or among the first k, answers."""

@@ -56,6 +56,16 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
 
+    def prepare_training(self, placement: Placement) -> None:
+        """Get ready what only training needs, once the network is built; by default nothing.
+
+        Args:
+            placement: Where the model lives, and how batches are laid out.
+
+        Raises:
+            PacelineError: If it cannot be had; nothing has been written by then.
+        """
+
     @abstractmethod
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """Mean training loss over the batch's samples, a scalar; called under autocast."""

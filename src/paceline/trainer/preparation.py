@@ -69,6 +69,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         samples=plan.train_samples,
         global_batch_size=plan.global_batch_size,
         logical_ranks=plan.logical_ranks,
+        repeats=recipe.data.augment.repeats,
     )
     pipeline = task.open_pipeline(placement)
     with contextlib.ExitStack() as undo:
@@ -76,6 +77,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
         network = build_network(recipe, task, placement)
+        task.prepare_training(placement)
         prepared = Prepared(
             recipe=recipe,
             plan=plan_network(plan, network, recipe),

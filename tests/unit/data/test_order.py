@@ -179,3 +179,15 @@ def test_a_sample_is_scored_in_the_same_company(samples: int, batch: int, world_
         for each in evaluation_slices(samples, batch, world)
     }
     assert apart == alone
+
+
+@given(st.integers(1, 60), st.integers(2, 5), st.integers(1, 64), st.integers(0, 3))
+def test_repeats_stand_side_by_side_and_each_id_comes_once(samples: int, repeats: int, batch: int, epoch: int) -> None:
+    order = epoch_order(4, epoch, samples * repeats, repeats)
+    assert sorted(order.tolist()) == list(range(samples * repeats))
+    images = (order % samples).reshape(samples, repeats)
+    assert (images == images[:, :1]).all()
+    assert images[:, 0].tolist() == epoch_order(4, epoch, samples).tolist()
+    steps = StepGeometry(seed=4, samples=samples * repeats, global_batch_size=batch, logical_ranks=1, repeats=repeats)
+    used = [steps.slices(step, World())[0].ids for step in range(steps.steps_per_epoch)]
+    assert sorted(np.concatenate(used).tolist()) == list(range(samples * repeats))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.batched import PaddedImages, flip_some, index_tensor
-from paceline.data.image.source import BrokenImageError, SampleSource, as_array
+from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
 from paceline.data.image.transforms import View, evaluation_image
+from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import RecipeError
+from paceline.recipe.data import Augment
 
 _LOADED_AT_ONCE = 256
 _DRAWN_AT_ONCE = 4096
@@ -56,9 +59,11 @@ class MemoryBackend:
                 "keeps images at the size the model sees: use data.backend=pytorch, or crop=pad."
             )
         self._view = view
+        self._variation = Variation(augment or Augment(), view.mean, view.seed)
         self._device = torch.device(device)
         self._pin_memory = pin_memory
-        images, self._broken = load_images(source, view, progress)
+        images, self._broken = load_images(unrepeated(source), view, progress)
+        self._images = len(images)
         images = images.to(self._device)
         self._labels = torch.tensor(source.labels, device=self._device)
         self._plain: torch.Tensor | None = images
@@ -70,7 +75,7 @@ class MemoryBackend:
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
         """Yield one uint8 batch per slice; reads slices up to 4096 samples ahead, to draw them at once."""
         augment = self._view.augment
-        if augment is None or (augment.crop == "none" and augment.flip == 0):
+        if augment is None or (augment.crop == "none" and augment.flip == 0 and not asks_for_variation(augment)):
             for piece in slices:
                 yield self._batch(piece, None)
             return
@@ -90,15 +95,17 @@ class MemoryBackend:
         broken: tuple[BrokenSample, ...] = ()
         if self._broken:
             ids, draws, broken = self._without_broken(ids, draws)
-        where = index_tensor(ids, self._device)
-        batch = Batch(self._inputs(ids, where, draws), self._labels.index_select(0, where), ids, piece, broken)
+        inputs = self._inputs(ids % self._images, draws)
+        if draws is not None:
+            inputs = self._variation(inputs, ids, piece.epoch)
+        batch = Batch(inputs, self._labels.index_select(0, index_tensor(ids, self._device)), ids, piece, broken)
         return batch.pin_memory() if self._pin_memory else batch
 
-    def _inputs(self, ids: SampleIds, where: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+    def _inputs(self, ids: SampleIds, draws: Draws | None) -> torch.Tensor:
         if self._padded is not None and draws is not None and draws.offsets is not None:
             images = self._padded.crop(ids, draws.offsets)
         elif self._plain is not None:
-            images = self._plain.index_select(0, where)
+            images = self._plain.index_select(0, index_tensor(ids, self._device))
         else:
             raise RuntimeError("this back-end is closed")
         return images if draws is None else flip_some(images, draws.flip)
@@ -106,7 +113,8 @@ class MemoryBackend:
     def _without_broken(
         self, ids: SampleIds, draws: Draws | None
     ) -> tuple[SampleIds, Draws | None, tuple[BrokenSample, ...]]:
-        broken = tuple(self._broken[sample] for sample in ids.tolist() if sample in self._broken)
+        found = [(sample, self._broken.get(sample % self._images)) for sample in ids.tolist()]
+        broken = tuple(replace(each, id=sample) for sample, each in found if each is not None)
         if not broken:
             return ids, draws, ()
         whole = ~np.isin(ids, [sample.id for sample in broken])
@@ -129,7 +137,7 @@ def load_images(
         stop = min(start + _LOADED_AT_ONCE, count)
         for sample in range(start, stop):
             try:
-                images[sample] = evaluation_image(source.read(sample), size, view.evaluation_crop)
+                images[sample] = evaluation_image(source.read(sample), size, view.evaluation_crop, view.interpolation)
             except BrokenImageError as error:
                 broken[sample] = BrokenSample(sample, error.path, error.reason)
         return stop

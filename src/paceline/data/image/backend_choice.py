@@ -11,7 +11,9 @@ from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
+from paceline.data.image.source import repeated
 from paceline.data.image.transforms import View
+from paceline.data.image.variation import asks_for_variation
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data
@@ -84,13 +86,15 @@ def open_backend(
         progress: Told how many images are in memory, by the memory back-end.
     """
     train = split == "train"
-    source = dataset.train if train else dataset.validation
+    source = repeated(dataset.train, data.augment.repeats) if train else dataset.validation
     view = View(
         image_size=dataset.image_size,
         channels=dataset.channels,
         evaluation_crop=data.evaluation_crop,
         augment=data.augment if train else None,
         seed=seed,
+        mean=dataset.mean,
+        interpolation=data.interpolation,
     )
     on_gpu = torch.device(device).type == "cuda"
     if name == "memory":
@@ -127,9 +131,9 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
 
 
 def _refuse_augmentation(data: Data) -> None:
-    if data.augment.crop != "none" or data.augment.flip > 0:
+    if data.augment.crop != "none" or data.augment.flip > 0 or asks_for_variation(data.augment):
         raise RecipeError(
-            f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}) has no effect on noise, which the "
+            f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}, …) has no effect on noise, which the "
             "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Backend, Batch, Progress
+from paceline.data.image.mixing import Mixing
 from paceline.data.image.source import SampleSource
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Placement
@@ -30,6 +31,7 @@ class ImagePipeline:
         normalize: Normalize,
         placement: Placement,
         has_workers: bool,
+        mixing: Mixing | None = None,
     ) -> None:
         self._sources = {True: train, False: evaluation}
         self._open = {True: open_train, False: open_evaluation}
@@ -37,6 +39,7 @@ class ImagePipeline:
         self._normalize = normalize
         self._placement = placement
         self._has_workers = has_workers
+        self._mixing = mixing if mixing is not None and mixing.is_asked_for else None
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         """Start the loader processes that these streams will need, if any."""
@@ -53,7 +56,7 @@ class ImagePipeline:
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
         raw = self._backend(training=True).batches(geometry.stream(first, last, world))
-        return to_device(raw, self._normalize, self._placement)
+        return to_device(raw, self._normalize, self._placement, self._mixing)
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         """This process's part of the evaluation samples."""

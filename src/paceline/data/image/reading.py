@@ -14,7 +14,9 @@ from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.batched import vary
 from paceline.data.image.source import BrokenImageError, SampleSource
 from paceline.data.image.transforms import View, evaluation_image, training_image
+from paceline.data.image.variation import Variation
 from paceline.data.slices import SampleIds, SampleSlice
+from paceline.recipe.data import Augment
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class SliceReader:
         self._source = source
         self._view = view
         self._note = note
+        self._variation = Variation(view.augment or Augment(), view.mean, view.seed)
 
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
@@ -69,7 +72,7 @@ class SliceReader:
         broken: tuple[BrokenSample, ...],
     ) -> Batch:
         if self._view.augment is not None and draws is not None:
-            inputs = vary(inputs, self._view.augment, draws)
+            inputs = self._variation(vary(inputs, self._view.augment, draws), ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
     def _image(self, sample: int, draws: Draws | None) -> torch.Tensor:
@@ -78,7 +81,7 @@ class SliceReader:
             self._note(sample)
         image = self._source.read(sample)
         if view.augment is None or draws is None or draws.attempts is None:
-            return evaluation_image(image, view.image_size, view.evaluation_crop)
+            return evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)
         height, width = image.shape[:2]
         box = random_resized_box(draws.attempts[0], (height, width), view.augment.scale, view.augment.ratio)
-        return training_image(image, box, view.image_size)
+        return training_image(image, box, view.image_size, view.interpolation)

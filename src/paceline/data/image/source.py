@@ -120,6 +120,35 @@ class SubsetSource:
         return self.base.path(int(self.ids[sample]))
 
 
+class RepeatedSource:
+    """Every sample of another source several times: ids ``i``, ``i + n``, ``i + 2n``, … of ``n`` are the same image."""
+
+    def __init__(self, base: SampleSource, repeats: int) -> None:
+        self.base = base
+        self.labels: Ids = np.tile(base.labels, repeats)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Read the base's sample; raises BrokenImageError."""
+        return self.base.read(sample % len(self.base))
+
+    def path(self, sample: int) -> str:
+        """Return the base's name of the sample."""
+        return self.base.path(sample % len(self.base))
+
+
+def repeated(source: SampleSource, repeats: int) -> SampleSource:
+    """A source with each sample so many times."""
+    return source if repeats == 1 else RepeatedSource(source, repeats)
+
+
+def unrepeated(source: SampleSource) -> SampleSource:
+    """The source with each sample once."""
+    return source.base if isinstance(source, RepeatedSource) else source
+
+
 def as_array(source: SampleSource) -> Image | None:
     """Return all images of a source that holds them in memory, uint8 [N, H, W, C], else None."""
     if isinstance(source, ArraySource):

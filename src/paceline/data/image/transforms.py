@@ -1,6 +1,6 @@
 """How does one image of any size become the square the model sees?
 
-Resizing is bilinear with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
+Resizing is bilinear or bicubic with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
 its time. Training and evaluation differ only in the part of the image they keep.
 """
 
@@ -30,6 +30,8 @@ class View:
         evaluation_crop: Share of the resized image's side that the centre crop keeps, in (0, 1].
         augment: How training images are varied; None for evaluation.
         seed: The run's seed, which keys the variation.
+        mean: Of each channel, in [0, 1]: what is put where an image has nothing.
+        interpolation: How images are resized, ``bilinear`` or ``bicubic``.
     """
 
     image_size: int
@@ -37,6 +39,8 @@ class View:
     evaluation_crop: float = 0.875
     augment: Augment | None = None
     seed: int = 0
+    mean: tuple[float, ...] = (0.5,)
+    interpolation: str = "bilinear"
 
     def __post_init__(self) -> None:
         augment = self.augment
@@ -50,7 +54,9 @@ class View:
             )
 
 
-def evaluation_image(image: Image, image_size: int, evaluation_crop: float) -> torch.Tensor:
+def evaluation_image(
+    image: Image, image_size: int, evaluation_crop: float, interpolation: str = "bilinear"
+) -> torch.Tensor:
     """Resize the shorter side to ``image_size / evaluation_crop`` and keep the centre; uint8 [C, S, S].
 
     An image that is ``image_size`` x ``image_size`` already is not touched. Training without a random resized
@@ -60,22 +66,23 @@ def evaluation_image(image: Image, image_size: int, evaluation_crop: float) -> t
         image: uint8 [H, W, C].
         image_size: Side of the result in pixels.
         evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
+        interpolation: ``bilinear`` or ``bicubic``.
     """
     height, width = image.shape[:2]
     if (height, width) == (image_size, image_size):
         return _channels_first(image)
     short = round(image_size / evaluation_crop)
     scaled = (max(short, short * height // width), max(short, short * width // height))
-    resized = _resize(image, *scaled)
+    resized = _resize(image, *scaled, interpolation)
     top = round((scaled[0] - image_size) / 2)
     left = round((scaled[1] - image_size) / 2)
     return resized[:, top : top + image_size, left : left + image_size]
 
 
-def training_image(image: Image, box: Box, image_size: int) -> torch.Tensor:
+def training_image(image: Image, box: Box, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:
     """Keep one part of the image, resized to the square the model sees; uint8 [C, S, S]."""
     part = image[box.top : box.top + box.height, box.left : box.left + box.width]
-    return _resize(part, image_size, image_size)
+    return _resize(part, image_size, image_size, interpolation)
 
 
 def _channels_first(image: Image) -> torch.Tensor:
@@ -83,8 +90,8 @@ def _channels_first(image: Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _resize(image: Image, height: int, width: int) -> torch.Tensor:
+def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.Tensor:
     pixels = _channels_first(image)
     if pixels.shape[1:] == (height, width):
         return pixels
-    return interpolate(pixels[None], size=(height, width), mode="bilinear", antialias=True)[0]
+    return interpolate(pixels[None], size=(height, width), mode=interpolation, antialias=True)[0]
