@@ -1,0 +1,149 @@
+"""Which parameters get which learning rate and weight decay?"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.plan import ParameterGroupFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """How the optimizer treats a parameter.
+
+    Attributes:
+        source: Why: a pattern of ``optimizer.groups``, or what the parameter is.
+        lr_factor: Factor on the schedule's learning rate.
+        weight_decay: Its weight decay.
+        decay_moves: Whether its weight decay follows ``schedule.weight_decay``.
+    """
+
+    source: str
+    lr_factor: float = 1.0
+    weight_decay: float
+    decay_moves: bool = True
+
+
+def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Sort trainable parameters into groups for torch's optimizers; groups have at least one.
+
+    Beside torch's own keys a group has ``lr_factor``, and ``decay_moves``: whether its weight decay is scheduled.
+
+    Raises:
+        ModelError: If a pattern of the recipe matches nothing, or the network does not know its layers.
+    """
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    named = dict(model.named_parameters())
+    for name, treatment in treatments(model, optimizer).items():
+        key = (treatment.weight_decay, treatment.lr_factor, treatment.decay_moves)
+        groups.setdefault(key, []).append(named[name])
+    return [
+        {"params": parameters, "weight_decay": decay, "lr_factor": factor, "decay_moves": moves}
+        for (decay, factor, moves), parameters in sorted(groups.items(), key=lambda item: -item[0][0])
+    ]
+
+
+def describe_groups(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterGroupFacts, ...]:
+    """The parameters that are treated alike, counted, for the plan."""
+    named = dict(model.named_parameters())
+    tensors, numbers = Counter[Treatment](), Counter[Treatment]()
+    for name, treatment in treatments(model, optimizer).items():
+        tensors[treatment] += 1
+        numbers[treatment] += named[name].numel()
+    return tuple(
+        ParameterGroupFacts(
+            parameters=each.source,
+            tensors=tensors[each],
+            numbers=numbers[each],
+            lr_factor=each.lr_factor,
+            weight_decay=each.weight_decay,
+        )
+        for each in tensors
+    )
+
+
+def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment]:
+    """Each trainable parameter's treatment by its name, in the network's order.
+
+    Biases and normalisation scales are the parameters of fewer than two dimensions (He et al. 2018, "Bag of
+    tricks", section 3.1); they do not decay, nor what the network itself exempts, as timm's do (position embeddings,
+    class tokens).
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    _check_patterns(trainable, optimizer)
+    exempt = list(exempt_from_decay(model))
+    factors = _layer_factors(model, optimizer.layer_decay)
+    found = {}
+    for name, parameter in trainable.items():
+        is_free = not optimizer.decay_norm_and_bias and (
+            parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)
+        )
+        decays = not is_free and optimizer.weight_decay > 0
+        treatment = Treatment(
+            source="all" if optimizer.weight_decay == 0 else "weights" if decays else "norms, biases and exempt",
+            lr_factor=factors.get(name, 1.0),
+            weight_decay=optimizer.weight_decay if decays else 0.0,
+            decay_moves=decays,
+        )
+        found[name] = _as_asked(name, treatment, optimizer)
+    return found
+
+
+def _as_asked(name: str, usual: Treatment, optimizer: Optimizer) -> Treatment:
+    for pattern, asked in optimizer.groups.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            own = asked.weight_decay is not None
+            return Treatment(
+                source=pattern,
+                lr_factor=usual.lr_factor * asked.lr_factor,
+                weight_decay=usual.weight_decay if asked.weight_decay is None else asked.weight_decay,
+                decay_moves=usual.decay_moves and not own,
+            )
+    return usual
+
+
+def _check_patterns(trainable: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    for pattern in optimizer.groups:
+        if not fnmatch.filter(trainable, pattern):
+            some = ", ".join(list(trainable)[-4:])
+            raise ModelError(
+                f"optimizer.groups: no trainable parameter's name matches '{pattern}'. The last ones are {some}; a "
+                "pattern may have * and ?."
+            )
+
+
+def _layer_factors(model: nn.Module, layer_decay: float | None) -> Mapping[str, float]:
+    if layer_decay is None:
+        return {}
+    matcher = getattr(model, "group_matcher", None)
+    if not callable(matcher):
+        raise ModelError(
+            f"optimizer.layer_decay={layer_decay} needs a network that knows the order of its layers, and "
+            f"{type(model).__name__} does not say it (group_matcher, as timm's networks have); use optimizer.groups."
+        )
+    from timm.models import group_parameters
+
+    layers = group_parameters(model, matcher(coarse=False), reverse=True)
+    last = max(layers.values())
+    return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
+
+
+def exempt_from_decay(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names, or shell patterns of names, that ``no_weight_decay()`` of the network gives.
+
+    A network around another one need not repeat what that one says: the outermost answer of each branch counts.
+    """
+    names = getattr(model, "no_weight_decay", None)
+    if callable(names):
+        yield from (prefix + name for name in names())
+        return
+    for child, module in model.named_children():
+        yield from exempt_from_decay(module, f"{prefix}{child}.")

@@ -1,0 +1,114 @@
+"""The recipe's `optimizer` section: the update rule, and which parameters it treats differently."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import (
+    STRICT,
+    Applies,
+    Auto,
+    Belongs,
+    NonNegativeFloat,
+    Off,
+    OpenFraction,
+    PositiveFloat,
+    PositiveInt,
+    Switch,
+)
+
+# What each optimizer's authors use, where it is not what most do.
+_BETAS = {"lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+_USUAL_BETAS = (0.9, 0.999)
+_EPS = {"lamb": 1e-6}
+_USUAL_EPS = 1e-8
+_WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
+_WITH_BETAS = ("adamw", "lamb", "lion", "muon")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ParameterGroup:
+    """What some parameters get instead of what all others get."""
+
+    lr_factor: NonNegativeFloat = 1.0
+    """Their learning rate, as a factor on the schedule's."""
+    weight_decay: Annotated[NonNegativeFloat | None, Off] = None
+    """Their weight decay; `off` leaves them what they would have had."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Optimizer:
+    """The update rule."""
+
+    name: Literal["sgd", "adamw", "rmsprop", "adafactor", "lamb", "lars", "lion", "muon"] = "sgd"
+    """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
+    (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
+    (Jordan et al. 2024; parameters of one dimension by AdamW)."""
+    lr: PositiveFloat = 0.1
+    """Peak learning rate, for the global batch as given: it is never scaled silently."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply `lr` by the global batch over `lr_reference_batch` (Goyal et al. 2017), or by its square root
+    (Krizhevsky 2014)."""
+    lr_reference_batch: Annotated[PositiveInt | None, Off, Applies("lr_scaling", ("linear", "sqrt"))] = None
+    """The global batch that `lr` is meant for."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 coefficient (`sgd`, `rmsprop`, `lars`, `lamb`), or decoupled decay (the others)."""
+    decay_norm_and_bias: Switch = False
+    """Whether weight decay also acts on biases and normalisation parameters."""
+    momentum: Annotated[OpenFraction, Applies("name", _WITH_MOMENTUM)] = 0.9
+    """Momentum coefficient."""
+    nesterov: Annotated[Switch, Applies("name", ("sgd", "lars", "muon"))] = False
+    """Nesterov's form of momentum."""
+    betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", _WITH_BETAS)] = "auto"
+    """Decay of the first and second moment estimates; `auto`: (0.9, 0.999), (0.9, 0.99) for `lion`, (0.9, 0.95) for
+    `muon`."""
+    alpha: Annotated[OpenFraction, Applies("name", ("rmsprop",))] = 0.9
+    """Decay of the mean square."""
+    eps: Annotated[Auto | PositiveFloat, Applies("name", ("adamw", "rmsprop", "lamb"))] = "auto"
+    """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`."""
+    eps_inside_sqrt: Annotated[Switch, Applies("name", ("rmsprop",))] = False
+    """Add `eps` under the root and let the mean square begin at 1, as TensorFlow does."""
+    trust_coefficient: Annotated[PositiveFloat, Applies("name", ("lars",))] = 0.001
+    """Share of a layer's weight norm that one step may move it by."""
+    options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
+    """Further keyword arguments for the optimizer's class in torch or timm."""
+    layer_decay: Annotated[PositiveFloat | None, Field(lt=1), Off] = None
+    """Factor on the learning rate for each layer further from the output (Clark et al. 2020), or `off`."""
+    groups: dict[str, ParameterGroup] = Field(default_factory=dict)
+    """Settings for parameters whose name matches a shell pattern, the first that does: {"fc.*": {lr_factor: 10}}."""
+    clip_norm: Annotated[PositiveFloat | None, Off] = None
+    """Largest L2 norm of the whole gradient, or `off`."""
+    clip_value: Annotated[PositiveFloat | None, Off] = None
+    """Largest absolute value of any number of the gradient, or `off`."""
+    clip_adaptive: Annotated[PositiveFloat | None, Off] = None
+    """Largest norm of each output unit's gradient as a share of its weights' norm (Brock et al. 2021), or `off`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name in ("sgd", "lars") and self.nesterov and self.momentum == 0:
+            raise ValueError("found nesterov=true with momentum=0, but Nesterov's form needs a momentum above 0")
+        if self.lr_scaling != "none" and self.lr_reference_batch is None:
+            raise ValueError(
+                f"found lr_scaling={self.lr_scaling} without lr_reference_batch, but the rule needs the batch that lr "
+                "is meant for"
+            )
+        fields = {"lr", "weight_decay", "momentum", "nesterov", "betas", "alpha", "eps", "trust_coeff", "fused"}
+        if twice := sorted(fields & self.options.keys()):
+            raise ValueError(f"found options with {' and '.join(twice)}, but those are keys of this section")
+        clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
+        if len(clips) > 1:
+            raise ValueError(f"found {' and '.join(clips)}, but gradients are clipped in one way")
+        return self
+
+    @property
+    def moment_decay(self) -> tuple[float, float]:
+        """`betas`, where they are left open too."""
+        return _BETAS.get(self.name, _USUAL_BETAS) if self.betas == "auto" else self.betas
+
+    @property
+    def denominator_eps(self) -> float:
+        """`eps`, where it is left open too."""
+        return _EPS.get(self.name, _USUAL_EPS) if self.eps == "auto" else self.eps

@@ -1,0 +1,156 @@
+"""What does a recipe's schedule come to, in steps and rates?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import RecipeError
+from paceline.recipe.schedule import Schedule
+from paceline.recipe.schema import Recipe
+from paceline.units import Duration
+
+# Of the peak, as torch's OneCycleLR and fastai begin.
+_CYCLE_BEGINS = 1 / 25
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Turns durations into steps."""
+
+    samples_per_epoch: int
+    global_batch_size: int
+
+    def steps(self, length: Duration, total: int | None) -> int:
+        """Steps of a length; of a run whose total is known, if the length is a share of it."""
+        return length.to_steps(
+            samples_per_epoch=self.samples_per_epoch, global_batch_size=self.global_batch_size, total_steps=total
+        )
+
+    def total(self, duration: Duration) -> int:
+        """Steps of the whole run."""
+        try:
+            total = self.steps(duration, None)
+        except ValueError as error:
+            raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
+        if total < 1:
+            raise RecipeError(f"train.duration='{duration}' comes to no step at all; give at least '1 steps'.")
+        return total
+
+    def within(self, key: str, length: Duration, total: int) -> int:
+        """Steps of something that must fit into the run."""
+        steps = self.steps(length, total)
+        if steps > total:
+            raise RecipeError(
+                f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
+                "shorten it, or lengthen train.duration."
+            )
+        return steps
+
+    def interval(self, key: str, length: Duration | None, total: int) -> int | None:
+        """Steps between things done now and then; None if it is off."""
+        if length is None:
+            return None
+        steps = self.steps(length, total)
+        if steps < 1:
+            raise RecipeError(f"{key}='{length}' comes to less than one step; give at least '1 steps'.")
+        return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The schedule's numbers; see :class:`~paceline.recipe.plan.Plan`."""
+
+    peak_lr: float
+    first_lr: float | None
+    warmup_steps: int
+    milestone_steps: tuple[int, ...]
+    period_steps: int | None
+    decay_steps: int
+
+
+def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[str, str]) -> Rates:
+    """Resolve the schedule of a run of ``total`` steps.
+
+    Raises:
+        RecipeError: If one of its lengths is longer than the run, or comes to nothing.
+    """
+    schedule, asked = recipe.schedule, recipe.optimizer
+    peak = peak_learning_rate(recipe, reasons)
+    reasons["optimizer.betas"] = f"{asked.moment_decay}, as {asked.name} is published"
+    reasons["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
+    reasons["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
+    if schedule.weight_decay.name != "constant" and asked.weight_decay == 0:
+        raise RecipeError(
+            f"schedule.weight_decay.name={schedule.weight_decay.name} starts from optimizer.weight_decay, which is 0: "
+            "set that, or leave the schedule out."
+        )
+    warmup = lengths.within("schedule.warmup", schedule.warmup, total)
+    decay = lengths.within("schedule.decay", schedule.decay, total) if schedule.name == "trapezoid" else 0
+    if warmup + decay > total:
+        raise RecipeError(
+            f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
+            f"longer than the run's {total}; shorten one of them."
+        )
+    if schedule.name == "one_cycle" and warmup < 1:
+        raise RecipeError(
+            "schedule.name=one_cycle rises during schedule.warmup, which is no step here; set it, for example to '30%'."
+        )
+    return Rates(
+        peak_lr=peak,
+        first_lr=_first_rate(recipe, peak, warmup, reasons),
+        warmup_steps=warmup,
+        milestone_steps=tuple(lengths.within("schedule.milestones", each, total) for each in schedule.milestones),
+        period_steps=lengths.interval("schedule.period", schedule.period, total),
+        decay_steps=decay,
+    )
+
+
+def peak_learning_rate(recipe: Recipe, reasons: dict[str, str]) -> float:
+    """The learning rate after the recipe's scaling rule; the reason gives both numbers."""
+    asked, batch = recipe.optimizer, recipe.batch.global_size
+    if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
+        return asked.lr
+    ratio = batch / asked.lr_reference_batch
+    factor = ratio if asked.lr_scaling == "linear" else math.sqrt(ratio)
+    reasons["optimizer.lr"] = (
+        f"{asked.lr:g} for a batch of {asked.lr_reference_batch} becomes {asked.lr * factor:g} for {batch} "
+        f"(lr_scaling={asked.lr_scaling})"
+    )
+    return asked.lr * factor
+
+
+def _first_rate(recipe: Recipe, peak: float, warmup: int, reasons: dict[str, str]) -> float | None:
+    schedule = recipe.schedule
+    if schedule.warmup_from == "unscaled":
+        if recipe.optimizer.lr_scaling == "none":
+            raise RecipeError(
+                "schedule.warmup_from=unscaled begins at optimizer.lr before its scaling, and "
+                "optimizer.lr_scaling=none; set a rule, or a share of the peak."
+            )
+        return recipe.optimizer.lr
+    if schedule.warmup_from != "auto":
+        return schedule.warmup_from * peak
+    if schedule.name == "one_cycle":
+        reasons["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins"
+        return peak * _CYCLE_BEGINS
+    reasons["schedule.warmup_from"] = "the first step of a straight rise from zero" if warmup else "there is no warm-up"
+    return None
+
+
+def resolve_anneal(schedule: Schedule) -> str:
+    """The shape of `schedule.anneal`."""
+    if schedule.anneal != "auto":
+        return schedule.anneal
+    return "cosine" if schedule.name == "one_cycle" else "linear"
+
+
+def unused_in_schedule(recipe: Recipe, rates: Rates) -> dict[str, str]:
+    """Keys that ask for something which has no effect on this run, with the reason."""
+    found: dict[str, str] = {}
+    if rates.warmup_steps == 0:
+        keys = ("schedule.warmup_from", "schedule.warmup_shape")
+        found |= dict.fromkeys(keys, "there is no warm-up (schedule.warmup)")
+    if recipe.optimizer.name == "adafactor":
+        found["schedule.momentum.name"] = "adafactor has no momentum"
+    return found

@@ -1,0 +1,91 @@
+"""The recipe's `schedule` section: how learning rate, momentum and weight decay go with the step."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import STRICT, Applies, Auto, Fraction, Length, NonNegativeFloat, Off, PositiveFloat
+from paceline.units import Duration
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Course:
+    """A second setting of the optimizer as a function of the step."""
+
+    name: Literal["constant", "linear", "cosine", "opposite"] = "constant"
+    """`linear` and `cosine` go from the optimizer's value to `end` over the whole run; `opposite` reaches `end` when
+    the learning rate is at its peak, and goes back (momentum with `one_cycle`, Smith 2018)."""
+    end: Annotated[NonNegativeFloat, Applies("name", ("linear", "cosine", "opposite"))] = 0.0
+    """Where it goes to."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Schedule:
+    """The learning rate, and what else moves with the step: pure functions, with nothing to save."""
+
+    name: Literal["constant", "step", "linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid"] = (
+        "cosine"
+    )
+    """Shape after the warm-up. `step` falls at milestones; `cosine` may restart (Loshchilov and Hutter 2016);
+    `one_cycle` rises through its warm-up and falls to the end (Smith and Topin 2017); `trapezoid` stays at the peak and
+    falls during `decay` (Zhai et al. 2021)."""
+    warmup: Length = Duration(0, "steps")
+    """Rise to the peak at the beginning (Goyal et al. 2017)."""
+    warmup_shape: Annotated[
+        Literal["linear", "exponential", "constant"],
+        Applies("name", ("constant", "step", "linear", "cosine", "polynomial", "exponential", "trapezoid")),
+    ] = "linear"
+    """How it rises; `constant` stays at `warmup_from` (He et al. 2015)."""
+    warmup_from: Auto | Literal["unscaled"] | Fraction = "auto"
+    """Rate of the first step as a share of the peak; `unscaled`: `optimizer.lr` before its scaling rule (Goyal et al.
+    2017); `auto`: the first step of a straight rise from zero, and 1/25 for `one_cycle`."""
+    end_lr: Annotated[
+        NonNegativeFloat,
+        Applies("name", ("linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")),
+    ] = 0.0
+    """Learning rate at the run's end, and at the end of each of a cosine's periods; absolute."""
+    milestones: Annotated[tuple[Length, ...], Applies("name", ("step",))] = ()
+    """When the rate falls, counted from the start of the run."""
+    period: Annotated[Length | None, Off, Applies("name", ("step", "cosine", "exponential"))] = None
+    """Counted from the end of the warm-up: the rate falls by `gamma` at the end of each (`step`) or over each
+    (`exponential`), or starts again from the peak (`cosine`)."""
+    period_factor: Annotated[PositiveFloat, Field(ge=1), Applies("name", ("cosine",))] = 1.0
+    """How many times as long as the one before each period is."""
+    gamma: Annotated[PositiveFloat, Applies("name", ("step", "exponential"))] = 0.1
+    """Factor at each milestone, or in each period."""
+    power: Annotated[PositiveFloat, Applies("name", ("polynomial",))] = 2.0
+    """Exponent of what is left of the run."""
+    decay: Annotated[Length, Applies("name", ("trapezoid",))] = Duration(20, "percent")
+    """Length of the fall at the end of the run."""
+    anneal: Annotated[Auto | Literal["linear", "cosine", "sqrt"], Applies("name", ("one_cycle", "trapezoid"))] = "auto"
+    """Shape of the rise and fall: `auto` is a cosine for `one_cycle` and linear for `trapezoid`; `sqrt` falls as one
+    minus the square root of the time (Hägele et al. 2024)."""
+    momentum: Course = Course()
+    """Momentum, or the first of the betas."""
+    weight_decay: Course = Course()
+    """Weight decay."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "step" and not self.milestones and self.period is None:
+            raise ValueError("found name=step without milestones or period, but a step schedule needs one of them")
+        if self.name == "step" and self.milestones and self.period is not None:
+            raise ValueError("found both milestones and period, but a step schedule takes one of them")
+        if self.name == "exponential" and self.period is None and self.end_lr == 0:
+            raise ValueError("found name=exponential with neither period nor end_lr, but it needs one of them")
+        if self.name == "exponential" and self.period is not None and self.end_lr > 0:
+            raise ValueError("found both period and end_lr, but an exponential schedule takes one of them")
+        if self.name == "one_cycle" and self.anneal == "sqrt":
+            raise ValueError("found anneal=sqrt, but one_cycle anneals by cosine or linear")
+        if self.name != "one_cycle" and self.warmup_shape != "linear" and self.warmup_from in ("auto", 0):
+            raise ValueError(
+                f"found warmup_shape={self.warmup_shape} with warmup_from={self.warmup_from}, but it must begin above 0"
+            )
+        if self.momentum.name == "opposite" and self.name != "one_cycle":
+            raise ValueError("found momentum.name=opposite, but only name=one_cycle has a peak within it to oppose")
+        if self.weight_decay.name == "opposite":
+            raise ValueError("found weight_decay.name=opposite, but that is for momentum; use linear or cosine")
+        return self

@@ -1,0 +1,113 @@
+"""Knowledge distillation: image classification that learns from a trained network's answers beside the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Placement
+from paceline.errors import DataError, RecipeError
+from paceline.models.build import build_model
+from paceline.recipe.load import stored_recipe
+from paceline.recipe.schema import Recipe
+from paceline.references import is_reference
+from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import Model
+
+
+class Distillation(ImageClassification):
+    """Image classification with a teacher, which sees the very images that the student sees.
+
+    The teacher belongs to training alone: it is no part of the network, its checkpoints, or its evaluation.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._teacher: Callable[[Tensor], Tensor] | None = None
+
+    def prepare_training(self, placement: Placement) -> None:
+        """Read the teacher.
+
+        Raises:
+            PacelineError: If there is none, or it knows other classes.
+        """
+        source = self.recipe.distillation.teacher
+        if source is None:
+            raise RecipeError(
+                "task=distillation needs a teacher: set distillation.teacher to a run directory, a checkpoint or a "
+                "safetensors file of trained weights."
+            )
+        saved = read_weights(Path(source))
+        network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
+        if placement.channels_last:
+            network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
+        self._teacher = _SeenAsTrained(network, self._own_scale(), saved)
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The recipe's loss on the labels, and the teacher's."""
+        asked = self.recipe.distillation
+        assert self._teacher is not None  # training was prepared
+        logits = model(batch.inputs)
+        with torch.no_grad():
+            answers = self._teacher(batch.inputs)
+        if asked.kind == "hard":
+            taught = F.cross_entropy(logits, answers.argmax(dim=1))
+        else:
+            taught = _divergence(logits, answers, asked.temperature)
+        return (1 - asked.weight) * self._loss(logits, batch.targets) + asked.weight * taught
+
+    def _network_of(self, saved: SavedWeights) -> nn.Module:
+        data, tree, where = saved.described("data"), saved.described("recipe"), str(saved.path)
+        classes = tuple(data.get("class_names", ()))
+        if classes != tuple(self.dataset.classes) or data.get("channels") != self.dataset.channels:
+            raise DataError(
+                f"distillation.teacher: the weights in {where} know {len(classes)} classes and images of "
+                f"{data.get('channels')} channels, but the data has {len(self.dataset.classes)} classes and "
+                f"{self.dataset.channels} channels; a teacher must know the same classes, of the same names."
+            )
+        model = stored_recipe(tree, where).model
+        if is_reference(model.name) and model.name != self.recipe.model.name:
+            raise RecipeError(
+                f"distillation.teacher: {where} names code to import, model.name={model.name}; opening a file never "
+                "runs code. Give a teacher of a published model, or one of the student's own."
+            )
+        plain = replace(model, pretrained=False, initialize_from=None)
+        network = build_model(plain, num_classes=len(classes), in_channels=self.dataset.channels)
+        check_inventory(network.state_dict(), saved.state, where=where)
+        network.load_state_dict(saved.state)
+        return network
+
+    def _own_scale(self) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.dataset.mean), torch.tensor(self.dataset.std)
+
+
+class _SeenAsTrained:
+    """A teacher that is shown images normalised as it was trained, whatever the student's are."""
+
+    def __init__(self, network: nn.Module, student: tuple[Tensor, Tensor], saved: SavedWeights) -> None:
+        self._network = network
+        (mean, std), data = student, saved.described("data")
+        own_mean, own_std = torch.tensor(data["mean"]), torch.tensor(data["std"])
+        self._is_same = torch.equal(mean, own_mean) and torch.equal(std, own_std)
+        device = next(network.parameters()).device
+        self._scale = (std / own_std).view(1, -1, 1, 1).to(device)
+        self._shift = ((mean - own_mean) / own_std).view(1, -1, 1, 1).to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        answers: Tensor = self._network(images if self._is_same else images * self._scale + self._shift)
+        return answers
+
+
+def _divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
+    """Kullback-Leibler divergence of the student's from the teacher's softened probabilities, times T squared."""
+    wanted = F.log_softmax(answers.float() / temperature, dim=1)
+    found = F.log_softmax(logits.float() / temperature, dim=1)
+    return F.kl_div(found, wanted, reduction="batchmean", log_target=True) * temperature**2

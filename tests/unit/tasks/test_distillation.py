@@ -1,0 +1,138 @@
+"""A student learns from its teacher's answers, and from nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import paceline
+from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+
+DIGITS = (
+    "data.validation_fraction=0.2",
+    "model.options={width: 4, stages: 1}",
+    "batch.global_size=256",
+    "schedule.warmup=0 steps",
+    "train.precision=fp32",
+    "train.ema=off",
+    "telemetry.trackers=[]",
+    "parallel.device=cpu",
+    "parallel.threads=1",
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network that knows the digits well."""
+    run = tmp_path_factory.mktemp("teacher") / "run"
+    options = ("model.options={width: 8, stages: 1}", "train.duration=6 epochs", "optimizer.lr=0.3")
+    paceline.train("digits", overrides=[*DIGITS, *options], run_dir=run, quiet=True)
+    return run
+
+
+@pytest.fixture
+def taught(tmp_path: Path, teacher: Path) -> Callable[..., Any]:
+    def train(name: str, *overrides: str, source: Path = teacher) -> Any:
+        asked = [*DIGITS, "task=distillation", f"distillation.teacher={source}", "train.duration=4 steps", *overrides]
+        return paceline.train("digits", overrides=asked, run_dir=tmp_path / name, quiet=True)
+
+    return train
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_the_loss_is_the_formulas(teacher: Path, kind: str) -> None:
+    from paceline.data.order import StepGeometry
+    from paceline.data.pipeline import Placement
+    from paceline.recipe.load import load_recipe
+    from paceline.tasks.distillation import Distillation
+    from paceline.world import World
+
+    temperature = ["distillation.temperature=3"] if kind == "soft" else []
+    asked = ["task=distillation", f"distillation.teacher={teacher}", f"distillation.kind={kind}", *temperature]
+    recipe = load_recipe("digits", [*DIGITS, *asked, "distillation.weight=0.3", "data.augment=null"]).recipe
+    task = Distillation(recipe)
+    task.data_facts(World())
+    placement = Placement(device=torch.device("cpu"))
+    student = task.build_model()
+    task.prepare_training(placement)
+    geometry = StepGeometry(seed=0, samples=1438, global_batch_size=64, logical_ranks=1)
+    pipeline = task.open_pipeline(placement)
+    batch = next(iter(pipeline.train_batches(geometry, 0, 1, World())))
+    pipeline.close()
+    found = task.loss(student.eval(), batch)
+    logits, answers = student(batch.inputs), predictor_network(teacher)(batch.inputs)
+    if kind == "soft":
+        p, q = (answers / 3).softmax(1), (logits / 3).softmax(1)
+        taught_loss = (p * (p.log() - q.log())).sum(1).mean() * 9
+    else:
+        taught_loss = F.cross_entropy(logits, answers.argmax(1))
+    smoothing = recipe.train.label_smoothing
+    own = F.cross_entropy(logits, batch.targets, label_smoothing=smoothing)
+    torch.testing.assert_close(found, 0.7 * own + 0.3 * taught_loss)
+    found.backward()
+
+
+def predictor_network(run: Path) -> torch.nn.Module:
+    from paceline.checkpoint.weights import read_weights
+    from paceline.models.small_resnet import small_resnet
+
+    network = small_resnet(10, 1, width=8, stages=1)
+    network.load_state_dict(read_weights(run).state)
+    return network.eval()
+
+
+def test_without_labels_a_student_comes_to_agree_with_its_teacher(
+    taught: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = taught("run", "distillation.weight=1.0", "train.duration=8 epochs", "optimizer.lr=0.3")
+    assert done.summary.metrics["top1_accuracy"] > 60
+    # Evaluating needs no teacher.
+    report = evaluate_target(EvaluationRequest(target=tmp_path / "run", overrides=["parallel.threads=1"]))
+    assert report.metrics["top1_accuracy"] == done.summary.metrics["top1_accuracy"]
+
+
+def test_the_teacher_is_no_part_of_the_run(taught: Callable[..., Any], tmp_path: Path) -> None:
+    from paceline.checkpoint.weights import read_weights
+
+    taught("run")
+    taught("alone", "distillation.weight=0.0")
+    assert set(read_weights(tmp_path / "run").state) == set(predictor_network_keys())
+    asked = [*DIGITS, "train.duration=4 steps"]
+    plain = paceline.train("digits", overrides=asked, run_dir=tmp_path / "plain", quiet=True)
+    alone = read_weights(tmp_path / "alone").state
+    assert all(torch.equal(alone[key], value) for key, value in read_weights(plain.run_dir).state.items())
+
+
+def predictor_network_keys() -> list[str]:
+    from paceline.models.small_resnet import small_resnet
+
+    return list(small_resnet(10, 1, width=4, stages=1).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "said"),
+    [
+        (("distillation.teacher=off",), RecipeError, "set distillation.teacher to a run directory"),
+        (("distillation.teacher=nowhere",), PacelineError, "does not exist"),
+        (("data.dataset=synthetic", "data.classes=10", "data.samples=512"), DataError, "a teacher must know the same classes"),
+        (("distillation.temperature=2", "distillation.kind=hard"), RecipeError, "it needs distillation.kind=soft"),
+    ],
+)
+def test_mistakes(
+    taught: Callable[..., Any], tmp_path: Path, overrides: tuple[str, ...], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as caught:
+        taught("run", *overrides)
+    assert said in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_without_distillation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="task=distillation"):
+        paceline.train("digits", overrides=[f"distillation.teacher={tmp_path}"], run_dir=tmp_path / "run", quiet=True)
