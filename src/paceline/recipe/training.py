@@ -109,7 +109,7 @@ class Train:
     grad_scaler: Annotated[GradScaler, Applies("precision", ("fp16",))] = GradScaler()
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
-    """Decay of the moving average of the weights, or `off`."""
+    """Decay of the moving average of the weights, or `off`; smaller at first: (1 + t) / (10 + t) after t steps."""
     label_smoothing: OpenFraction = 0.0
     """Share of the target spread over all classes (Szegedy et al. 2015)."""
     nonfinite: Literal["stop", "skip"] = "stop"
