@@ -1,5 +1,5 @@
 # train   the first run: digits, on whatever this machine has
-# test    what CI runs: checks, then tests; THOROUGH=1 for those that take minutes too
+# test    checks, then tests; THOROUGH=1 for all of them, as CI runs it
 # .venv   the environment only; built again whenever pyproject.toml or constraints.txt changes
 
 PYTHON ?= python3

@@ -85,6 +85,7 @@ def _plant(package: Path, module: str, line: str, instead: str) -> None:
     source.write_text(text.replace(line, instead))
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
 def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_pat
     assert "weights_sha256" in trials["kill-all"]["lost"]
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
 def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], 
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_any_number_of_processes_gives_the_same_bits(
     studio: Path,
     run: Callable[..., Any],
@@ -59,6 +59,7 @@ def test_any_number_of_processes_gives_the_same_bits(
     assert outcome(run_dir) == alone("exact-1")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_numbers_that_are_no_power_of_two(
@@ -73,7 +74,7 @@ def test_numbers_that_are_no_power_of_two(
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_killed_and_resumed_by_fewer_processes_and_more(
     studio: Path,
     start: Callable[..., Any],

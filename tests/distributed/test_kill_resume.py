@@ -64,7 +64,7 @@ def kill_one(launched: Any, victim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_killed_again_and_again(
     studio: Path,
     start: Callable[..., Any],
@@ -168,6 +168,7 @@ def test_skipped_steps_are_recorded_once(
     assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_four_ranks_sum_in_the_same_order_after_a_resume(

@@ -123,6 +123,7 @@ OUR_LAUNCHER = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_stopped_again_and_again(
     studio: Path,

@@ -144,12 +144,13 @@ def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: C
     ends_like_one(two_hosts.run_dir)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("nodes", "store", "lost"),
     [
         pytest.param("1:2", "host1", "host2", id="the-other-goes-on"),
-        pytest.param("1:2", "store", "host1", id="the-first-rank-is-cut-off", marks=pytest.mark.thorough),
-        pytest.param("2", "host1", "host2", id="both-wait", marks=pytest.mark.thorough),
+        pytest.param("1:2", "store", "host1", id="the-first-rank-is-cut-off"),
+        pytest.param("2", "host1", "host2", id="both-wait"),
     ],
 )
 def test_a_link_that_is_cut_costs_some_steps(

@@ -173,6 +173,7 @@ def test_torchrun_ends_with_it(faulty: Callable[..., Any]) -> None:
     assert f"The others wait for rank 1 on {HOST}, in forward of step 5" in done.err
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_for_good_is_named(faulty: Callable[..., Any]) -> None:
     done, _ = faulty("stopped", goes_on=False)
     assert done.code == 1

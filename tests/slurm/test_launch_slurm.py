@@ -197,6 +197,7 @@ def test_a_task_that_waits_for_one_that_is_gone_does_not_keep_a_job(slurm: Slurm
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), slurm.said("uneven")
 
 
+@pytest.mark.thorough
 def test_a_cancelled_job_ends_for_good_with_a_whole_checkpoint(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     job_id = slurm.submit("cancelled", *LONG, "--nodes", "2")
     slurm.wait_for_step("cancelled", 5)

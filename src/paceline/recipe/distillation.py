@@ -14,7 +14,7 @@ class Distillation:
     """What a network learns from another one, its teacher."""
 
     teacher: Annotated[str | None, Off] = None
-    """The teacher's weights: a run directory, a checkpoint or a safetensors file of one, trained on the same classes."""
+    """The teacher's weights: a run directory, a checkpoint or a safetensors file, trained on the same classes."""
     kind: Literal["soft", "hard"] = "soft"
     """`soft`: the teacher's probabilities (Hinton et al. 2015); `hard`: its answer as a label (Touvron et al. 2020)."""
     temperature: Annotated[PositiveFloat, Applies("kind", ("soft",))] = 1.0

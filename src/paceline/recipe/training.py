@@ -56,7 +56,7 @@ class Train:
     grad_scaler: Annotated[GradScaler, Applies("precision", ("fp16",))] = GradScaler()
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
-    """Decay of the moving average of the weights, or `off`."""
+    """Decay of the moving average of the weights, or `off`; smaller at first: (1 + t) / (10 + t) after t steps."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
     """`cross_entropy`, or `bce`: a yes-or-no question for each class (Wightman et al. 2021)."""
     target_threshold: Annotated[OpenFraction | None, Off, Applies("loss", ("bce",))] = None

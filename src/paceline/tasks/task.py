@@ -56,7 +56,7 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
 
-    def prepare_training(self, placement: Placement) -> None:
+    def prepare_training(self, placement: Placement) -> None:  # noqa: B027  # most need nothing
         """Get ready what only training needs, once the network is built; by default nothing.
 
         Args:

@@ -23,7 +23,9 @@ def loss(**train: object) -> ClassificationLoss:
 @pytest.mark.parametrize("threshold", [None, 0.2])
 def test_bce_is_timms(smoothing: float, threshold: float | None) -> None:
     theirs = timm_loss.BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
-    asked = {"loss": "bce", "label_smoothing": smoothing} | ({} if threshold is None else {"target_threshold": threshold})
+    asked = {"loss": "bce", "label_smoothing": smoothing} | (
+        {} if threshold is None else {"target_threshold": threshold}
+    )
     torch.testing.assert_close(loss(**asked)(LOGITS, CLASSES), theirs(LOGITS, CLASSES))
 
 

@@ -130,7 +130,11 @@ def test_facts_of_the_digits() -> None:
     assert (facts.description["image_size"], facts.description["channels"]) == (8, 1)
     assert facts.reasons["data.backend"]
     assert [metric.name for metric in task.metrics] == ["loss", "top1_accuracy", "top5_accuracy"]
-    assert task.description() == {"class_names": [str(digit) for digit in range(10)], "evaluation_crop": 0.875}
+    assert task.description() == {
+        "class_names": [str(digit) for digit in range(10)],
+        "evaluation_crop": 0.875,
+        "interpolation": "bilinear",
+    }
 
 
 @pytest.mark.parametrize(("top_k", "expected"), [(2, ["top2_accuracy"]), (9, ["top9_accuracy"]), (10, []), (11, [])])

@@ -151,13 +151,19 @@ class PytorchBackend:
     def _explained(self) -> Iterator[None]:
         """Turn what torch says of a worker that died or hangs into a sentence that names the sample."""
         try:
-            yield
-        except RuntimeError as error:
+            with self._missing_workers_explained():
+                yield
+        except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
             if str(error).startswith("DataLoader worker"):
                 raise OneProcessError(self._board.explain_death(str(error))) from error
             if str(error).startswith("DataLoader timed out"):
                 raise OneProcessError(self._board.explain_silence(self._wait_seconds)) from error
             raise
+
+    @contextmanager
+    def _missing_workers_explained(self) -> Iterator[None]:
+        try:
+            yield
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # Batches are fetched from the worker's own socket: one that dies then is missed there first.
             if not self._board.has_lost_a_worker():

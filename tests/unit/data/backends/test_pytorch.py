@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +155,19 @@ def test_a_defect_names_the_file(small: FileSource, workers: int, slices: Slices
 def test_a_killed_worker_names_the_file(small: FileSource, slices: Slices) -> None:
     with pytest.raises(TrainingError, match=r"DataLoader worker .*sample 3 \(.*0003\.png\)"):
         read(Faulty(small, "kill"), slices([0, 1], [2, 3], [4]), view(None), 1)
+
+
+def test_a_worker_whose_death_is_told_while_it_is_looked_for(small: FileSource, slices: Slices) -> None:
+    """Its socket is missed first, and then torch's handler raises amid that."""
+    backend = PytorchBackend(small, view(None), workers=1)
+    try:
+        assert len(list(backend.batches(iter(slices([0, 1]))))) == 1
+        (worker,) = multiprocessing.active_children()
+        threading.Timer(0.3, worker.kill).start()
+        with pytest.raises(TrainingError, match=r"DataLoader worker .* is killed by signal"), backend._explained():
+            raise ConnectionResetError
+    finally:
+        backend.close()
 
 
 def test_a_hung_worker_names_the_file(small: FileSource, slices: Slices) -> None:
