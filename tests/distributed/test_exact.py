@@ -14,7 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
-EXACT = ("train", "recipe.yaml", "parallel.exact=true")
+VARIED = ("data.augment.policy=trivialaugment", "data.augment.erase=0.3", "data.mix={mixup: 0.4, cutmix: 1.0}")
+EXACT = ("train", "recipe.yaml", "parallel.exact=true", *VARIED)
 SIX_PARTS = ("batch.micro_size=auto", "batch.global_size=18", "parallel.logical_ranks=6", "train.duration=24 steps")
 
 

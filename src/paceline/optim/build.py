@@ -85,11 +85,11 @@ def build_courses(recipe: Recipe, plan: Plan) -> Courses:
 def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
     """Give every group the step's values."""
     for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * group["lr_factor"]
+        group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)
         if settings.momentum is not None:
             if "momentum" in group:
                 group["momentum"] = settings.momentum
             else:
                 group["betas"] = (settings.momentum, *group["betas"][1:])
-        if settings.weight_decay is not None and group["decay_moves"]:
+        if settings.weight_decay is not None and group.get("decay_moves", True):
             group["weight_decay"] = settings.weight_decay

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
 from paceline.recipe.rates import Lengths, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
@@ -268,6 +269,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
     for key in ("data.validation_fraction", "evaluate.top_k"):
         if key in data.reasons:
             found[key] = data.reasons[key]
+    found |= _unused_in_data(recipe.data)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.parallel.exact or world_size == 1:
@@ -278,6 +280,23 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
         found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) != "auto"}
         if recipe.evaluate.every is not None:
             found["evaluate.every"] = f"nothing is evaluated ({why})"
+    return found
+
+
+def _unused_in_data(data: Data) -> dict[str, str]:
+    """Keys that say more of what is not done at all."""
+    found: dict[str, str] = {}
+    mix, augment, jitter = data.mix, data.augment, data.augment.jitter
+    if mix.mixup == 0 and mix.cutmix == 0:
+        why = "nothing is mixed (data.mix.mixup, data.mix.cutmix)"
+        found |= dict.fromkeys(("data.mix.switch", "data.mix.probability", "data.mix.epochs"), why)
+    elif mix.mixup == 0 or mix.cutmix == 0:
+        found["data.mix.switch"] = "there is one kind of mixing"
+    if augment.erase == 0:
+        why = "nothing is erased (data.augment.erase)"
+        found |= dict.fromkeys(("data.augment.erase_scale", "data.augment.erase_ratio"), why)
+    if not any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)):
+        found["data.augment.jitter.probability"] = "there is no jitter"
     return found
 
 

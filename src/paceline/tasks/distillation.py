@@ -48,7 +48,7 @@ class Distillation(ImageClassification):
         saved = read_weights(Path(source))
         network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
         if placement.channels_last:
-            network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
+            network = network.to(memory_format=torch.channels_last)
         self._teacher = _SeenAsTrained(network, self._own_scale(), saved)
 
     def loss(self, model: Model, batch: Batch) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
+from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
@@ -99,6 +100,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     task = build_task(_without_initial_weights(loaded.recipe))
     plan = plan_run(loaded.recipe, task, describe_machine(device), world)
     network = task.build_model()
+    task.prepare_training(Placement(device=torch.device("cpu")))
     return plan_network(plan, network, loaded.recipe)
 
 

@@ -280,6 +280,10 @@ WORKERS = {"backend": "pytorch", "workers": 3}
         (["evaluate.every=off"], {}, "evaluate.metric", "evaluate.every=off"),
         (["evaluate.every=off", "evaluate.batch_size=3"], {}, "evaluate.batch_size", "evaluate.every=off"),
         ([], {"held_out": 0}, "evaluate.every", "no samples are held out"),
+        (["data.mix.epochs=3"], {}, "data.mix.epochs", "nothing is mixed"),
+        (["data.mix.mixup=0.2"], {}, "data.mix.switch", "one kind of mixing"),
+        (["data.augment.erase_scale=[0.1, 0.2]"], {}, "data.augment.erase_scale", "nothing is erased"),
+        (["data.augment.jitter.probability=0.5"], {}, "data.augment.jitter.probability", "no jitter"),
     ],
 )
 def test_a_key_without_effect_here_is_named_with_the_reason(
@@ -305,6 +309,9 @@ def test_a_key_without_effect_here_is_named_with_the_reason(
         ),
         (["batch.global_size=64"], {"world_size": 2}, "parallel.bucket_cap_mb"),
         (["evaluate.every=off"], {}, "evaluate.every"),
+        (["data.mix={mixup: 0.2, cutmix: 1.0}"], {}, "data.mix.switch"),
+        (["data.augment.erase=0.2"], {}, "data.augment.erase_scale"),
+        (["data.augment.jitter.hue=0.1"], {}, "data.augment.jitter.probability"),
         (["evaluate.every=off"], {}, "evaluate.batch_size"),
         (["evaluate.every=off", "train.deterministic=true"], {}, "train.deterministic"),
         ([], {}, "evaluate.metric"),
