@@ -66,6 +66,7 @@ class Predictor:
         data = saved.described("data")
         self.classes: tuple[str, ...] = tuple(data["class_names"])
         self._size: int = data["image_size"]
+        self._shown_size: int = data.get("evaluation_size", self._size)
         self._channels: int = data["channels"]
         self._crop: float = data["evaluation_crop"]
         self._interpolation: str = data.get("interpolation", "bilinear")
@@ -84,7 +85,7 @@ class Predictor:
         for path in paths:
             try:
                 images[path] = evaluation_image(
-                    decode(path, self._channels), self._size, self._crop, self._interpolation
+                    decode(path, self._channels), self._shown_size, self._crop, self._interpolation
                 )
             except BrokenImageError as error:
                 errors[path] = error.reason

@@ -125,6 +125,9 @@ class Data:
     """Batches each worker keeps ready."""
     image_size: Auto | PositiveInt = "auto"
     """Height and width in pixels that the model sees."""
+    evaluation_size: Auto | PositiveInt = "auto"
+    """Height and width for evaluation and prediction; `auto` is `image_size`, a third more is often better (Touvron et
+    al. 2019)."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
     validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits", "cifar10"))] = 0.2

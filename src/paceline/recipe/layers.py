@@ -138,7 +138,7 @@ def _drop_old_choices(
         chosen_anew = belongs is not None and belongs.to in above and above[belongs.to] != merged.get(belongs.to)
         if belongs is not None and chosen_anew:
             old, choice = merged.pop(key), f"{path}{belongs.to}={above[belongs.to]}"
-            if old != above.get(key):
+            if key not in above:
                 notices.append(f"{path}{key}={old} dropped: {choice} is another choice than it was meant for")
             continue
         applies = applies_of(section, key)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.data.batch import Backend, Batch, Progress
-from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, open_backend
+from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.mixing import Mixing
 from paceline.data.image.pipeline import ImagePipeline
@@ -36,7 +36,6 @@ class ImageClassification(Task):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
-        self._loss = ClassificationLoss(recipe.train)
         self._top_k: Metric | None = None
         self._backend = ""
         self._workers = 0
@@ -45,6 +44,10 @@ class ImageClassification(Task):
     def dataset(self) -> ImageDataset:
         """The images and their classes, opened when first asked for."""
         return open_dataset(self.recipe.data)
+
+    @cached_property
+    def _loss(self) -> ClassificationLoss:
+        return ClassificationLoss(self.recipe.train)
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the dataset and resolve what is `auto` about it."""
@@ -55,6 +58,7 @@ class ImageClassification(Task):
         self._workers, workers_reason = choose_workers(data, self._backend, world)
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
+        reasons["data.evaluation_size"] = "as data.image_size"
         self._choose_metrics(reasons)
         return DataFacts(
             train_samples=len(found.train) * self.recipe.data.augment.repeats,
@@ -64,6 +68,7 @@ class ImageClassification(Task):
                 "digest": found.digest,
                 "classes": len(found.classes),
                 "image_size": found.image_size,
+                "evaluation_size": evaluation_size(data, found),
                 "channels": found.channels,
                 "backend": self._backend,
                 "workers": self._workers,

@@ -137,7 +137,7 @@ def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     seen = saved.described("data")
     as_seen: dict[str, Any] = {
         key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
-        for key in ("image_size", "channels", "mean", "std")
+        for key in ("image_size", "evaluation_size", "channels", "mean", "std")
         if key in seen and getattr(recipe.data, key) == "auto"
     }
     if recipe.train.precision == "auto" and "precision" in saved.metadata:

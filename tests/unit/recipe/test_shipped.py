@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import paceline
+from paceline.inference.predict import load_predictor
 from paceline.recipe.load import SHIPPED, load_recipe, shipped_recipes, stored_recipe, to_tree, to_yaml
 from paceline.trainer.train import plan_only
+
+# Made for ImageNet, or photos like its.
+PUBLISHED = [name for name in shipped_recipes() if load_recipe(name).recipe.data.dataset == "image_folder"]
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +86,30 @@ def test_its_head_says_what_it_is(name: str) -> None:
     head = shipped_recipes()[name].read_text().splitlines()[0]
     assert head.startswith("# ")
     assert len(head) > 20
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_takes_some_steps(name: str, photos: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(name).recipe
+    overrides: dict[str, object] = {
+        "data.path": str(photos),
+        "data.workers": 0,
+        "batch.global_size": 4,
+        "batch.micro_size": "auto",
+        "optimizer.lr": 1e-4,
+        "schedule.warmup": "0 steps",
+        "schedule.warmup_from": None,
+        "train.duration": "2 steps",
+        "model.pretrained": False,
+        "parallel.device": "cpu",
+        "telemetry.trackers": [],
+    }
+    if recipe.schedule.milestones:
+        overrides["schedule.milestones"] = ["1 step"]
+    if not recipe.model.name.startswith("deit"):  # whose positions are as many as 224 pixels need
+        overrides |= {"data.image_size": 64, "data.evaluation_size": 72}
+    done = paceline.train(name, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    assert done.summary.step == 2
+    assert done.summary.metrics["loss"] < 20
+    (picture,) = load_predictor(tmp_path / "run").predict([photos / "val" / "cat" / "0.png"])
+    assert set(picture.labels) == {"cat", "dog"}

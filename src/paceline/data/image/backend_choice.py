@@ -50,6 +50,11 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
     return "memory", text
 
 
+def evaluation_size(data: Data, dataset: ImageDataset) -> int:
+    """Height and width of the images that are scored."""
+    return dataset.image_size if data.evaluation_size == "auto" else data.evaluation_size
+
+
 def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
     """Return the loader processes per rank and why so many; one core of each rank's share is for training."""
     if backend != "pytorch":
@@ -88,7 +93,7 @@ def open_backend(
     train = split == "train"
     source = repeated(dataset.train, data.augment.repeats) if train else dataset.validation
     view = View(
-        image_size=dataset.image_size,
+        image_size=dataset.image_size if train else evaluation_size(data, dataset),
         channels=dataset.channels,
         evaluation_crop=data.evaluation_crop,
         augment=data.augment if train else None,

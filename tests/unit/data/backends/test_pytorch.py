@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.data.backends.memory import MemoryBackend
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Batch, SampleSlice
-from paceline.data.image.source import FileSource
+from paceline.data.image.source import FileSource, repeated
 from paceline.data.image.transforms import View
 from paceline.errors import TrainingError
 from paceline.recipe.data import Augment
@@ -32,12 +32,14 @@ AUGMENTS = [
     None,
     Augment(flip=0.5),
     Augment(crop="pad", padding=3, padding_mode="reflect", flip=0.5),
+    Augment(flip=0.5, policy="trivialaugment", erase=0.5),
     Augment(crop="random_resized", flip=0.5),
 ]
+NAMES = ["evaluation", "flip", "pad", "policy", "random_resized"]
 
 
 def view(augment: Augment | None, size: int = 12) -> View:
-    return View(image_size=size, channels=3, augment=augment, seed=3)
+    return View(image_size=size, channels=3, augment=augment, seed=3, mean=(0.2, 0.4, 0.6))
 
 
 def read(source: FileSource, pieces: list[SampleSlice], the_view: View, workers: int) -> list[Batch]:
@@ -48,7 +50,7 @@ def read(source: FileSource, pieces: list[SampleSlice], the_view: View, workers:
         backend.close()
 
 
-@pytest.mark.parametrize("augment", AUGMENTS, ids=["evaluation", "flip", "pad", "random_resized"])
+@pytest.mark.parametrize("augment", AUGMENTS, ids=NAMES)
 def test_workers_change_nothing(mixed: FileSource, augment: Augment | None, shuffled: Shuffled, same: Same) -> None:
     Path(mixed.path(5)).write_bytes(Path(mixed.path(5)).read_bytes()[:100])
     pieces = shuffled(24, 5)
@@ -61,7 +63,7 @@ def test_workers_change_nothing(mixed: FileSource, augment: Augment | None, shuf
             assert same(first, second)
 
 
-@pytest.mark.parametrize("augment", AUGMENTS[:3], ids=["evaluation", "flip", "pad"])
+@pytest.mark.parametrize("augment", AUGMENTS[:4], ids=NAMES[:4])
 def test_agrees_with_memory_to_the_bit(
     small: FileSource, augment: Augment | None, shuffled: Shuffled, same: Same
 ) -> None:
@@ -72,7 +74,7 @@ def test_agrees_with_memory_to_the_bit(
         assert same(first, second)
 
 
-@pytest.mark.parametrize("augment", AUGMENTS[:3], ids=["evaluation", "flip", "pad"])
+@pytest.mark.parametrize("augment", AUGMENTS[:4], ids=NAMES[:4])
 def test_agrees_with_memory_on_resized_images(
     mixed: FileSource, augment: Augment | None, shuffled: Shuffled, same: Same
 ) -> None:
@@ -82,8 +84,20 @@ def test_agrees_with_memory_on_resized_images(
         assert same(first, second)
 
 
+def test_repeats_are_one_image_varied_anew(small: FileSource, slices: Slices, same: Same) -> None:
+    Path(small.path(7)).unlink()
+    source = repeated(small, 3)
+    pieces = slices([2, 42, 82], [7, 47], [47, 1])
+    from_files = read(source, pieces, view(AUGMENTS[2]), 0)
+    for first, second in zip(MemoryBackend(source, view(AUGMENTS[2])).batches(pieces), from_files, strict=True):
+        assert same(first, second)
+    assert from_files[0].targets.tolist() == [2, 2, 2]
+    assert len({image.numpy().tobytes() for image in from_files[0].inputs}) == 3
+    assert [[each.id for each in batch.broken] for batch in from_files] == [[], [7, 47], [47]]
+
+
 def test_random_resized_does_not_depend_on_company(mixed: FileSource, slices: Slices) -> None:
-    augment = AUGMENTS[3]
+    augment = AUGMENTS[4]
     together = read(mixed, slices(range(24)), view(augment), 0)[0].inputs
     apart = read(mixed, slices(*([sample] for sample in range(24))), view(augment), 0)
     assert torch.equal(torch.cat([batch.inputs for batch in apart]), together)
