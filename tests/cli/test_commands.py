@@ -410,6 +410,26 @@ def test_audit(paceline_here: Callable[..., Any], finished: Path) -> None:
     assert "Passed" in told.out
 
 
+def test_a_run_in_parts(
+    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], finished: Path
+) -> None:
+    command = ("train", "digits", *tiny, "--run-dir", "run")
+    part = paceline_here(*command, "--until", "3 steps")
+    assert part.code == 75, part.err
+    assert "Stopped after 3 steps" in part.out
+    assert "Run the same command without --until with --run-dir run to go on." in part.out
+    stopped = strict_json((tmp_path / "run" / "summary.json").read_text())
+    assert (stopped["status"], stopped["step"], stopped["details"]["ending"]) == ("stopped", 3, "until")
+    assert paceline_here(*command, "--until", "3 steps").code == 75  # there already
+    whole = paceline_here(*command)
+    assert (whole.code, whole.err) == (0, "")
+    ended, undisturbed = (strict_json((each / "summary.json").read_text()) for each in (tmp_path / "run", finished))
+    assert ended["weights_sha256"] == undisturbed["weights_sha256"]
+    wrong = paceline_here(*command, "--until", "3")
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+    assert "train.until: found 3, but a duration is a number with its unit" in wrong.err
+
+
 def test_what_comes_next_works_for_code_of_ones_own(
     paceline: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...]
 ) -> None:

@@ -62,6 +62,21 @@ max_restarts_option: Callable[[Any], Any] = click.option(
     metavar="K",
     help="If a rank dies, start all again from the newest checkpoint, at most K times; needs --run-dir.",
 )
+
+
+def _remember_until(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    context.meta[_UNTIL] = value
+
+
+_UNTIL = "paceline.until"
+# Not among the command's arguments: it is another way to write an override.
+until_option: Callable[[Any], Any] = click.option(
+    "--until",
+    metavar="DURATION",
+    expose_value=False,
+    callback=_remember_until,
+    help="Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
+)
 weights_option: Callable[[Any], Any] = click.option(
     "--weights",
     type=click.Choice(["auto", "model", "ema"]),
@@ -75,6 +90,12 @@ best_option: Callable[[Any], Any] = click.option(
 trust_code_option: Callable[[Any], Any] = click.option(
     "--trust-code", is_flag=True, help="Let the weights' own recipe import code of its own (package.module:factory)."
 )
+
+
+def until_override() -> tuple[str, ...]:
+    """What ``--until`` of the command at hand says, as overrides."""
+    value = click.get_current_context().meta.get(_UNTIL)
+    return () if value is None else (f"train.until={value}",)
 
 
 def is_first_process() -> bool:

@@ -20,6 +20,8 @@ from paceline.cli.options import (
     max_restarts_option,
     overrides_argument,
     present_gpus,
+    until_option,
+    until_override,
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table, program
@@ -47,6 +49,7 @@ _STOPPED = 75
     metavar="auto|never|CHECKPOINT",
     help="Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
 )
+@until_option
 @click.option("--plan-only", is_flag=True, help="Print every derived number and train nothing.")
 @json_option
 def command(
@@ -70,6 +73,7 @@ def command(
       paceline train cifar10 data.path=~/cifar10 --run-dir runs/cifar
       paceline train image_folder data.path=photos train.duration="30 epochs" --processes 2
     """
+    overrides += until_override()
     loaded = load_recipe(recipe, overrides)
     if plan_only:
         _show_plan(loaded, processes, as_json=as_json)
@@ -149,7 +153,8 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
     print_pairs(_figures(result))
     click.echo()
     if summary.status == "stopped":
-        click.echo(f"Run the same command with --run-dir {run_dir} to go on.")
+        sooner = " without --until" * (summary.details.get("ending") == "until")
+        click.echo(f"Run the same command{sooner} with --run-dir {run_dir} to go on.")
         return
     click.echo("Next:")
     click.echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")

@@ -20,6 +20,15 @@ class Model:
     """Start from the library's published weights."""
     initialize_from: Annotated[str | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint or a run directory."""
+    initialize_partly: Switch = False
+    """Take from `initialize_from` the tensors whose names and shapes fit, and leave the others as they begin: another
+    number of classes, say. The run says which."""
+    frozen: tuple[str, ...] = ()
+    """Shell patterns of parameters that are not trained. A later one wins, and `!` takes back: ["*", "!fc.*"] trains
+    the classifier alone. Norms without a trained parameter keep their statistics too."""
+    activation_checkpointing: Switch = False
+    """Keep fewer activations for the backward pass and compute them again: less memory, more time (Chen et al.
+    2016)."""
     channels_last: Auto | Switch = "auto"
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False

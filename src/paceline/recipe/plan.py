@@ -115,6 +115,7 @@ class Plan:
     last_step_samples: int
     total_steps: int
     total_epochs: float
+    until_step: int | None
     peak_lr: float
     first_lr: float | None
     warmup_steps: int
@@ -196,6 +197,7 @@ def make_plan(
         last_step_samples=last_step,
         total_steps=total,
         total_epochs=total / steps_per_epoch,
+        until_step=lengths.interval("train.until", recipe.train.until, total),
         peak_lr=rates.peak_lr,
         first_lr=rates.first_lr,
         warmup_steps=rates.warmup_steps,
@@ -258,6 +260,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
     A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
     """
     found = _unused_with_fp16() if recipe.train.precision == "fp16" else {}
+    found |= _unused_weights(recipe)
     backend = data.description.get("backend", "pytorch")
     if backend != "pytorch":
         why = f"the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)"
@@ -281,6 +284,11 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
         if recipe.evaluate.every is not None:
             found["evaluate.every"] = f"nothing is evaluated ({why})"
     return found
+
+
+def _unused_weights(recipe: Recipe) -> dict[str, str]:
+    partly = recipe.model.initialize_partly and recipe.model.initialize_from is None
+    return {"model.initialize_partly": "there is nothing to take (model.initialize_from)"} if partly else {}
 
 
 def _unused_in_data(data: Data) -> dict[str, str]:

@@ -51,6 +51,8 @@ class Train:
 
     duration: Length = Duration(10, "epochs")
     """Length of the run."""
+    until: Annotated[Length | None, Off] = None
+    """Stop here with a checkpoint, as if asked to, although the run is longer; it can go on (`--until`)."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward passes; weights stay fp32."""
     grad_scaler: Annotated[GradScaler, Applies("precision", ("fp16",))] = GradScaler()

@@ -22,7 +22,7 @@ from paceline.records.run_directory import RunDirectory, sync_directory, write_j
 from paceline.trainer.saving import prepare_resume
 
 # What may differ between a run and its continuation: none of it changes which samples a step sees.
-_FREE = ("train.duration", "evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size")
+_FREE = ("train.duration", "train.until", "evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size")
 _FREE_DATA = (
     "data.path",
     "data.workers",

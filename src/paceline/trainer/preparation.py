@@ -19,8 +19,9 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
-from paceline.errors import ModelError, RecipeError
+from paceline.errors import CheckpointError, ModelError, RecipeError
 from paceline.models.build import parameter_count
+from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan
@@ -43,6 +44,7 @@ class Prepared:
     network: nn.Module
     pipeline: Pipeline
     geometry: StepGeometry
+    notices: tuple[str, ...] = ()
 
 
 def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
@@ -76,7 +78,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         undo.callback(pipeline.close)
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
-        network = build_network(recipe, task, placement)
+        network, notices = build_network(recipe, task, placement)
         task.prepare_training(placement)
         prepared = Prepared(
             recipe=recipe,
@@ -87,6 +89,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network=network,
             pipeline=pipeline,
             geometry=geometry,
+            notices=notices,
         )
         _check_tail(prepared)
         undo.pop_all()
@@ -107,16 +110,29 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     return replace(plan, learning_rates=LearningRate.of(recipe.schedule, plan).phases())
 
 
-def build_network(recipe: Recipe, task: Task, placement: Placement) -> nn.Module:
-    """The network with its first weights, on the device, the same on every rank."""
+def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
+    """The network with its first weights, on the device, the same on every rank; and what is to be said of them."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
-    source = task.recipe.model.initialize_from
-    if source is not None:
-        saved = read_weights(Path(source))
+    asked, notices = task.recipe.model, []
+    if asked.initialize_from is not None:
+        notices += _take_weights(network, Path(asked.initialize_from), partly=asked.initialize_partly)
+    adapt(network, asked)
+    return place(network, placement), tuple(notices)
+
+
+def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
+    saved = read_weights(source)
+    if partly:
+        return [load_fitting(network, saved.state, source=str(saved.path))]
+    try:
         check_inventory(network.state_dict(), saved.state, where="model.initialize_from")
-        network.load_state_dict(saved.state)
-    return place(network, placement)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Or take what fits, and let the rest begin anew, with model.initialize_partly=true."
+        ) from None
+    network.load_state_dict(saved.state)
+    return []
 
 
 def place(network: nn.Module, placement: Placement) -> nn.Module:

@@ -138,6 +138,8 @@ class Run:
         """Why the run ends here, or an empty string; the same on all processes."""
         if self.progress.position >= self.plan.total_steps:
             return "duration"
+        if self.plan.until_step is not None and self.progress.position >= self.plan.until_step:
+            return "until"
         patience = self.recipe.evaluate.patience
         if patience is not None and self.progress.evaluations_since_best >= patience:
             return "patience"

@@ -20,7 +20,7 @@ def summarise(run: Run, status: Status, ending: str) -> Summary:
     Args:
         run: The run.
         status: How it is left.
-        ending: Why: ``duration``, ``patience``, ``signal`` or ``error``.
+        ending: Why: ``duration``, ``until``, ``patience``, ``signal`` or ``error``.
     """
     plan, progress = run.plan, run.progress
     clock = run.clock.totals

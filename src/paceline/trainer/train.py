@@ -20,6 +20,7 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
+from paceline.models.transfer import adapt
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -100,6 +101,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     task = build_task(_without_initial_weights(loaded.recipe))
     plan = plan_run(loaded.recipe, task, describe_machine(device), world)
     network = task.build_model()
+    adapt(network, loaded.recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
     return plan_network(plan, network, loaded.recipe)
 
@@ -206,7 +208,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
         run = build_run(setting)
         try:
             restore(run, opening.choice)
-            _announce(run, loaded, opening)
+            _announce(run, loaded, opening, setting.prepared.notices)
             _load(run)
             result = _fit(run)
         except BaseException as error:
@@ -236,16 +238,20 @@ def _wait_for_save(run: Run, error: BaseException) -> None:
 def _fit(run: Run) -> TrainResult:
     try:
         ending = fit(run)
-        reasons = {"signal": run.stop.signal_name or "another process was asked", "patience": "no better evaluation"}
+        reasons = {
+            "signal": run.stop.signal_name or "another process was asked",
+            "patience": "no better evaluation",
+            "until": f"train.until={run.recipe.train.until}",
+        }
         if ending in reasons:
             run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
-        return _conclude(run, "stopped" if ending == "signal" else "completed", ending)
+        return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
     except (RunDirectoryError, CheckpointError) as error:
         # Asked for rightly, and then the disk refused: the run failed, not the request.
         raise TrainingError(str(error)) from error
 
 
-def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
+def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[str, ...]) -> None:
     plan = run.plan
     run.recorder.write(
         StartEvent(
@@ -259,7 +265,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening) -> None:
     if restarts := read_launch(os.environ).restarts:
         message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
         run.recorder.write(IncidentEvent(**run.progress.here, incident="restart", message=message))
-    for notice in (*loaded.notices, *opening.notices):
+    for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(
         total_steps=plan.total_steps,

@@ -1,0 +1,110 @@
+"""How does a network begin from another one's weights, and which of its parameters stay as they are?"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.errors import ModelError
+from paceline.recipe.model import Model
+
+_NAMED = 4
+
+
+def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str) -> str:
+    """Take the tensors whose names, shapes and dtypes fit, and leave the others as they are.
+
+    Returns:
+        What was taken and what was not, in one sentence.
+
+    Raises:
+        ModelError: If none fits.
+    """
+    own = network.state_dict()
+    fitting = {
+        name: tensor
+        for name, tensor in state.items()
+        if name in own and tensor.shape == own[name].shape and tensor.dtype == own[name].dtype
+    }
+    if not any(name in fitting for name, _ in network.named_parameters()):
+        raise ModelError(
+            f"model.initialize_from: no parameter of {source} fits this network; its names are like "
+            f"{_some(list(state))}, and the network's like {_some(list(own))}."
+        )
+    network.load_state_dict(fitting, strict=False)
+    said = f"model.initialize_from: {len(fitting)} of {len(own)} tensors come from {source}"
+    if left := [name for name in own if name not in fitting]:
+        said += f"; {_some(left)} begin anew"
+    if unused := [name for name in state if name not in fitting]:
+        said += f"; {_some(unused)} of it are not used"
+    return said
+
+
+def adapt(network: nn.Module, model: Model) -> None:
+    """Make of a network what a recipe wants trained.
+
+    Raises:
+        ModelError: If it has no such parameters, or cannot do what is asked.
+    """
+    freeze(network, model.frozen)
+    if model.activation_checkpointing:
+        checkpoint_activations(network, model.name)
+
+
+def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Keep parameters from being trained, and the statistics of norms whose parameters all are.
+
+    Args:
+        network: The network, whose norms with nothing to train go into evaluation mode.
+        patterns: Shell patterns of names. A later one wins; one that begins with ``!`` takes back.
+
+    Raises:
+        ModelError: If a pattern matches nothing.
+    """
+    if not patterns:
+        return
+    frozen: dict[str, bool] = {name: False for name, _ in network.named_parameters()}
+    for pattern in patterns:
+        matched = fnmatch.filter(frozen, pattern.removeprefix("!"))
+        if not matched:
+            raise ModelError(
+                f"model.frozen: no parameter's name matches '{pattern}'. The last ones are "
+                f"{', '.join(list(frozen)[-_NAMED:])}; a pattern may have * and ?."
+            )
+        frozen |= dict.fromkeys(matched, not pattern.startswith("!"))
+    for name, parameter in network.named_parameters():
+        if frozen[name]:
+            parameter.requires_grad = False
+    for module in network.modules():
+        if isinstance(module, _NormBase) and not any(each.requires_grad for each in module.parameters()):
+            module.eval()
+
+
+def checkpoint_activations(network: nn.Module, name: str) -> None:
+    """Let a network compute activations again in the backward pass instead of keeping them.
+
+    Raises:
+        ModelError: If it does not offer that.
+    """
+    switch = getattr(network, "set_grad_checkpointing", None)
+    if not callable(switch):
+        raise ModelError(
+            f"model.activation_checkpointing=true needs a network that offers it (set_grad_checkpointing, as timm's "
+            f"do), and {name} does not; use one that does, or leave it out."
+        )
+    if any(isinstance(module, _NormBase) and module.track_running_stats for module in network.modules()):
+        raise ModelError(
+            f"model.activation_checkpointing=true: {name} has BatchNorm, whose running statistics would take in each "
+            "batch twice; use a network with other norms, a smaller batch.micro_size, or leave it out."
+        )
+    try:
+        switch()
+    except AssertionError as error:
+        raise ModelError(f"model.activation_checkpointing=true: {name} does not offer it ({error}).") from error
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,117 @@
+"""What is taken from other weights, what stays frozen, and that recomputing activations changes no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import CheckpointError, ModelError
+from paceline.models.transfer import checkpoint_activations, freeze, load_fitting
+
+
+def net(classes: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, classes))
+
+
+def test_what_fits_is_taken_and_the_rest_is_named() -> None:
+    torch.manual_seed(0)
+    source, target = net(5), net(3)
+    own = target[3].weight.detach().clone()
+    state = source.state_dict() | {"extra": torch.zeros(2)}
+    said = load_fitting(target, state, source="old.safetensors")
+    assert torch.equal(target[0].weight, source[0].weight)
+    assert torch.equal(target[1].running_var, source[1].running_var)
+    assert torch.equal(target[3].weight, own)
+    assert said == (
+        "model.initialize_from: 7 of 9 tensors come from old.safetensors; 3.weight, 3.bias begin anew; "
+        "3.weight, 3.bias, extra of it are not used"
+    )
+
+
+def test_weights_of_another_network_altogether_are_refused() -> None:
+    with pytest.raises(ModelError, match="no parameter of x fits this network"):
+        load_fitting(net(), {"body.weight": torch.zeros(3)}, source="x")
+
+
+def trained(network: nn.Module) -> set[str]:
+    return {name for name, each in network.named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left", "norm_learns"),
+    [
+        ((), {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}, True),
+        (("*", "!3.*"), {"3.weight", "3.bias"}, False),
+        (("0.*",), {"1.weight", "1.bias", "3.weight", "3.bias"}, True),
+        (("*.weight", "*.bias", "!*.bias"), {"0.bias", "1.bias", "3.bias"}, True),
+    ],
+)
+def test_patterns_freeze_and_take_back(patterns: tuple[str, ...], left: set[str], norm_learns: bool) -> None:
+    network = net()
+    freeze(network, patterns)
+    assert trained(network) == left
+    assert network[1].training == norm_learns
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no parameter's name matches '!fc.\*'.*3\.weight, 3\.bias"):
+        freeze(net(), ("*", "!fc.*"))
+
+
+def test_recomputed_activations_change_no_gradient() -> None:
+    timm = pytest.importorskip("timm")
+
+    def gradients(*, recompute: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        network = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3, drop_rate=0.1)
+        if recompute:
+            checkpoint_activations(network, "vit")
+        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(2)
+        network.train()(torch.randn(4, 3, 32, 32, generator=generator)).square().sum().backward()
+        return [each.grad for each in network.parameters()]
+
+    for plain, recomputed in zip(gradients(recompute=False), gradients(recompute=True), strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_networks_that_cannot_recompute_are_named() -> None:
+    timm = pytest.importorskip("timm")
+    with pytest.raises(ModelError, match="set_grad_checkpointing"):
+        checkpoint_activations(net(), "mine:net")
+    with pytest.raises(ModelError, match="resnet10t has BatchNorm"):
+        checkpoint_activations(timm.create_model("resnet10t", num_classes=2), "resnet10t")
+
+
+def test_a_run_begins_from_weights_for_other_classes(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train_tiny("first", {"train.ema": "off"})
+    weights = tmp_path / "first.safetensors"
+    save_file(read_weights(first.run_dir).state, weights)  # a file of someone else's: without a word about itself
+    asked = {"model.initialize_from": str(weights), "train.ema": "off", "optimizer.lr": 1e-30}
+    with pytest.raises(CheckpointError, match=r"or take what fits, .*model\.initialize_partly=true|Or take what fits"):
+        train_tiny("strict", asked, task=tiny_task(classes=2))
+    second = train_tiny("second", {**asked, "model.initialize_partly": True}, task=tiny_task(classes=2))
+    old, new = read_weights(first.run_dir).state, read_weights(second.run_dir).state
+    for name, tensor in new.items():
+        if tensor.is_floating_point() and "running" not in name:
+            assert (tensor.shape == old[name].shape and torch.equal(tensor, old[name])) != name.startswith("classifier")
+
+
+def test_frozen_parts_stay_to_the_bit_and_the_rest_learns(train_tiny: Callable[..., Any]) -> None:
+    first = train_tiny("first", {"train.ema": "off"})
+    asked = {"model.initialize_from": str(first.run_dir), "train.ema": "off", "model.frozen": ["*", "!classifier.*"]}
+    second = train_tiny("second", {**asked, "optimizer.weight_decay": 0.1})
+    old, new = read_weights(first.run_dir).state, read_weights(second.run_dir).state
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {"classifier.weight", "classifier.bias"}
+    again = train_tiny("second", {**asked, "optimizer.weight_decay": 0.1, "train.duration": "12 steps"})
+    newer = read_weights(again.run_dir).state
+    assert {name for name in old if not torch.equal(new[name], newer[name])} == {"classifier.weight", "classifier.bias"}
