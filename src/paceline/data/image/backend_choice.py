@@ -42,6 +42,11 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
     if data.augment.crop == "random_resized":
         return "pytorch", "crop=random_resized needs each image at its full size"
+    if asks_for_variation(data.augment):
+        return (
+            "pytorch",
+            "data.augment asks for operations done image by image, which loader processes do side by side",
+        )
     total, text = _decoded(dataset)
     if dataset.native_size is None or max(dataset.native_size) > LARGEST_SMALL_IMAGE:
         return "pytorch", f"images are not all of one size up to {LARGEST_SMALL_IMAGE} pixels"

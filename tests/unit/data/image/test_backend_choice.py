@@ -47,6 +47,13 @@ def test_random_resized_needs_files() -> None:
     assert "random_resized" in reason
 
 
+def test_what_is_done_image_by_image_is_done_in_workers() -> None:
+    for augment in (Augment(policy="randaugment"), Augment(erase=0.1)):
+        name, reason = choose_backend(Data(dataset="cifar10", augment=augment), cifar_like(100))
+        assert name == "pytorch"
+        assert "image by image" in reason
+
+
 def test_too_many_images_are_read_in_workers() -> None:
     name, reason = choose_backend(Data(dataset="cifar10"), cifar_like(400_000))
     assert name == "pytorch"
