@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
@@ -110,6 +110,34 @@ class Augment:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Progressive:
+    """Training images that grow from epoch to epoch (Howard 2018): early epochs cost less."""
+
+    start_size: Annotated[PositiveInt | None, Off] = None
+    """Height and width at first, smaller than `image_size`, or `off`."""
+    begin: NonNegativeInt = 0
+    """Epochs of that size before images grow."""
+    end: PositiveInt = 1
+    """Epoch, from 0, that is the first with images of `image_size`."""
+    multiple: PositiveInt = 32
+    """Sizes between are rounded to multiples of this."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.end <= self.begin:
+            raise ValueError(f"found begin={self.begin} and end={self.end}, but images grow from begin to a later end")
+        return self
+
+    def size_at(self, epoch: int, image_size: int) -> int:
+        """Height and width of an epoch's training images."""
+        if self.start_size is None or epoch >= self.end:
+            return image_size
+        grown = max(epoch - self.begin, 0) / (self.end - self.begin)
+        size = self.start_size + (image_size - self.start_size) * grown
+        return self.start_size if grown == 0 else max(1, round(size / self.multiple)) * self.multiple
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
     """Which samples a run sees."""
 
@@ -148,5 +176,7 @@ class Data:
     """How images are resized; always antialiased."""
     augment: Augment = Augment()
     """How training images are varied."""
+    progressive: Progressive = Progressive()
+    """How training images grow."""
     mix: Mix = Mix()
     """How training samples are mixed."""

@@ -303,6 +303,9 @@ def _unused_in_data(data: Data) -> dict[str, str]:
     if augment.erase == 0:
         why = "nothing is erased (data.augment.erase)"
         found |= dict.fromkeys(("data.augment.erase_scale", "data.augment.erase_ratio"), why)
+    if data.progressive.start_size is None:
+        why = "images do not grow (data.progressive.start_size)"
+        found |= dict.fromkeys((f"data.progressive.{key}" for key in ("begin", "end", "multiple")), why)
     if not any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)):
         found["data.augment.jitter.probability"] = "there is no jitter"
     return found

@@ -18,8 +18,10 @@ from paceline.data.image.source import repeated
 from paceline.data.image.transforms import View
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.prefetch import Normalize
+from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.models.build import build_model
+from paceline.recipe.data import Progressive
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.classification_loss import ClassificationLoss
@@ -54,6 +56,7 @@ class ImageClassification(Task):
         data, found = self.recipe.data, self.dataset
         # Refuses an augmentation that images of this size cannot have.
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
+        _check_growth(data.progressive, found.image_size)
         self._backend, backend_reason = choose_backend(data, found)
         self._workers, workers_reason = choose_workers(data, self._backend, world)
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
@@ -143,6 +146,14 @@ class ImageClassification(Task):
             workers=self._workers,
             device=placement.device,
             progress=progress,
+        )
+
+
+def _check_growth(progressive: Progressive, image_size: int) -> None:
+    if progressive.start_size is not None and progressive.start_size >= image_size:
+        raise RecipeError(
+            f"data.progressive.start_size={progressive.start_size}, but images grow from it to data.image_size="
+            f"{image_size}; give a smaller one, or off."
         )
 
 

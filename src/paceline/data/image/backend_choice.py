@@ -16,7 +16,7 @@ from paceline.data.image.transforms import View
 from paceline.data.image.variation import asks_for_variation
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
-from paceline.recipe.data import Data
+from paceline.recipe.data import Data, Progressive
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 
@@ -37,22 +37,29 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
         _refuse_augmentation(data)
+        _refuse_growth(data, "synthetic")
         return "synthetic", "noise is read from nowhere"
     if data.workers not in ("auto", 0):
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
-    if data.augment.crop == "random_resized":
-        return "pytorch", "crop=random_resized needs each image at its full size"
-    if asks_for_variation(data.augment):
-        return (
-            "pytorch",
-            "data.augment asks for operations done image by image, which loader processes do side by side",
-        )
+    if reason := _need_of_workers(data):
+        return "pytorch", reason
     total, text = _decoded(dataset)
     if dataset.native_size is None or max(dataset.native_size) > LARGEST_SMALL_IMAGE:
         return "pytorch", f"images are not all of one size up to {LARGEST_SMALL_IMAGE} pixels"
     if total > LARGEST_IN_MEMORY:
         return "pytorch", f"{text}, more than {format_bytes(LARGEST_IN_MEMORY)}"
     return "memory", text
+
+
+def _need_of_workers(data: Data) -> str:
+    """What a recipe asks for that is done image by image."""
+    if data.augment.crop == "random_resized":
+        return "crop=random_resized needs each image at its full size"
+    if data.progressive.start_size is not None:
+        return "data.progressive resizes each image anew"
+    if asks_for_variation(data.augment):
+        return "data.augment asks for operations done image by image, which loader processes do side by side"
+    return ""
 
 
 def evaluation_size(data: Data, dataset: ImageDataset) -> int:
@@ -105,6 +112,7 @@ def open_backend(
         seed=seed,
         mean=dataset.mean,
         interpolation=data.interpolation,
+        progressive=data.progressive if train else Progressive(),
     )
     on_gpu = torch.device(device).type == "cuda"
     if name == "memory":
@@ -124,6 +132,8 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
         )
     if data.backend == "synthetic":
         _refuse_augmentation(data)
+    if data.backend != "pytorch":
+        _refuse_growth(data, data.backend)
     if data.backend != "memory":
         return
     if data.augment.crop == "random_resized":
@@ -137,6 +147,14 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
         raise RecipeError(
             f"data.backend is memory, but {text} and this machine has {format_bytes(installed)}: use "
             "data.backend=pytorch."
+        )
+
+
+def _refuse_growth(data: Data, backend: str) -> None:
+    if data.progressive.start_size is not None:
+        raise RecipeError(
+            f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
+            f"{backend} back-end holds them in one: use data.backend=pytorch with files, or leave it out."
         )
 
 

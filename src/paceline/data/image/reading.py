@@ -45,12 +45,15 @@ class SliceReader:
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
-        inputs = torch.empty(len(piece.ids), view.channels, view.image_size, view.image_size, dtype=torch.uint8)
+        size = view.size_at(piece.epoch)
+        inputs = torch.empty(len(piece.ids), view.channels, size, size, dtype=torch.uint8)
         broken: list[BrokenSample] = []
         whole = np.ones(len(piece.ids), dtype=bool)
         for row, sample in enumerate(piece.ids.tolist()):
             try:
-                inputs[row - len(broken)] = self._image(sample, None if draws is None else draws.part(row, row + 1))
+                inputs[row - len(broken)] = self._image(
+                    sample, size, None if draws is None else draws.part(row, row + 1)
+                )
             except BrokenImageError as error:
                 broken.append(BrokenSample(sample, error.path, error.reason))
                 whole[row] = False
@@ -75,13 +78,13 @@ class SliceReader:
             inputs = self._variation(vary(inputs, self._view.augment, draws), ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
-    def _image(self, sample: int, draws: Draws | None) -> torch.Tensor:
+    def _image(self, sample: int, size: int, draws: Draws | None) -> torch.Tensor:
         view = self._view
         if self._note is not None:
             self._note(sample)
         image = self._source.read(sample)
         if view.augment is None or draws is None or draws.attempts is None:
-            return evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)
+            return evaluation_image(image, size, view.evaluation_crop, view.interpolation)
         height, width = image.shape[:2]
         box = random_resized_box(draws.attempts[0], (height, width), view.augment.scale, view.augment.ratio)
-        return training_image(image, box, view.image_size, view.interpolation)
+        return training_image(image, box, size, view.interpolation)

@@ -6,7 +6,7 @@ its time. Training and evaluation differ only in the part of the image they keep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 
 from paceline.data.image.augmentation import Box
 from paceline.errors import RecipeError
-from paceline.recipe.data import Augment
+from paceline.recipe.data import Augment, Progressive
 
 Image = NDArray[np.uint8]
 
@@ -32,6 +32,7 @@ class View:
         seed: The run's seed, which keys the variation.
         mean: Of each channel, in [0, 1]: what is put where an image has nothing.
         interpolation: How images are resized, ``bilinear`` or ``bicubic``.
+        progressive: How they grow from epoch to epoch.
     """
 
     image_size: int
@@ -41,6 +42,11 @@ class View:
     seed: int = 0
     mean: tuple[float, ...] = (0.5,)
     interpolation: str = "bilinear"
+    progressive: Progressive = field(default_factory=Progressive)
+
+    def size_at(self, epoch: int) -> int:
+        """Height and width of an epoch's images."""
+        return self.progressive.size_at(epoch, self.image_size)
 
     def __post_init__(self) -> None:
         augment = self.augment

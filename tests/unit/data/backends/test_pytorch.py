@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import FileSource, repeated
 from paceline.data.image.transforms import View
 from paceline.errors import TrainingError
-from paceline.recipe.data import Augment
+from paceline.recipe.data import Augment, Progressive
 
 Slices = Callable[..., list[SampleSlice]]
 Shuffled = Callable[[int, int], list[SampleSlice]]
@@ -94,6 +95,19 @@ def test_repeats_are_one_image_varied_anew(small: FileSource, slices: Slices, sa
     assert from_files[0].targets.tolist() == [2, 2, 2]
     assert len({image.numpy().tobytes() for image in from_files[0].inputs}) == 3
     assert [[each.id for each in batch.broken] for batch in from_files] == [[], [7, 47], [47]]
+
+
+@pytest.mark.parametrize("augment", [AUGMENTS[2], AUGMENTS[4]], ids=["pad", "random_resized"])
+def test_growing_images_change_no_order_and_no_draw(
+    mixed: FileSource, augment: Augment, slices: Slices, same: Same
+) -> None:
+    growing = replace(view(augment, 16), progressive=Progressive(start_size=8, end=2, multiple=4))
+    pieces = [each for epoch in range(4) for each in slices([5, 3], [9, 1], epoch=epoch)]
+    grown = read(mixed, pieces, growing, 2)
+    assert [batch.inputs.shape[-1] for batch in grown] == [8, 8, 12, 12, 16, 16, 16, 16]
+    full = read(mixed, pieces, view(augment, 16), 0)
+    assert [batch.ids.tolist() for batch in grown] == [batch.ids.tolist() for batch in full]
+    assert all(same(one, other) for one, other in zip(grown[4:], full[4:], strict=True))
 
 
 def test_random_resized_does_not_depend_on_company(mixed: FileSource, slices: Slices) -> None:

@@ -20,7 +20,7 @@ from paceline.data.image.backend_choice import choose_backend, choose_workers, o
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.source import SampleSource, SubsetSource
 from paceline.errors import RecipeError
-from paceline.recipe.data import Augment, Data
+from paceline.recipe.data import Augment, Data, Progressive
 from paceline.world import World
 
 RESIZED = Augment(crop="random_resized")
@@ -52,6 +52,14 @@ def test_what_is_done_image_by_image_is_done_in_workers() -> None:
         name, reason = choose_backend(Data(dataset="cifar10", augment=augment), cifar_like(100))
         assert name == "pytorch"
         assert "image by image" in reason
+
+
+def test_images_that_grow_are_read_from_files() -> None:
+    growing = Progressive(start_size=16, end=3)
+    assert choose_backend(Data(dataset="cifar10", progressive=growing), cifar_like(100))[0] == "pytorch"
+    for dataset, backend in (("cifar10", "memory"), ("synthetic", "auto"), ("synthetic", "synthetic")):
+        with pytest.raises(RecipeError, match="images of several sizes"):
+            choose_backend(Data(dataset=dataset, backend=backend, progressive=growing), cifar_like(100))
 
 
 def test_too_many_images_are_read_in_workers() -> None:

@@ -11,7 +11,7 @@ from paceline.data.image.augmentation import Box, Draws, draw
 from paceline.data.image.batched import PaddedImages, flip_some, vary
 from paceline.data.image.transforms import View, evaluation_image, training_image
 from paceline.errors import RecipeError
-from paceline.recipe.data import Augment
+from paceline.recipe.data import Augment, Progressive
 
 
 def noise(*shape: int) -> np.ndarray:
@@ -100,3 +100,18 @@ def test_reflection_has_a_limit() -> None:
     View(image_size=9, channels=3, augment=augment)
     with pytest.raises(RecipeError, match="padding is 8, but an image of 8 pixels"):
         View(image_size=8, channels=3, augment=augment)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "size"), [(0, 128), (4, 128), (5, 128), (6, 160), (7, 160), (8, 192), (9, 192), (10, 224), (99, 224)]
+)
+def test_images_grow_from_epoch_to_epoch(epoch: int, size: int) -> None:
+    growing = Progressive(start_size=128, begin=5, end=10, multiple=32)
+    assert growing.size_at(epoch, 224) == size
+    # As ffcv-imagenet's training script has it: a straight line between the epochs, to the nearest multiple.
+    line = np.interp([epoch], [5, 10], [128, 224])[0]
+    assert size == int(np.round(line / 32)) * 32
+
+
+def test_images_that_do_not_grow_have_one_size() -> None:
+    assert {Progressive().size_at(epoch, 224) for epoch in range(5)} == {224}
