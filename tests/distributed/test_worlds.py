@@ -301,3 +301,14 @@ def test_contradictions_are_named(variables: dict[str, str], named: str) -> None
     with pytest.raises(LaunchError, match=named) as caught:
         read_launch(variables)
     assert str(caught.value).count("\n") == 0
+
+
+@linux
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)])
+def test_compressed_gradients_are_nearly_the_same(studio: Path, train: Callable[..., Any], dtype: str) -> None:
+    command = (*PLAIN_MODEL, "train.duration=12 steps", "checkpoint.every=off")
+    plain = train(studio / f"plain-{dtype}", *command, processes=2)
+    compressed = train(studio / f"compressed-{dtype}", *command, f"parallel.gradient_compression={dtype}", processes=2)
+    assert plain["weights_sha256"] != compressed["weights_sha256"]
+    assert compressed["metrics"]["loss"] == pytest.approx(plain["metrics"]["loss"], rel=0.02)

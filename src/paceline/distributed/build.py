@@ -13,6 +13,7 @@ from paceline.distributed.data_parallel import DataParallel
 from paceline.distributed.exact import ExactDataParallel
 from paceline.distributed.strategy import SingleProcess, Strategy
 from paceline.recipe.plan import Plan
+from paceline.recipe.running import Parallel
 
 
 def build_strategy(
@@ -22,7 +23,7 @@ def build_strategy(
     collectives: Collectives,
     device: torch.device,
     *,
-    bucket_cap_mb: int,
+    parallel: Parallel,
 ) -> Strategy:
     """Build the strategy the plan chose.
 
@@ -32,10 +33,10 @@ def build_strategy(
         called: What a step calls: the network, compiled if asked.
         collectives: The processes.
         device: Where the network is.
-        bucket_cap_mb: Size of DDP's gradient buckets.
+        parallel: How DDP is to send gradients.
     """
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
     if plan.strategy == "ddp":
-        return DataParallel(network, called, collectives, device, bucket_cap_mb=bucket_cap_mb)
+        return DataParallel(network, called, collectives, device, parallel=parallel)
     return SingleProcess(called)

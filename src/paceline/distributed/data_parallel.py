@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Marks, MicroBatch, VoteReader, Wish
+from paceline.recipe.running import Parallel
 
 # torch 2.14 renamed the switch.
 _DDP_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
@@ -23,6 +25,13 @@ _NORMS = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+# They send a bucket in another dtype and add it up there; the votes, zeros and ones, survive that.
+_COMPRESSIONS: dict[str, Callable[..., Any]] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 
 
 class _Ballot(torch.autograd.Function):
@@ -87,7 +96,7 @@ class DataParallel:
         collectives: Collectives,
         device: torch.device,
         *,
-        bucket_cap_mb: int,
+        parallel: Parallel,
     ) -> None:
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
@@ -100,10 +109,12 @@ class DataParallel:
         self.model = nn.parallel.DistributedDataParallel(
             self._voting,
             device_ids=[device.index] if device.index is not None else None,
-            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb=parallel.bucket_cap_mb,
             gradient_as_bucket_view=True,
             **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
         )
+        if parallel.gradient_compression != "none":
+            self.model.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""

@@ -276,7 +276,8 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.parallel.exact or world_size == 1:
-        found["parallel.bucket_cap_mb"] = f"{'an exact run' if recipe.parallel.exact else 'one process'} has no buckets"
+        why = f"{'an exact run' if recipe.parallel.exact else 'one process'} has no buckets"
+        found |= {"parallel.bucket_cap_mb": why, "parallel.gradient_compression": why}
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
         keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")

@@ -61,9 +61,7 @@ def build_run(setting: Setting) -> Run:
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
     called = _compiled(network, recipe)
     # Before the average is copied: building it gives every process the first one's weights.
-    strategy = build_strategy(
-        plan, network, called, setting.collectives, device, bucket_cap_mb=recipe.parallel.bucket_cap_mb
-    )
+    strategy = build_strategy(plan, network, called, setting.collectives, device, parallel=recipe.parallel)
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
     scored = {"model": called} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)

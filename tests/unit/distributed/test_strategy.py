@@ -12,6 +12,7 @@ from torch import nn
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import DataParallel, has_training_buffers
 from paceline.distributed.strategy import VOTE_LAG, MicroBatch, SingleProcess, VoteReader, Wish
+from paceline.recipe.running import Parallel
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def net() -> nn.Module:
 
 def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collectives) -> None:
     ours, plain = net(), net()
-    strategy = DataParallel(ours, ours, group, CPU, bucket_cap_mb=1)
+    strategy = DataParallel(ours, ours, group, CPU, parallel=Parallel(bucket_cap_mb=1))
     batches = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         ours.zero_grad(set_to_none=True)
@@ -48,7 +49,7 @@ def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collec
 
 def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectives) -> None:
     network = net()
-    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     batch = torch.randn(6, 4)
     assert not strategy.agreed(Wish()).stop
     for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish(), Wish(stop=True, save=True)):
@@ -59,7 +60,7 @@ def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectiv
 
 def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(group: Collectives) -> None:
     network, wishes = net(), [Wish()]
-    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     first = next(network.parameters())
     for wish in (Wish(), Wish(stop=True), Wish()):
         # The last gradient of the network itself.
@@ -73,7 +74,7 @@ def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(gro
 def test_a_network_may_be_called_in_between_without_a_gradient(group: Collectives) -> None:
     """A teacher's part, or a trial: only the passes that the loss comes of carry the votes."""
     network, batch = net(), torch.randn(6, 4)
-    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     for _ in range(2):
         loss = strategy.model(batch).square().mean() + strategy.model(-batch).square().mean()
         with torch.no_grad():
@@ -85,7 +86,7 @@ def test_a_network_may_be_called_in_between_without_a_gradient(group: Collective
 def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
     network = net()
     names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]
-    strategy = DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+    strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     loss = strategy.model(torch.randn(6, 4)).square().mean()
     assert strategy.with_vote(loss, lambda: Wish(stop=True), is_last=True).item() == loss.item()
     assert strategy.with_vote(loss, lambda: Wish(stop=True), is_last=False) is loss
@@ -155,7 +156,7 @@ def test_statistics_of_norms_are_no_training_buffers_and_all_others_are(network:
 def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group: Collectives, kind: str) -> None:
     network = net()
     strategy = (
-        SingleProcess(network) if kind == "alone" else DataParallel(network, network, group, CPU, bucket_cap_mb=25)
+        SingleProcess(network) if kind == "alone" else DataParallel(network, network, group, CPU, parallel=Parallel())
     )
     batch, heard = torch.randn(6, 4), []
     for marked in (None, 0, 1, None):
