@@ -105,7 +105,11 @@ class Predictor:
         where = str(self._saved.path)
         recipe = stored_recipe(self._saved.described("recipe"), where)
         # The weights come from the file: nothing is downloaded or initialised from elsewhere.
-        recipe = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+        recipe = replace(
+            recipe,
+            model=replace(recipe.model, pretrained=False, initialize_from=None),
+            distillation=replace(recipe.distillation, teacher=None),
+        )
         task = make_task(recipe)
         if isinstance(task, ImageClassification):
             # What its data would say of the network; the data themselves may be far away.

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
@@ -46,6 +47,25 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
             f"model.name={model.name}: the factory returned a {type(network).__name__}, not a torch.nn.Module."
         )
     return network
+
+
+@torch.no_grad()
+def check_takes(network: nn.Module, size: int, *, channels: int, name: str) -> None:
+    """Find out whether a network takes images of a size; some transformers are built for one.
+
+    Raises:
+        ModelError: If it does not.
+    """
+    was_training = network.training
+    try:
+        network.eval()(torch.zeros(1, channels, size, size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"model.name={name} does not take images of {size} pixels ({' '.join(str(error).split())[:200]}); see "
+            "data.image_size, data.evaluation_size and data.progressive."
+        ) from error
+    finally:
+        network.train(was_training)
 
 
 def model_names(pattern: str = "*") -> list[str]:

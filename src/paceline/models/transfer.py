@@ -79,7 +79,8 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
         if frozen[name]:
             parameter.requires_grad = False
     for module in network.modules():
-        if isinstance(module, _NormBase) and not any(each.requires_grad for each in module.parameters()):
+        own = list(module.parameters())
+        if isinstance(module, _NormBase) and own and not any(each.requires_grad for each in own):
             module.eval()
 
 

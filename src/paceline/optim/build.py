@@ -75,9 +75,10 @@ def build_courses(recipe: Recipe, plan: Plan) -> Courses:
     """All that the schedule moves, with the plan's numbers."""
     asked, schedule = recipe.optimizer, recipe.schedule
     start = asked.moment_decay[0] if asked.name in ("adamw", "lamb", "lion") else asked.momentum
+    moves = schedule.momentum.name != "constant" and asked.name != "adafactor"
     return Courses(
         learning_rate=LearningRate.of(schedule, plan),
-        momentum=None if schedule.momentum.name == "constant" else (schedule.momentum, start),
+        momentum=(schedule.momentum, start) if moves else None,
         weight_decay=None if schedule.weight_decay.name == "constant" else (schedule.weight_decay, asked.weight_decay),
     )
 

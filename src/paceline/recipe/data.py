@@ -134,7 +134,8 @@ class Progressive:
             return image_size
         grown = max(epoch - self.begin, 0) / (self.end - self.begin)
         size = self.start_size + (image_size - self.start_size) * grown
-        return self.start_size if grown == 0 else max(1, round(size / self.multiple)) * self.multiple
+        rounded = round(size / self.multiple) * self.multiple
+        return min(max(rounded, self.start_size), image_size)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

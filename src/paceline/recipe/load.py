@@ -109,11 +109,11 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
 # What only training asks about; a task of one's own may look at everything else when it scores.
 _FOR_TRAINING = (
     *("optimizer.", "schedule.", "checkpoint.", "telemetry.", "distillation."),
-    *("train.duration", "train.grad_scaler.", "train.ema", "train.deterministic"),
+    *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
     "parallel.gradient_compression",
-    *("model.pretrained", "model.initialize_from"),
+    *("model.pretrained", "model.initialize_", "model.frozen", "model.activation_checkpointing"),
 )
 
 
@@ -182,12 +182,22 @@ def recipe_digest(recipe: Recipe) -> str:
 
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with (old, new); a key absent on one side shows as None."""
-    before, after = _flatten(to_tree(old)), _flatten(to_tree(new))
+    before, after = _comparable(old), _comparable(new)
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
     }
+
+
+def _comparable(recipe: Recipe) -> dict[str, Any]:
+    """Every key by its dotted name; what an optimizer takes for `auto` is as if it had been said."""
+    optimizer = recipe.optimizer
+    said = dataclasses.replace(optimizer, betas=optimizer.moment_decay, eps=optimizer.denominator_eps)
+    flat = _flatten(to_tree(dataclasses.replace(recipe, optimizer=said)))
+    if optimizer.groups:
+        flat["optimizer.groups"] = list(optimizer.groups)  # the first pattern that matches wins: their order counts
+    return flat
 
 
 def _absolute(path: str) -> str:

@@ -95,7 +95,8 @@ class Optimizer:
                 f"found lr_scaling={self.lr_scaling} without lr_reference_batch, but the rule needs the batch that lr "
                 "is meant for"
             )
-        fields = {"lr", "weight_decay", "momentum", "nesterov", "betas", "alpha", "eps", "trust_coeff", "fused"}
+        fields = {"lr", "weight_decay", "momentum", "nesterov", "betas", "alpha", "trust_coeff", "fused"}
+        fields |= set() if self.name == "adafactor" else {"eps"}
         if twice := sorted(fields & self.options.keys()):
             raise ValueError(f"found options with {' and '.join(twice)}, but those are keys of this section")
         clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]

@@ -197,7 +197,7 @@ def make_plan(
         last_step_samples=last_step,
         total_steps=total,
         total_epochs=total / steps_per_epoch,
-        until_step=lengths.interval("train.until", recipe.train.until, total),
+        until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         peak_lr=rates.peak_lr,
         first_lr=rates.first_lr,
         warmup_steps=rates.warmup_steps,
@@ -243,10 +243,15 @@ def _is_open(recipe: Recipe, key: str) -> bool:
     """Whether a reason answers a question that the recipe left open."""
     if key in _ALWAYS_TOLD:
         return True
-    section, _, name = key.partition(".")
-    applies = applies_of(type(getattr(recipe, section)), name) if name else None
-    has_effect = applies is None or applies.allow(_asked(recipe, f"{section}.{applies.to}"))
-    return has_effect and _asked(recipe, key) == "auto"
+    *path, name = key.split(".")
+    section: object = recipe
+    for part in path:
+        section = getattr(section, part, None)
+    if not dataclasses.is_dataclass(section) or not hasattr(section, name):
+        return False
+    applies = applies_of(type(section), name)
+    has_effect = applies is None or applies.allow(getattr(section, applies.to))
+    return has_effect and getattr(section, name) == "auto"
 
 
 def _unused_with_fp16() -> dict[str, str]:

@@ -76,7 +76,8 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
         RecipeError: If one of its lengths is longer than the run, or comes to nothing.
     """
     schedule, asked = recipe.schedule, recipe.optimizer
-    peak = peak_learning_rate(recipe, reasons)
+    # An epoch smaller than the batch is one step of all its samples.
+    peak = peak_learning_rate(recipe, min(lengths.global_batch_size, lengths.samples_per_epoch), reasons)
     reasons["optimizer.betas"] = f"{asked.moment_decay}, as {asked.name} is published"
     reasons["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
     reasons["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
@@ -106,9 +107,9 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
     )
 
 
-def peak_learning_rate(recipe: Recipe, reasons: dict[str, str]) -> float:
+def peak_learning_rate(recipe: Recipe, batch: int, reasons: dict[str, str]) -> float:
     """The learning rate after the recipe's scaling rule; the reason gives both numbers."""
-    asked, batch = recipe.optimizer, recipe.batch.global_size
+    asked = recipe.optimizer
     if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
         return asked.lr
     ratio = batch / asked.lr_reference_batch

@@ -57,7 +57,8 @@ class Parallel:
     bucket_cap_mb: PositiveInt = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Send DDP's gradients in 16 bits: half the traffic, for slow networks; sums then round."""
+    """Send DDP's gradients in 16 bits: half the traffic, for slow networks; sums round, and fp16 loses what is above
+    65504 or tiny."""
     threads: Auto | PositiveInt = "auto"
     """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
     timeout: Time = TimeSpan(10, "minutes")

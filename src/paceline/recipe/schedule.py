@@ -86,6 +86,8 @@ class Schedule:
             )
         if self.momentum.name == "opposite" and self.name != "one_cycle":
             raise ValueError("found momentum.name=opposite, but only name=one_cycle has a peak within it to oppose")
+        if self.momentum.end >= 1:
+            raise ValueError(f"found momentum.end={self.momentum.end}, but a momentum is below 1")
         if self.weight_decay.name == "opposite":
             raise ValueError("found weight_decay.name=opposite, but that is for momentum; use linear or cosine")
         return self

@@ -16,11 +16,14 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
 from paceline.models.build import build_model
+from paceline.models.digest import weights_sha256
 from paceline.recipe.load import stored_recipe
+from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
+from paceline.world import World
 
 
 class Distillation(ImageClassification):
@@ -32,6 +35,7 @@ class Distillation(ImageClassification):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._teacher: Callable[[Tensor], Tensor] | None = None
+        self._saved: SavedWeights | None = None
 
     def prepare_training(self, placement: Placement) -> None:
         """Read the teacher.
@@ -45,11 +49,25 @@ class Distillation(ImageClassification):
                 "task=distillation needs a teacher: set distillation.teacher to a run directory, a checkpoint or a "
                 "safetensors file of trained weights."
             )
-        saved = read_weights(Path(source))
+        saved = self._saved_teacher(source)
         network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
         if placement.channels_last:
             network = network.to(memory_format=torch.channels_last)
         self._teacher = _SeenAsTrained(network, self._own_scale(), saved)
+
+    def data_facts(self, world: World) -> DataFacts:
+        """The dataset's, and which teacher it is: a run that goes on must have the same."""
+        facts = super().data_facts(world)
+        source = self.recipe.distillation.teacher
+        if source is None:
+            return facts
+        digest = weights_sha256(self._saved_teacher(source).state)
+        return replace(facts, description={**facts.description, "teacher": digest})
+
+    def _saved_teacher(self, source: str) -> SavedWeights:
+        if self._saved is None:
+            self._saved = read_weights(Path(source))
+        return self._saved
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """The recipe's loss on the labels, and the teacher's."""

@@ -20,7 +20,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
-from paceline.models.build import build_model
+from paceline.models.build import build_model, check_takes
 from paceline.recipe.data import Progressive
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
@@ -100,12 +100,22 @@ class ImageClassification(Task):
             normalize=Normalize(found.mean, found.std, placement),
             placement=placement,
             has_workers=self._workers > 0,
-            mixing=Mixing(self.recipe.data.mix, len(found.classes), self.recipe.seed),
+            mixing=Mixing(
+                self.recipe.data.mix,
+                len(found.classes),
+                self.recipe.seed,
+                repeats=self.recipe.data.augment.repeats,
+            ),
         )
 
     def build_model(self) -> nn.Module:
         """The recipe's network, as wide as the classes and as deep as the images' channels."""
-        return build_model(self.recipe.model, num_classes=len(self.dataset.classes), in_channels=self.dataset.channels)
+        found, data = self.dataset, self.recipe.data
+        network = build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
+        sizes = {data.progressive.size_at(0, found.image_size), evaluation_size(data, found)} - {found.image_size}
+        for size in sorted(sizes):
+            check_takes(network, size, channels=found.channels, name=self.recipe.model.name)
+        return network
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """The recipe's loss."""

@@ -133,6 +133,7 @@ def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     # The weights come from the file: nothing is downloaded or initialised from elsewhere. The arithmetic is the
     # run's, unless an override says otherwise.
     model = replace(recipe.model, pretrained=False, initialize_from=None)
+    taught = replace(recipe.distillation, teacher=None)
     # The images are shown as they were in training, also where they would be seen otherwise on their own.
     seen = saved.described("data")
     as_seen: dict[str, Any] = {
@@ -140,9 +141,11 @@ def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
         for key in ("image_size", "evaluation_size", "channels", "mean", "std")
         if key in seen and getattr(recipe.data, key) == "auto"
     }
+    if recipe.data.image_size not in ("auto", seen.get("image_size")):
+        as_seen.pop("evaluation_size", None)  # it follows the size that was asked for
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
-    return replace(recipe, model=model, data=replace(recipe.data, **as_seen))
+    return replace(recipe, model=model, distillation=taught, data=replace(recipe.data, **as_seen))
 
 
 def _check_classes(task: Task, saved: SavedWeights) -> None:

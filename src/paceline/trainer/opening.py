@@ -32,6 +32,7 @@ _FREE_DATA = (
     "train.nonfinite",
     "train.max_nonfinite",
     "model.channels_last",
+    "distillation.teacher",
 )
 # Numbers of the plan that must be the same for the run to go on with the same arithmetic and samples.
 _FIXED_NUMBERS = {
@@ -213,6 +214,11 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
             f"the data of the run in '{directory.root}' has changed since it began: other files, names or sizes; "
             "restore them, or begin in another --run-dir."
         )
+    if plan["data"].get("teacher") != asked.plan.data.get("teacher"):
+        raise RunDirectoryError(
+            f"the run in '{directory.root}' began with another teacher than {asked.recipe.distillation.teacher} is "
+            "now; give distillation.teacher the same weights, best a checkpoint's file, or begin in another --run-dir."
+        )
     return _notices(directory, plan, asked)
 
 
@@ -226,16 +232,25 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
             continue
         before, now = plan[number], getattr(asked.plan, number)
         if before != now:
-            notices.append(f"{name}: {before} before, {now} now: the same samples, but not the same bits")
+            pairs = ", otherwise mixed" * (number == "logical_ranks" and _mixes(asked.recipe))
+            notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")
     before, now = read_environment(directory).get("torch"), asked.device_facts["torch"]
     if before is not None and before != now:
         notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
     if asked.plan.strategy == "exact" != plan["strategy"]:
         notices.append("parallel.exact: off before, on now: the same samples, but not the same bits")
+    recipe = stored_recipe(read_recipe(directory), str(directory.recipe))
+    before, now = recipe.parallel.gradient_compression, asked.recipe.parallel.gradient_compression
+    if before != now:
+        notices.append(f"gradients: sent as {before} before, {now} now: the same samples, but not the same bits")
     if plan["total_steps"] != asked.plan.total_steps:
         before, now = plan["total_steps"], asked.plan.total_steps
         notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
     return tuple(notices)
+
+
+def _mixes(recipe: Recipe) -> bool:
+    return recipe.data.mix.mixup > 0 or recipe.data.mix.cutmix > 0
 
 
 def _wanted(directory: RunDirectory, resume: str) -> Path | None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.models.build import _replace_stem, build_model, model_names, parameter_count
+from paceline.models.build import _replace_stem, build_model, check_takes, model_names, parameter_count
+from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
 
 OWN = """
@@ -156,3 +157,12 @@ def test_a_stem_for_other_channels_differs_in_nothing_else() -> None:
 def test_a_stem_whose_groups_the_channels_cannot_form_is_refused() -> None:
     with pytest.raises(ModelError, match=r"in 3 groups, which 1 cannot form; set data\.channels=3"):
         _replace_stem(nn.Sequential(nn.Conv2d(3, 6, 3, groups=3)), 1, "torchvision:any")
+
+
+def test_a_size_that_a_network_does_not_take_is_named() -> None:
+    timm = pytest.importorskip("timm")
+    fixed = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2).train()
+    with pytest.raises(ModelError, match=r"vit does not take images of 256 pixels .*data\.evaluation_size"):
+        check_takes(fixed, 256, channels=3, name="vit")
+    assert fixed.training
+    check_takes(small_resnet(2, 3, width=4), 64, channels=3, name="small_resnet")

@@ -115,3 +115,9 @@ def test_frozen_parts_stay_to_the_bit_and_the_rest_learns(train_tiny: Callable[.
     again = train_tiny("second", {**asked, "optimizer.weight_decay": 0.1, "train.duration": "12 steps"})
     newer = read_weights(again.run_dir).state
     assert {name for name in old if not torch.equal(new[name], newer[name])} == {"classifier.weight", "classifier.bias"}
+
+
+def test_a_norm_without_parameters_goes_on_learning() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False))
+    freeze(network, ("0.*",))
+    assert network[1].training

@@ -334,6 +334,8 @@ MISTAKES = {
     ),
     "a period of nothing": ({"schedule.period": "0 steps"}, "less than one step"),
     "a decay from nothing": ({"schedule.weight_decay": {"name": "linear", "end": 0.1}}, "which is 0"),
+    "a momentum that grows": ({"schedule.momentum": {"name": "linear", "end": 1.5}}, "a momentum is below 1"),
+    "a stop after the end": ({"train.until": "10 steps"}, "longer than the run's 9"),
     "a momentum without a peak": ({"schedule.momentum.name": "opposite"}, "only name=one_cycle"),
 }
 
@@ -350,3 +352,17 @@ def test_mistakes(name: str) -> None:
 def test_what_a_warmup_has_is_unused_without_one() -> None:
     _, plan = planned({"batch.global_size": 10, "train.duration": "9 steps", "schedule.warmup_from": 0.5})
     assert plan.unused["schedule.warmup_from"] == "there is no warm-up (schedule.warmup)"
+
+
+def test_a_course_without_momentum_is_told_and_left_out() -> None:
+    overrides = {"optimizer.name": "adafactor", "schedule.momentum": {"name": "linear", "end": 0.5}}
+    recipe, plan = planned({"batch.global_size": 10, "train.duration": "9 steps", **overrides})
+    assert plan.unused["schedule.momentum.name"] == "adafactor has no momentum"
+    optimizer = build_optimizer(torch.nn.Linear(3, 3), recipe.optimizer, torch.device("cpu"))
+    apply_settings(optimizer, build_courses(recipe, plan).at(3))
+
+
+def test_the_rule_scales_by_the_batch_that_there_is() -> None:
+    overrides = {"optimizer.lr": 0.2, "optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 256}
+    _, plan = planned({"batch.global_size": 8192, "train.duration": "9 steps", **overrides}, samples=1000)
+    assert plan.peak_lr == pytest.approx(0.2 * 1000 / 256)

@@ -538,7 +538,7 @@ def test_differences_are_dotted() -> None:
     found = differences(old, new)
     assert found["seed"] == (0, 1)
     assert found["optimizer.momentum"] == (0.9, None)
-    assert found["optimizer.betas"] == (None, "auto")
+    assert found["optimizer.betas"] == (None, [0.9, 0.999])
 
 
 def test_a_field_says_what_it_is() -> None:
@@ -552,3 +552,15 @@ def test_shipped_recipes_are_found_by_name() -> None:
     assert {"digits"} <= set(shipped_recipes())
     for name in shipped_recipes():
         assert load_recipe(name).name == name
+
+
+def test_what_an_optimizer_takes_for_auto_is_as_if_it_had_been_said() -> None:
+    said = plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.999]", "optimizer.eps=1e-8"])
+    assert differences(said, plain(["optimizer.name=adamw"])) == {}
+    assert "optimizer.betas" in differences(said, plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]"]))
+
+
+def test_the_order_of_patterns_is_a_difference() -> None:
+    one = 'optimizer.groups={"fc.*": {lr_factor: 2}, "*.bias": {lr_factor: 3}}'
+    other = 'optimizer.groups={"*.bias": {lr_factor: 3}, "fc.*": {lr_factor: 2}}'
+    assert list(differences(plain([one]), plain([other]))) == ["optimizer.groups"]

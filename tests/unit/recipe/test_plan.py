@@ -364,3 +364,8 @@ def test_the_evaluation_batch_knows_nothing_of_the_world() -> None:
 def test_a_plan_is_json() -> None:
     tree = plan("schedule.name=step", "schedule.milestones=[1 epoch]").to_tree()
     assert json.loads(json.dumps(tree))["milestone_steps"] == [4]
+
+
+def test_reasons_of_a_task_of_ones_own_are_no_keys_of_ours() -> None:
+    reasons = {"text.vocab": "a", "data.foo": "b", "data.augment.crop": "c", "data.channels": "grey"}
+    assert set(plan(reasons=reasons).reasons) & set(reasons) == {"data.channels"}

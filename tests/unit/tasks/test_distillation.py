@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import paceline
-from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import DataError, PacelineError, RecipeError, RunDirectoryError
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 DIGITS = (
@@ -138,3 +140,19 @@ def test_mistakes(
 def test_a_teacher_without_distillation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="task=distillation"):
         paceline.train("digits", overrides=[f"distillation.teacher={tmp_path}"], run_dir=tmp_path / "run", quiet=True)
+
+
+def test_another_teacher_is_noticed_when_a_run_goes_on(
+    taught: Callable[..., Any], teacher: Path, tmp_path: Path
+) -> None:
+    mine, moved = tmp_path / "teacher.safetensors", tmp_path / "moved.safetensors"
+    shutil.copy(read_weights(teacher).path, mine)
+    taught("run", "train.until=2 steps", source=mine)
+    shutil.copy(mine, moved)
+    other = paceline.train(
+        "digits", overrides=[*DIGITS, "train.duration=2 steps"], run_dir=tmp_path / "other", quiet=True
+    )
+    shutil.copy(read_weights(other.run_dir).path, mine)
+    with pytest.raises(RunDirectoryError, match="began with another teacher"):
+        taught("run", source=mine)
+    assert taught("run", source=moved).summary.step == 4

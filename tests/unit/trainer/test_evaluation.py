@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
 from paceline.metrics.accumulator import Accumulator
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
@@ -294,3 +297,15 @@ def test_predictions_are_observed_for_each_batch(opened: Callable[..., Any]) -> 
 
     evaluator(task, pipeline)({"model": Linear(3)}, observe)
     assert seen == dict(enumerate(task.dataset.validation.labels.tolist()))
+
+
+def test_an_image_size_that_is_asked_for_is_the_evaluations_too(tmp_path: Path) -> None:
+    overrides = ["train.duration=3 steps", "model.options={width: 4, stages: 1}", "telemetry.trackers=[]"]
+    paceline.train("digits", overrides=[*overrides, "parallel.device=cpu"], run_dir=tmp_path / "run", quiet=True)
+
+    def loss(*asked: str) -> float:
+        request = EvaluationRequest(target=tmp_path / "run", overrides=[*asked, "parallel.threads=1"])
+        return float(evaluate_target(request).metrics["loss"])
+
+    assert loss("data.image_size=12") == loss("data.image_size=12", "data.evaluation_size=12") != loss()
+    assert loss("data.evaluation_size=12") == loss("data.image_size=12")

@@ -1,7 +1,7 @@
 """How are the samples of a batch mixed with one another? By mixup or CutMix, drawn for the step.
 
-A sample's partner is the one before it in its micro-batch. What is drawn, the weight and the part, is a function of
-(seed, step) alone, the same for all micro-batches of a step.
+A sample's partner is the one before it in its micro-batch, or before its own repeats there. What is drawn, the weight
+and the part, is a function of (seed, step) alone, the same for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,17 @@ class Mixture:
 class Mixing:
     """Mixes normalised batches on their device; their targets become probabilities [N, classes]."""
 
-    def __init__(self, mix: Mix, classes: int, seed: int) -> None:
-        """Mix as a recipe's `data.mix` says, for so many classes."""
+    def __init__(self, mix: Mix, classes: int, seed: int, *, repeats: int = 1) -> None:
+        """Mix as a recipe's `data.mix` says, for so many classes.
+
+        Args:
+            mix: The recipe's section.
+            classes: Their number.
+            seed: The run's seed.
+            repeats: How many samples that follow one another are one image: they are no partners for one another.
+        """
         self._mix = mix
+        self._distance = repeats
         self._classes = classes
         self._seed = seed
 
@@ -57,10 +65,10 @@ class Mixing:
         if mixture is None:
             return batch
         targets = F.one_hot(batch.targets, self._classes).to(batch.inputs.dtype)
-        partners = targets.roll(1, 0)
+        partners = targets.roll(self._distance, 0)
         return replace(
             batch,
-            inputs=_mixed(batch.inputs, mixture),
+            inputs=_mixed(batch.inputs, batch.inputs.roll(self._distance, 0), mixture),
             targets=targets.mul_(mixture.share).add_(partners, alpha=1 - mixture.share),
         )
 
@@ -94,8 +102,8 @@ def _cut(share: float, height: int, width: int, down: float, across: float) -> M
     return Mixture(1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
 
 
-def _mixed(images: Tensor, mixture: Mixture) -> Tensor:
-    partners = images.roll(1, 0)
+def _mixed(images: Tensor, partners: Tensor, mixture: Mixture) -> Tensor:
+    """Mix images with their partners, which may be written to."""
     if mixture.box is None:
         return partners.mul_(1 - mixture.share).add_(images, alpha=mixture.share)
     top, bottom, left, right = mixture.box

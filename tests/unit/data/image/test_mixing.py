@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,14 @@ def test_the_batch_it_was_given_is_not_written_to() -> None:
         Mixing(mix, CLASSES, seed=0)(given)
         assert torch.equal(given.inputs, batch().inputs)
         assert torch.equal(given.targets, batch().targets)
+
+
+def test_repeats_of_an_image_are_no_partners_for_one_another() -> None:
+    """As the order has them: three views of each image side by side."""
+    classes = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    given = replace(batch(count=9), targets=classes)
+    mixed = Mixing(Mix(mixup=1.0), CLASSES, seed=0, repeats=3)(given)
+    share = drawn(Mixing(Mix(mixup=1.0), CLASSES, seed=0), 0).share
+    expected = share * torch.eye(CLASSES)[classes] + (1 - share) * torch.eye(CLASSES)[classes.roll(3)]
+    torch.testing.assert_close(mixed.targets, expected)
+    torch.testing.assert_close(mixed.inputs, share * given.inputs + (1 - share) * given.inputs.roll(3, 0))
