@@ -6,10 +6,10 @@ import hashlib
 import importlib
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,11 @@ def test_version(paceline_here: Callable[..., Any]) -> None:
 def test_help_loads_no_torch_and_is_there_at_once(paceline: Callable[..., Any]) -> None:
     seconds = []
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = paceline("--help")
-        seconds.append(time.perf_counter() - begun)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Of the processor: the clock on the wall also counts what else the machine does.
+        seconds.append(ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime)
         assert done.code == 0
     traced = paceline("--help", interpreter=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in traced.err.splitlines()}

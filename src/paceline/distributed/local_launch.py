@@ -115,7 +115,7 @@ def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: 
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        return _conclude(launch, read_errors(Path(scratch)))
+        return _conclude(launch, read_errors(Path(scratch)), asked_to_stop=bool(received))
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _conclude(launch: _Launch, errors: list[RankError]) -> _Outcome:
+def _conclude(launch: _Launch, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
     """Say what went wrong, its cause first."""
     codes = [process.returncode for process in launch.ranks]
     for rank in launch.overdue:
@@ -251,14 +251,16 @@ def _conclude(launch: _Launch, errors: list[RankError]) -> _Outcome:
     if not errors:
         return _Outcome(1, causes[0] if causes and not mistake else None)
     first, *others = errors
-    if silent:
-        # A rank that died without a word is the cause; what the others say is that they miss it.
+    # A rank that died without a word is the cause; what the others say is that they miss it. So do those that were
+    # about to meet when others were asked to stop.
+    is_echo = bool(silent) or (asked_to_stop and first.is_traceback)
+    if is_echo:
         others = errors
     else:
         label = f"rank {first.rank} failed first:\n" if first.is_traceback else ""
         print(f"paceline: {label}{first.message}", file=sys.stderr)
     for error in others:
-        if error.message != first.message or silent:
+        if error.message != first.message or is_echo:
             print("\n".join([f"paceline: rank {error.rank} then: {error.summary}", *error.notes]), file=sys.stderr)
     if silent:
         return _Outcome(1, None if mistake else causes[0])

@@ -13,6 +13,8 @@ from paceline.recipe.schedule import Course, Schedule
 
 # Boundaries of phases to be told; a rate that falls every epoch has as many.
 _TOLD = 12
+# So little more than 1 that powers of it cannot be told from 1.
+_NO_FACTOR = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ class LearningRate:
     def _place_in_period(self, done: int) -> float:
         """Where in its period, from 0 to 1, the step is that comes after ``done`` others."""
         assert self.period is not None
-        if self.period_factor == 1:
+        if self.period_factor - 1 < _NO_FACTOR:
             return done % self.period / self.period
         # The n-th period begins after period * (factor**n - 1) / (factor - 1) steps.
         finished = math.floor(math.log(done * (self.period_factor - 1) / self.period + 1, self.period_factor) + 1e-9)
@@ -155,7 +157,7 @@ class LearningRate:
         while True:
             end += length
             yield math.ceil(end)
-            length *= self.period_factor if self.name == "cosine" else 1
+            length *= self.period_factor if self.name == "cosine" and self.period_factor - 1 >= _NO_FACTOR else 1
 
     def _place_in_decay(self, step: int) -> float:
         begin = self.total_steps - self.decay_steps
