@@ -141,6 +141,7 @@ def test_our_launcher_starts_killed_ranks_again(
     assert launched.leftovers() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_fewer_ranks_go_on_and_all_are_tried_again(
@@ -303,6 +304,7 @@ def test_nodes_come_and_go(
     assert mine["resumes"] >= 2
 
 
+@pytest.mark.thorough
 def test_a_run_directory_that_not_all_see_is_refused(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
     """Two hosts without a file system in common are two directories of one name."""
     command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.timeout=20 seconds")

@@ -133,6 +133,7 @@ AWKWARD_MODEL = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(

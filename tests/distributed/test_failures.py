@@ -73,6 +73,7 @@ def frail(studio: Path, start: Callable[..., Any]) -> Callable[..., Any]:
     return trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_exception_on_one_rank(
     studio: Path,
@@ -106,6 +107,7 @@ def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]
     assert "3" in done.err.splitlines()[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_that_cannot_notice_is_ended(studio: Path, frail: Callable[..., Any]) -> None:
     """Not in a collective but in code of its own, the other rank does not learn that it is alone."""

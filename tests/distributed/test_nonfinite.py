@@ -82,6 +82,7 @@ def test_replicas_stay_replicas(
     assert len(set(seen[0])) == 10 + (found[-1]["position"] == 12)
 
 
+@pytest.mark.thorough
 def test_an_exact_run_leaves_out_the_same_with_any_number_of_processes(
     gallery: Path,
     run: Callable[..., Any],

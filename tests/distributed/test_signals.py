@@ -157,6 +157,7 @@ def test_stopped_again_and_again(
     same_outcome(run_dir)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(1)
 def test_a_single_process_with_its_workers(
@@ -185,6 +186,7 @@ def test_a_single_process_with_its_workers(
     assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_under_torchrun(
     studio: Path,

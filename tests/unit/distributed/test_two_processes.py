@@ -71,6 +71,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         """
         from dataclasses import replace
         from paceline.distributed.data_parallel import DataParallel
+        from paceline.recipe.running import Parallel
         from paceline.distributed.strategy import Wish
         from paceline.errors import LaunchError, OtherProcessError
         from paceline.world import World
@@ -90,7 +91,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         answer["tensors"] = [len(calls), [t.tolist() for t in tensors]]
 
         network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        strategy = DataParallel(network, network, collectives, CPU, bucket_cap_mb=1)
+        strategy = DataParallel(network, network, collectives, CPU, parallel=Parallel(bucket_cap_mb=1))
         calls.clear()
         answer["means"], answer["calls"] = [], []
         for step in range(2):

@@ -14,6 +14,7 @@ from paceline.recipe.load import SHIPPED, load_recipe, shipped_recipes, stored_r
 from paceline.trainer.train import plan_only
 
 # Made for ImageNet, or photos like its.
+BRIEFLY, THOROUGH = ("fine_tune", "resnet50_torchvision"), pytest.mark.thorough
 PUBLISHED = [name for name in shipped_recipes() if load_recipe(name).recipe.data.dataset == "image_folder"]
 
 
@@ -88,7 +89,7 @@ def test_its_head_says_what_it_is(name: str) -> None:
     assert len(head) > 20
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BRIEFLY else THOROUGH) for name in PUBLISHED])
 def test_it_takes_some_steps(name: str, photos: Path, tmp_path: Path) -> None:
     recipe = load_recipe(name).recipe
     overrides: dict[str, object] = {
