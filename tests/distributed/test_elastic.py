@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,20 @@ def ends_undisturbed(
 
 
 @pytest.fixture
-def kill_rank(steps_recorded: Callable[[Path], int]) -> Callable[..., None]:
+def kill_rank(steps_recorded: Callable[[Path], int], records: Callable[..., Any]) -> Callable[..., None]:
     """``kill_rank(launched, run_dir, 1)``: SIGKILL rank 1 once the run has gone some steps further than it had been."""
     reached: dict[Path, int] = {}
+    killed: Counter[Path] = Counter()
 
     def kill(launched: Any, run_dir: Path, rank: int) -> None:
+        # Steps recorded just before the last kill landed are not yet a run that goes on.
+        launched.wait_for(lambda: not killed[run_dir] or len(records(run_dir, "resume")) >= killed[run_dir])
         launched.wait_for(lambda: steps_recorded(run_dir) >= reached.get(run_dir, 0) + 5)
         launched.wait_for(lambda: any((run_dir / "checkpoints").glob("step-*")))
         launched.wait_for(lambda: len(launched.ranks()) > rank)
         reached[run_dir] = steps_recorded(run_dir)
         os.kill(launched.ranks()[rank], signal.SIGKILL)
+        killed[run_dir] += 1
 
     return kill
 
