@@ -15,7 +15,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
-from paceline.recipe.rates import Lengths, plan_schedule, unused_in_schedule
+from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
@@ -88,11 +88,10 @@ class ParameterGroupFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Rates):
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
-    ``first_lr`` is the learning rate that the warm-up begins with, None where that is its first step.
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
 
@@ -116,12 +115,6 @@ class Plan:
     total_steps: int
     total_epochs: float
     until_step: int | None
-    peak_lr: float
-    first_lr: float | None
-    warmup_steps: int
-    milestone_steps: tuple[int, ...]
-    period_steps: int | None
-    decay_steps: int
     evaluate_every_steps: int | None
     evaluation_batch_size: int
     checkpoint_every_steps: int | None
@@ -198,12 +191,7 @@ def make_plan(
         total_steps=total,
         total_epochs=total / steps_per_epoch,
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
-        peak_lr=rates.peak_lr,
-        first_lr=rates.first_lr,
-        warmup_steps=rates.warmup_steps,
-        milestone_steps=rates.milestone_steps,
-        period_steps=rates.period_steps,
-        decay_steps=rates.decay_steps,
+        **vars(rates),
         evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
         evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),

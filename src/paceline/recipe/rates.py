@@ -59,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The schedule's numbers; see :class:`~paceline.recipe.plan.Plan`."""
+    """The schedule's part of a plan; ``first_lr`` is None where the warm-up begins with its first step from zero."""
 
     peak_lr: float
     first_lr: float | None
