@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,29 +32,45 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """Describe a tensor on any device."""
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    def of(cls, tensor: Tensor | Part) -> TensorSpec:
+        """Describe a tensor on any device; of a part, the whole tensor."""
+        values = tensor.tensor if isinstance(tensor, Part) else tensor
+        return cls(str(values.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
 
-def encode(state: Any, *, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Part:
+    """This process's part of a tensor that is spread over processes.
+
+    Attributes:
+        tensor: Its values; empty if another process has the same part and writes it.
+        shape: Of the whole tensor.
+        offsets: Where the part begins in it, in each dimension.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def encode(state: Any, *, where: str = "state") -> tuple[Any, dict[str, Tensor | Part]]:
     """Split a state into a JSON-able structure and contiguous CPU tensors.
 
     The keys of a flat dictionary of tensors are the tensor names, unchanged. Tensors that are already
     contiguous on the CPU are not copied: write them before the state changes.
 
     Args:
-        state: Nested dict, list, tuple, str, int, float, bool, None and tensors.
+        state: Nested dict, list, tuple, str, int, float, bool, None, tensors and parts of them.
         where: First word of the path in an error, usually the component's name.
 
     Raises:
         CheckpointError: If an object inside is of another type; the message has its path and type.
     """
     structure, tensors = _walk(state, where)
-    return structure, {name: _on_host(tensor) for name, tensor in tensors.items()}
+    return structure, {name: map_tensors(tensor, _on_host) for name, tensor in tensors.items()}
 
 
 def inventory(state: Any, *, where: str = "state") -> dict[str, TensorSpec]:
@@ -62,10 +78,12 @@ def inventory(state: Any, *, where: str = "state") -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, tensor in _walk(state, where)[1].items()}
 
 
-def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(state: Any, change: Callable[[Tensor], Any]) -> Any:
     """Rebuild the containers of a state with every tensor replaced by ``change(tensor)``."""
     if isinstance(state, Tensor):
         return change(state)
+    if isinstance(state, Part):
+        return replace(state, tensor=change(state.tensor))
     if isinstance(state, Mapping):
         return {key: map_tensors(value, change) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -85,7 +103,7 @@ def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"the structure of a component is not valid: {error!r}") from error
 
 
-def _walk(state: Any, where: str) -> tuple[Any, dict[str, Tensor]]:
+def _walk(state: Any, where: str) -> tuple[Any, dict[str, Tensor | Part]]:
     encoder = _Encoder(where)
     try:
         structure = encoder.encode(state, ())
@@ -99,10 +117,10 @@ def _walk(state: Any, where: str) -> tuple[Any, dict[str, Tensor]]:
 class _Encoder:
     def __init__(self, where: str) -> None:
         self.where = where
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor | Part] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Part)):
             return {"$tensor": self._add(value, path)}
         if isinstance(value, dict):
             return self._encode_dict(value, path)
@@ -128,13 +146,13 @@ class _Encoder:
             return dict(encoded)
         return {"$dict": [[self.encode(key, path), item] for key, item in encoded]}
 
-    def _add(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        plain = tensor.detach()
+    def _add(self, tensor: Tensor | Part, path: tuple[Any, ...]) -> str:
+        plain = (tensor.tensor if isinstance(tensor, Part) else tensor).detach()
         if type(plain) is not Tensor or not _is_dense(plain):
             what = "the tensor (only a dense, whole tensor with values can be saved)"
             raise self._unsupported(tensor, path, what=what)
         name = self._free_name(".".join(str(key) for key in path) if path else "tensor")
-        self.tensors[name] = plain
+        self.tensors[name] = replace(tensor, tensor=plain) if isinstance(tensor, Part) else plain
         return name
 
     def _free_name(self, wanted: str) -> str:

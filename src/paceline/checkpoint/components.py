@@ -18,6 +18,7 @@ from paceline.checkpoint.optimizer_state import (
     check_optimizer_state,
     load_optimizer_state,
 )
+from paceline.checkpoint.parts import Chunk, ChunkOf
 from paceline.checkpoint.snapshot import HostCopies
 from paceline.checkpoint.store import State
 from paceline.errors import CheckpointError, did_you_mean
@@ -54,6 +55,15 @@ class SelfChecking(Protocol):
         ...
 
 
+@runtime_checkable
+class Spread(Protocol):
+    """A component of whose tensors each process holds a part, and is given only that."""
+
+    def chunk_of(self, key: str, spec: TensorSpec, /) -> Chunk | None:
+        """What this process holds of a stored tensor; None if it is all of it."""
+        ...
+
+
 class Registry:
     """Named components in the order they were added."""
 
@@ -80,6 +90,11 @@ class Registry:
         states = {name: self._copies.take(name, component.state_dict()) for name, component in self._components.items()}
         self._copies.settle()
         return states
+
+    def chunks(self) -> dict[str, ChunkOf]:
+        """What this process holds of the tensors of components that are spread over processes, by component."""
+        spread = {name: each for name, each in self._components.items() if isinstance(each, Spread)}
+        return {name: each.chunk_of for name, each in spread.items()}
 
     def restore(self, states: Mapping[str, State]) -> None:
         """Give every component its state; all are checked before the first is changed.

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from paceline.checkpoint import codec
 from paceline.checkpoint.codec import TensorSpec
 from paceline.checkpoint.durable import FileFacts
+from paceline.checkpoint.parts import is_part_file
 from paceline.checkpoint.tensor_file import read_regular_file
 from paceline.errors import CheckpointError
 
@@ -36,6 +37,16 @@ class ComponentEntry:
 
     files: Mapping[str, FileFacts]
     tensors: Mapping[str, TensorSpec]
+
+    @property
+    def tensor_files(self) -> list[str]:
+        """The files with the tensors: one, or those of the processes that each wrote a part."""
+        return sorted(name for name in self.files if name.endswith(".safetensors"))
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether several files hold parts of the same tensors."""
+        return any("/" in name for name in self.files)
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,8 @@ def _component(name: str, entry: Any) -> ComponentEntry:
     tensors = {key: _tensor(value) for key, value in _field(entry, "tensors", dict).items()}
     files = {key: _file(value) for key, value in _field(entry, "files", dict).items()}
     # Comparing with the only allowed names, not searching for '..', leaves no way out of the directory.
-    expected = {f"{name}.json"} | ({f"{name}.safetensors"} if tensors else set())
+    parts = {key for key in files if is_part_file(key, name)} if tensors else set()
+    expected = {f"{name}.json"} | (parts or ({f"{name}.safetensors"} if tensors else set()))
     if files.keys() != expected:
         raise ValueError(f"it lists the files {sorted(files)} for {name!r}, expected {sorted(expected)}")
     return ComponentEntry(files, tensors)

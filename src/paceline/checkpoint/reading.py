@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoint import codec, manifest, tensor_file
+from paceline.checkpoint import codec, manifest, parts, tensor_file
 from paceline.checkpoint.codec import TensorSpec
 from paceline.checkpoint.durable import FileFacts, hash_file, reporting_disk_errors
 from paceline.checkpoint.manifest import ComponentEntry, Manifest
+from paceline.checkpoint.parts import ChunkOf
 from paceline.errors import CheckpointError, did_you_mean
 
 _MARGIN = 3  # differing tensors named in a message before it says how many more there are
@@ -52,11 +53,21 @@ def verify(path: Path) -> Manifest:
         for name, facts in entry.files.items():
             with _naming(path, name):
                 _compare_digest(hash_file(path / name).sha256, facts)
-        for name in entry.files:
-            if name.endswith(".safetensors"):
-                with _naming(path, name):
-                    _compare_inventory(tensor_file.read_inventory(path / name), entry.tensors)
+        _check_tensors(path, entry)
     return found
+
+
+def _check_tensors(path: Path, entry: ComponentEntry) -> None:
+    headers = []
+    for name in entry.tensor_files:
+        with _naming(path, name):
+            headers.append(tensor_file.read_header(path / name))
+    with _naming(path, " and ".join(entry.tensor_files[:2])):
+        if entry.is_in_parts:
+            parts.check_cover(entry.tensors, headers)
+        else:
+            for inventory, _ in headers:
+                _compare_inventory(inventory, entry.tensors)
 
 
 def check_sizes(path: Path) -> Manifest:
@@ -89,8 +100,16 @@ def read_component(path: Path, name: str) -> dict[str, Any]:
     return read_components(path, (name,))[name]
 
 
-def read_components(path: Path, names: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+def read_components(
+    path: Path, names: Collection[str] | None = None, *, chunks: Mapping[str, ChunkOf] | None = None
+) -> dict[str, dict[str, Any]]:
     """Read several components' states (default: all), checking their files on the way.
+
+    Args:
+        path: The checkpoint.
+        names: The components.
+        chunks: Which part of each tensor is wanted, by component; no more of these is read, and so their digests
+            are not compared: :func:`verify` does that.
 
     Raises:
         CheckpointError: If the checkpoint lacks a component, or a file is damaged.
@@ -99,7 +118,8 @@ def read_components(path: Path, names: Collection[str] | None = None) -> dict[st
     found = read_manifest(path)
     wanted = list(found.components) if names is None else list(names)
     entries = {name: _entry(path, found, name) for name in wanted}
-    return {name: _read_state(path, name, entry) for name, entry in entries.items()}
+    wanted_parts = chunks or {}
+    return {name: _read_state(path, name, entry, wanted_parts.get(name)) for name, entry in entries.items()}
 
 
 def read_weights_file(path: Path, name: str) -> tensor_file.TensorFile:
@@ -125,6 +145,8 @@ def _entry(path: Path, found: Manifest, name: str) -> ComponentEntry:
 
 
 def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> tensor_file.TensorFile:
+    if entry.is_in_parts:
+        return _assemble(path, name, entry)
     file = f"{name}.safetensors"
     content = _read_checked(path, file, entry.files[file])
     with _naming(path, file):
@@ -133,8 +155,26 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> tensor_file.T
     return parsed
 
 
-def _read_state(path: Path, name: str, entry: ComponentEntry) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = _read_tensors(path, name, entry).tensors if entry.tensors else {}
+def _assemble(path: Path, name: str, entry: ComponentEntry) -> tensor_file.TensorFile:
+    metadata: dict[str, str] = {}
+
+    def files() -> Iterator[tensor_file.TensorFile]:
+        for file in entry.tensor_files:
+            content = tensor_file.parse_tensor_file(_read_checked(path, file, entry.files[file]))
+            metadata.update(content.metadata)
+            yield content
+
+    with _naming(path, name):
+        return tensor_file.TensorFile(parts.assemble(entry.tensors, files()), metadata)
+
+
+def _read_state(path: Path, name: str, entry: ComponentEntry, chunk_of: ChunkOf | None) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    if entry.tensors and chunk_of is not None:
+        with _naming(path, name):
+            tensors = parts.read_chunks([path / file for file in entry.tensor_files], entry.tensors, chunk_of)
+    elif entry.tensors:
+        tensors = _read_tensors(path, name, entry).tensors
     file = f"{name}.json"
     text = _read_checked(path, file, entry.files[file])
     with _naming(path, file):

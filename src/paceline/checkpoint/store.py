@@ -22,7 +22,8 @@ from paceline.checkpoint.best import Best, read_best, write_best
 from paceline.checkpoint.durable import make_directory, reporting_disk_errors
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
-from paceline.checkpoint.writing import Contents, write_checkpoint
+from paceline.checkpoint.shares import Together
+from paceline.checkpoint.writing import Contents, write_checkpoint, write_share
 from paceline.errors import CheckpointError
 from paceline.records.run_directory import sync_directory
 
@@ -33,6 +34,7 @@ __all__ = [
     "Manifest",
     "SavedCheckpoint",
     "State",
+    "Together",
     "read_component",
     "read_components",
     "read_manifest",
@@ -93,6 +95,7 @@ class CheckpointStore:
         *,
         replace: bool = False,
         file_metadata: Mapping[str, str] | None = None,
+        together: Together | None = None,
     ) -> SavedCheckpoint:
         """Write a checkpoint; when this returns it survives a kill and a power cut.
 
@@ -102,6 +105,7 @@ class CheckpointStore:
             facts: JSON-able facts for the manifest; also written as strings into each safetensors header.
             replace: Put it in the place of an existing checkpoint of this step.
             file_metadata: Further entries of each safetensors header, so that a file alone explains itself.
+            together: The other processes, if they hold parts of the state and write them with :meth:`write_share`.
 
         Raises:
             CheckpointError: If it could not be written; the checkpoints that were there are untouched.
@@ -112,16 +116,41 @@ class CheckpointStore:
         with reporting_disk_errors(f"write the checkpoint of step {step} at", target):
             if not replace and self.path(step).exists():
                 raise CheckpointError(f"{self.path(step)} exists already; a checkpoint is replaced only on request.")
-            make_directory(self.directory)
-            self._remove_leftovers()
-            temporary = self._hidden("saving", step)
+            temporary = self._make_room(step) if together is None else together.room
             try:
-                size = write_checkpoint(temporary, contents, file_metadata or {})
+                size = write_checkpoint(temporary, contents, file_metadata or {}, together)
                 self._publish(temporary, target, replace=replace)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         return SavedCheckpoint(target, step, size, time.perf_counter() - started)
+
+    def make_room(self, step: int) -> Path:
+        """Make the hidden directory that several processes will write into.
+
+        Raises:
+            CheckpointError: If the disk refuses.
+        """
+        with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / _name(step)):
+            return self._make_room(step)
+
+    def write_share(
+        self,
+        step: int,
+        components: Mapping[str, State],
+        facts: Mapping[str, Any],
+        *,
+        file_metadata: Mapping[str, str],
+        together: Together,
+    ) -> None:
+        """On a process other than the first: write the parts that it holds, and tell the first.
+
+        Raises:
+            CheckpointError: If they could not be written; the first process's save fails too.
+        """
+        contents = Contents.of(step, components, facts)
+        with reporting_disk_errors(f"write a part of the checkpoint of step {step} at", together.room):
+            write_share(contents, file_metadata, together)
 
     def steps(self) -> list[int]:
         """Return the steps with a checkpoint of that name, ascending; none of them is verified."""
@@ -232,12 +261,20 @@ class CheckpointStore:
         """What all checkpoints take now, with those that are being written or deleted: it changes while they are."""
         size = 0
         for folder in self._entries():
-            with contextlib.suppress(OSError):  # the folder, or a file in it, has just gone
-                size += sum(file.stat().st_size for file in os.scandir(folder))
+            for path in folder.rglob("*"):
+                with contextlib.suppress(OSError):  # it has just gone
+                    size += path.stat().st_size
         return size
 
     def _entries(self) -> list[Path]:
         return list(self.directory.iterdir()) if self.directory.is_dir() else []
+
+    def _make_room(self, step: int) -> Path:
+        make_directory(self.directory)
+        self._remove_leftovers()
+        room = self._hidden("saving", step)
+        os.mkdir(room)
+        return room
 
     def _hidden(self, purpose: str, step: int) -> Path:
         return self.directory / f".{purpose}-{_name(step)}-{secrets.token_hex(4)}"

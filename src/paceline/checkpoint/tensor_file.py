@@ -91,8 +91,8 @@ def parse_tensor_file(content: bytes) -> TensorFile:
     return TensorFile(tensors, metadata)
 
 
-def read_inventory(path: Path) -> dict[str, TensorSpec]:
-    """List the tensors of a file from its header alone.
+def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """List the tensors of a file, and what it says of itself, from its header alone.
 
     Raises:
         OSError: If it cannot be read.
@@ -103,8 +103,9 @@ def read_inventory(path: Path) -> dict[str, TensorSpec]:
         start = file.read(_PREFIX_BYTES)
         length = _header_length(start, size)
         header = _header(start + file.read(length), size)
-    raw = _raw_dtypes(_metadata(header))
-    return {name: _spec(name, entry, raw) for name, entry in header.items() if name != "__metadata__"}
+    metadata = _metadata(header)
+    raw = _raw_dtypes(metadata)
+    return {name: _spec(name, entry, raw) for name, entry in header.items() if name != "__metadata__"}, metadata
 
 
 def read_regular_file(path: Path) -> bytes:

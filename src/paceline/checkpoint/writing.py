@@ -1,13 +1,12 @@
 """In which files does a checkpoint lie, and in which order are they written?
 
-For each component ``NAME.json`` (structure and plain values) and, if it has tensors, ``NAME.safetensors``;
-the manifest, which lists them all, comes last.
+For each component ``NAME.json`` (structure and plain values) and, if it has tensors, ``NAME.safetensors``, or a folder
+``NAME`` where each process holds a part of them; the manifest, which lists them all, comes last.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import codec, manifest
-from paceline.checkpoint.codec import TensorSpec
-from paceline.checkpoint.durable import write_file
+from paceline.checkpoint.codec import Part, TensorSpec
+from paceline.checkpoint.durable import FileFacts, write_file
 from paceline.checkpoint.manifest import ComponentEntry, Manifest
+from paceline.checkpoint.parts import write_parts
+from paceline.checkpoint.shares import Files, Together, gather_notes, leave_note
 from paceline.checkpoint.tensor_file import write_tensor_file
 from paceline.errors import CheckpointError
 from paceline.records.run_directory import sync_directory
@@ -36,7 +37,7 @@ class Contents:
 
     step: int
     facts: Mapping[str, Any]
-    components: Mapping[str, tuple[Any, dict[str, Tensor]]]
+    components: Mapping[str, tuple[Any, dict[str, Tensor | Part]]]
 
     @classmethod
     def of(cls, step: int, components: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> Contents:
@@ -52,27 +53,66 @@ class Contents:
         return cls(step, facts, encoded)
 
 
-def write_checkpoint(directory: Path, contents: Contents, file_metadata: Mapping[str, str]) -> int:
-    """Write all files into a new directory and flush them; return their size in bytes.
+def write_checkpoint(
+    directory: Path, contents: Contents, file_metadata: Mapping[str, str], together: Together | None = None
+) -> int:
+    """Write all files into an empty directory and flush them; return their size in bytes.
+
+    Args:
+        directory: Where to.
+        contents: The first process's.
+        file_metadata: Further entries of each safetensors header.
+        together: The other processes, if they hold parts: what they write there is waited for.
 
     Raises:
-        OSError: If the directory exists, or the disk refuses.
+        OSError: If the disk refuses.
+        CheckpointError: If another process could not write.
     """
-    header = {**_as_strings(contents.facts), **file_metadata, "step": str(contents.step), "format": "pt"}
-    os.mkdir(directory)
-    entries = {}
+    header = _header(contents, file_metadata)
+    written: Files = {}
     for name, (structure, tensors) in contents.components.items():
-        files = {}
-        if tensors:
+        files: dict[str, FileFacts] = {}
+        whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
+        if len(whole) < len(tensors):
+            files |= write_parts(directory, name, tensors, {**header, "component": name}, rank=0)
+        elif whole:
             file = directory / f"{name}.safetensors"
-            files[file.name] = write_tensor_file(file, tensors, {**header, "component": name})
+            files[file.name] = write_tensor_file(file, whole, {**header, "component": name})
         file = directory / f"{name}.json"
         files[file.name] = write_file(file, [json.dumps(structure, allow_nan=False).encode("ascii")])
-        entries[name] = ComponentEntry(files, {key: TensorSpec.of(tensor) for key, tensor in tensors.items()})
+        written[name] = files
+    for name, files in (gather_notes(together) if together else {}).items():
+        written[name] |= files
+    entries = {
+        name: ComponentEntry(written[name], {key: TensorSpec.of(each) for key, each in tensors.items()})
+        for name, (_, tensors) in contents.components.items()
+    }
     listed = Manifest(step=contents.step, facts=contents.facts, components=entries)
-    written = write_file(directory / manifest.FILE_NAME, [manifest.to_bytes(listed)])
+    facts = write_file(directory / manifest.FILE_NAME, [manifest.to_bytes(listed)])
     sync_directory(directory)
-    return listed.size_bytes + written.size_bytes
+    return listed.size_bytes + facts.size_bytes
+
+
+def write_share(contents: Contents, file_metadata: Mapping[str, str], together: Together) -> None:
+    """On a process other than the first: write its parts, and a note for the first.
+
+    Raises:
+        OSError: If the disk refuses; the first process is told, if that can be.
+    """
+    header, files = _header(contents, file_metadata), Files()
+    try:
+        for name, (_, tensors) in contents.components.items():
+            if any(isinstance(each, Part) for each in tensors.values()):
+                named = {**header, "component": name}
+                files[name] = write_parts(together.room, name, tensors, named, rank=together.rank)
+    except OSError as error:
+        leave_note(together, {}, error=error.strerror or str(error))
+        raise
+    leave_note(together, files)
+
+
+def _header(contents: Contents, file_metadata: Mapping[str, str]) -> dict[str, str]:
+    return {**_as_strings(contents.facts), **file_metadata, "step": str(contents.step), "format": "pt"}
 
 
 def _as_strings(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ changes which samples a step sees, and a position in the data is one integer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,6 +47,8 @@ class StepGeometry:
         global_batch_size: Samples per step; an epoch's last step takes what is left.
         logical_ranks: Micro-batch slots per step, over all processes.
         repeats: How often each image is among the samples.
+        in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
+            gather their weights together in each; what is missing is phantoms.
     """
 
     seed: int
@@ -53,6 +56,7 @@ class StepGeometry:
     global_batch_size: int
     logical_ranks: int
     repeats: int = 1
+    in_step: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -60,11 +64,11 @@ class StepGeometry:
         return -(-self.samples // self.global_batch_size)
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
-        """The micro-batches of one step on one process, in logical order; never empty."""
+        """The micro-batches of one step on one process, in logical order, phantoms first; never empty."""
         epoch, position = divmod(step, self.steps_per_epoch)
         order = epoch_order(self.seed, epoch, self.samples, self.repeats)
         ids = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-        parts = _parts(len(ids), self.logical_ranks, world)
+        parts = _parts(len(ids), self.logical_ranks, world, in_step=self.in_step)
         return [
             SampleSlice(
                 step=step,
@@ -101,19 +105,30 @@ class _Part:
 
 
 @lru_cache(maxsize=8)
-def _parts(size: int, logical_ranks: int, world: World) -> tuple[_Part, ...]:
+def _parts(size: int, logical_ranks: int, world: World, *, in_step: bool) -> tuple[_Part, ...]:
     """Cut ``size`` samples into logical ranks, larger parts first, and return those of one process."""
     part, larger = divmod(size, logical_ranks)
     bounds = [rank * part + min(rank, larger) for rank in range(logical_ranks + 1)]
     per_process = logical_ranks // world.world_size
     owned = range(world.rank * per_process, (world.rank + 1) * per_process)
     filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
-    if not filled:
-        return (_Part(logical_rank=owned[0], begin=0, end=1, is_last=True, phantom=True),)
-    return tuple(
+    # Larger parts come first: no process has more of them than the first.
+    wanted = min(size, per_process) if in_step else 1
+    empty = [rank for rank in owned if rank not in filled][: max(0, wanted - len(filled))]
+    phantoms = [
+        _Part(logical_rank=rank, begin=0, end=1, is_last=not filled and rank == empty[-1], phantom=True)
+        for rank in empty
+    ]
+    parts = (
         _Part(logical_rank=rank, begin=bounds[rank], end=bounds[rank + 1], is_last=rank == filled[-1])
         for rank in filled
     )
+    return (*phantoms, *parts)
+
+
+def evaluation_rounds(samples: int, batch_size: int, world: World) -> int:
+    """Most evaluation batches that any process has."""
+    return math.ceil(math.ceil(samples / batch_size) / world.world_size)
 
 
 def evaluation_slices(samples: int, batch_size: int, world: World) -> Iterator[SampleSlice]:

@@ -24,19 +24,26 @@ def build_strategy(
     device: torch.device,
     *,
     parallel: Parallel,
+    average: nn.Module | None = None,
 ) -> Strategy:
     """Build the strategy the plan chose.
 
     Args:
         plan: Says which, and how many logical ranks there are.
-        network: The bare network.
+        network: The bare network, with the same weights and buffers on every process.
         called: What a step calls: the network, compiled if asked.
         collectives: The processes.
         device: Where the network is.
-        parallel: How DDP is to send gradients.
+        parallel: How gradients are sent, and weights are spread.
+        average: The average of the network's weights, if there is one.
     """
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
     if plan.strategy == "ddp":
         return DataParallel(network, called, collectives, device, parallel=parallel)
+    if plan.strategy == "fsdp":
+        # Only where it is used: it takes its time to import.
+        from paceline.distributed.fully_sharded import FullySharded
+
+        return FullySharded(network, called, average, collectives, device, parallel=parallel)
     return SingleProcess(called)

@@ -16,6 +16,9 @@ from paceline.world import World
 
 T = TypeVar("T")
 
+# What a broadcast of many tensors takes at a time: a copy of them is made for it.
+_BROADCAST_BYTES = 256 * 2**20
+
 # Groups made here; one that the caller had made stays the caller's.
 _ours: list[object] = []
 
@@ -50,11 +53,23 @@ class Collectives:
         return values
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite tensors of one device with the first rank's, all in one broadcast of their bytes."""
+        """Overwrite tensors of one device with the first rank's, as many as there is room for in one broadcast."""
+        if self._alone:
+            return
+        waiting: list[torch.Tensor] = []
+        size = 0
+        for tensor in tensors:
+            waiting.append(tensor)
+            size += tensor.nbytes
+            if size >= _BROADCAST_BYTES:
+                self._broadcast_together(waiting)
+                waiting, size = [], 0
+        if waiting:
+            self._broadcast_together(waiting)
+
+    def _broadcast_together(self, tensors: list[torch.Tensor]) -> None:
         # Widest elements first: so each piece of the bytes lies where its dtype may be read.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        if self._alone or not ordered:
-            return
         with torch.no_grad():
             pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in ordered]
             flat = torch.cat(pieces)
@@ -86,6 +101,20 @@ class Collectives:
         if failure is not None:
             raise failure
         return result  # type: ignore[return-value]  # None only where T is None
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Run on every rank; an error for the user on one of them is raised on all alike, the first rank's first."""
+        if self._alone:
+            return action()
+        failure: PacelineError | None = None
+        try:
+            result = action()
+        except PacelineError as error:
+            failure = error
+        for each in self.gather(failure):
+            if each is not None:
+                raise each
+        return result
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import Marks, MicroBatch, VoteReader, Wish
+from paceline.distributed.strategy import MicroBatch, Wish
+from paceline.distributed.voting import VOTES, Poll, Voting
 from paceline.recipe.running import Parallel
 
 # torch 2.14 renamed the switch.
@@ -34,43 +35,6 @@ _COMPRESSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _Ballot(torch.autograd.Function):
-    """A zero whose gradient with respect to the votes is asked for when the backward pass comes to it."""
-
-    @staticmethod
-    def forward(ctx: Any, votes: torch.Tensor, voting: _Voting) -> torch.Tensor:
-        ctx.voting = voting
-        return votes.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.voting.cast(), None
-
-
-class _Voting(nn.Module):
-    """The network plus one extra parameter whose gradient carries the votes through DDP's reduction.
-
-    There are three: whether to stop, whether to save, and whether a loss was no number.
-
-    Attributes:
-        cast: Gives the votes, [3].
-        ballot: A zero to be added to the loss; None before a forward pass.
-    """
-
-    def __init__(self, network: Callable[..., Any], device: torch.device) -> None:
-        super().__init__()
-        self.network = network
-        self.votes = nn.Parameter(torch.zeros(3, device=device))
-        self.cast: Callable[[], torch.Tensor]
-        self.ballot: torch.Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
-        if torch.is_grad_enabled():
-            self.ballot = _Ballot.apply(self.votes, self)
-        return self.network(*args, **kwargs)
-
-
 def has_training_buffers(network: nn.Module) -> bool:
     """Whether a buffer may take part in training: any but the running statistics of torch's own norms."""
     return any(
@@ -89,6 +53,8 @@ class DataParallel:
     so that neither evaluating nor saving can change them.
     """
 
+    is_sharded = False
+
     def __init__(
         self,
         network: nn.Module,
@@ -100,17 +66,18 @@ class DataParallel:
     ) -> None:
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
-        self._voting = _Voting(called, device)
+        self._voting = Voting(called, (VOTES,), device)
+        self._poll = Poll(self._voting, device)
         self._collectives = collectives
-        self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
-        self._marks = Marks()
-        self._votes = VoteReader(device, count=len(Wish._fields))
         self._synced: list[nn.Module] = []
+        self.scored = called
         self.model = nn.parallel.DistributedDataParallel(
             self._voting,
             device_ids=[device.index] if device.index is not None else None,
             bucket_cap_mb=parallel.bucket_cap_mb,
             gradient_as_bucket_view=True,
+            # The network is everyone's already (see build_run), and its average was copied from it.
+            init_sync=False,
             **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
         )
         if parallel.gradient_compression != "none":
@@ -126,33 +93,17 @@ class DataParallel:
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add zero to the loss; the votes, as they are at the end of the backward pass, are its gradient."""
+        """Add zero to the loss; the votes are its gradient."""
         self._synced = []
-        self._marks.add(spoiled, loss, is_last=is_last)
-        if not is_last:
-            return loss
-        self._voting.votes.grad = None
-        self._voting.cast = lambda: torch.stack(
-            [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
-        )
-        # Not kept: it would keep the network alive, in a circle that no garbage collector sees.
-        ballot, self._voting.ballot = self._voting.ballot, None
-        assert ballot is not None  # a loss comes of a forward pass
-        return loss + ballot
+        return self._poll.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
 
     def spoiled(self) -> torch.Tensor:
         """The mean of all processes' marks."""
-        gradient = self._voting.votes.grad
-        assert gradient is not None  # there is one after a backward pass
-        return gradient[-1]
+        return self._poll.spoiled(self._voting.votes.grad)
 
     def agreed(self, wish: Wish) -> Wish:
         """Read the reduced votes (late on a GPU, but equally late on every rank)."""
-        gradient = self._voting.votes.grad
-        if gradient is None:  # before the first step
-            return Wish()
-        self._votes.cast(gradient[:-1])
-        return Wish(*self._votes.agreed())
+        return self._poll.agreed(self._voting.votes.grad)
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first rank; once, if nothing is trained in between."""

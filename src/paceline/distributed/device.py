@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from paceline.errors import RecipeError
-from paceline.machine import available_cores, cpu_name
+from paceline.machine import available_cores, cpu_name, memory_bytes
 from paceline.recipe.plan import MachineFacts
 from paceline.world import World
 
@@ -83,8 +83,13 @@ def reserve_deterministic_workspace() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def describe_machine(device: torch.device) -> MachineFacts:
-    """Facts the plan needs; the same on every rank of a uniform cluster."""
+def describe_machine(device: torch.device, *, processes: int = 1) -> MachineFacts:
+    """Facts the plan needs; the same on every rank of a uniform cluster.
+
+    Args:
+        device: This process's.
+        processes: How many share this machine, and so the memory of its CPU.
+    """
     fast_bf16, why = _fast_bf16(device)
     return MachineFacts(
         device=device.type,
@@ -92,8 +97,18 @@ def describe_machine(device: torch.device) -> MachineFacts:
         fast_bf16=fast_bf16,
         cores=available_cores(),
         threads=_threads_asked(),
+        memory_bytes=_memory_bytes(device, processes),
         reasons={"fast_bf16": why},
     )
+
+
+def _memory_bytes(device: torch.device, processes: int) -> int | None:
+    if device.type == "cpu":
+        whole = memory_bytes()
+        return None if whole is None else whole // processes
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return None
 
 
 def _threads_asked() -> int | None:

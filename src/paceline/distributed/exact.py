@@ -90,15 +90,15 @@ class ExactDataParallel:
 
     averages_over = 1
     is_rehearsed = True
+    is_sharded = False
 
     def __init__(
         self, network: nn.Module, called: Callable[..., Any], collectives: Collectives, *, logical_ranks: int
     ) -> None:
-        self.model = called
+        self.model = self.scored = called
         self._world = collectives.world
         self._logical_ranks = logical_ranks
         self._parameters = [each for each in network.parameters() if each.requires_grad]
-        collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
         self._buffers = StepBuffers(network, collectives)
         self._sums: PartialSums[Leaf] = PartialSums(Leaf.add)
         self._leaf = self._make_leaf()

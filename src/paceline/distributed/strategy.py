@@ -50,10 +50,15 @@ class Strategy(Protocol):
         averages_over: By how much the reduction divides what it has summed: the mean loss of a micro-batch is to be
             multiplied by it, and by the micro-batch's share of the step's samples.
         is_rehearsed: Whether a batch must go through all replicas before the first step.
+        is_sharded: Whether each process holds a part of the weights: whoever calls the network, or copies its state,
+            does so on all of them.
+        scored: What evaluation calls; its modules are the network's.
     """
 
     averages_over: int
     is_rehearsed: bool
+    is_sharded: bool
+    scored: Callable[..., Any]
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -125,9 +130,10 @@ class SingleProcess:
 
     averages_over = 1
     is_rehearsed = False
+    is_sharded = False
 
     def __init__(self, called: Callable[..., Any]) -> None:
-        self.model = called
+        self.model = self.scored = called
         self._marks = Marks()
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:

@@ -36,7 +36,12 @@ class ExponentialMovingAverage:
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:
-    return [t.detach() for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    return [_mine(t.detach()) for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+
+
+def _mine(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor that is spread over processes; the average is spread alike."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _integral(module: nn.Module) -> list[torch.Tensor]:

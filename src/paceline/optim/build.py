@@ -27,7 +27,9 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
         ModelError: If groups are asked for that the network does not have.
     """
     make, options = _choose(optimizer)
-    if device.type == "cuda" and optimizer.name in ("sgd", "adamw"):
+    # torch's fused SGD does not know tensors that are spread over processes.
+    spread = any(hasattr(each, "to_local") for each in model.parameters())
+    if device.type == "cuda" and (optimizer.name == "adamw" or (optimizer.name == "sgd" and not spread)):
         options["fused"] = True
     groups = parameter_groups(model, optimizer)
     try:

@@ -32,7 +32,7 @@ class Clipping:
     def __call__(self, *, measure: bool) -> torch.Tensor | None:
         """Clip; the gradient's L2 norm before that, where it was measured, stays on the device."""
         if self._norm is not None:
-            return nn.utils.clip_grad_norm_(self._parameters, self._norm)
+            return _whole(nn.utils.clip_grad_norm_(self._parameters, self._norm))
         norm = self._measured() if measure else None
         if self._value is not None:
             nn.utils.clip_grad_value_(self._parameters, self._value)
@@ -44,4 +44,9 @@ class Clipping:
         return norm
 
     def _measured(self) -> torch.Tensor:
-        return nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
+        return _whole(nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None]))
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """Of gradients that are spread over processes, the norm over all of them: then a collective."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

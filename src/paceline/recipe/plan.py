@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import RecipeError
@@ -18,6 +18,7 @@ from paceline.recipe.layers import applies_of
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import ParameterNumbers, check_sharding, choose_strategy, unused_by, weigh
 from paceline.units import Duration, TimeSpan
 
 
@@ -48,6 +49,7 @@ class MachineFacts:
         fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
         cores: CPU cores this machine lends to the run.
         threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
+        memory_bytes: What one process's device has, a CPU's memory shared out among its processes; None if unknown.
         reasons: Why, by dotted key or by ``fast_bf16``.
     """
 
@@ -56,6 +58,7 @@ class MachineFacts:
     fast_bf16: bool
     cores: int
     threads: int | None = None
+    memory_bytes: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -99,6 +102,7 @@ class Plan(Rates):
     local_world_size: int
     device: str
     device_name: str
+    device_memory_bytes: int | None
     precision: str
     channels_last: bool
     strategy: str
@@ -168,6 +172,7 @@ def make_plan(
     lengths = Lengths(data.train_samples, batch)
     total = lengths.total(recipe.train.duration)
     rates = plan_schedule(recipe, lengths, total, reasons)
+    strategy = choose_strategy(recipe, world_size, batch // micro, reasons)
     if total >= steps_per_epoch and last_step // (batch // micro) < 2:
         reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
     return Plan(
@@ -175,9 +180,10 @@ def make_plan(
         local_world_size=local_world_size,
         device=machine.device,
         device_name=machine.device_name,
+        device_memory_bytes=machine.memory_bytes,
         precision=resolve_precision(recipe, machine, reasons),
         channels_last=resolve_channels_last(recipe, machine, reasons),
-        strategy=_strategy(recipe, world_size, batch // micro, reasons),
+        strategy=strategy,
         threads_per_process=resolve_threads(recipe, machine, local_world_size, reasons),
         train_samples=data.train_samples,
         evaluation_samples=data.evaluation_samples,
@@ -198,7 +204,29 @@ def make_plan(
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
-        unused=unused_keys(recipe, data, world_size) | unused_in_schedule(recipe, rates),
+        unused=unused_keys(recipe, data) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates),
+    )
+
+
+def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:
+    """A plan with what the size of the network decides.
+
+    Raises:
+        RecipeError: If its state is to be spread over processes, and the rest of the recipe does not go with that.
+    """
+    plan = replace(plan, parameters=numbers.trained)
+    if recipe.parallel.strategy != "auto" or plan.strategy != "ddp":
+        return plan
+    choice = weigh(recipe, numbers, plan.world_size, plan.device_memory_bytes)
+    if choice.strategy == "fsdp":
+        check_sharding(recipe, plan.world_size)
+    keys = unused_by(recipe, plan.strategy).keys()
+    unused = {key: why for key, why in plan.unused.items() if key not in keys}
+    return replace(
+        plan,
+        strategy=choice.strategy,
+        reasons=plan.reasons | {"parallel.strategy": choice.reason},
+        unused=unused | unused_by(recipe, choice.strategy),
     )
 
 
@@ -247,8 +275,8 @@ def _unused_with_fp16() -> dict[str, str]:
     return {"train.nonfinite": why, "train.max_nonfinite": why}
 
 
-def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, str]:
-    """Dotted keys that ask for something which has no effect on this data and in this world, with the reason.
+def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
+    """Dotted keys that ask for something which has no effect on this data, with the reason.
 
     A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
     """
@@ -268,9 +296,6 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
     found |= _unused_in_data(recipe.data)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
-    if recipe.parallel.exact or world_size == 1:
-        why = f"{'an exact run' if recipe.parallel.exact else 'one process'} has no buckets"
-        found |= {"parallel.bucket_cap_mb": why, "parallel.gradient_compression": why}
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
         keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
@@ -342,41 +367,6 @@ def resolve_channels_last(recipe: Recipe, machine: MachineFacts, reasons: dict[s
         f"convolutions on {machine.device} have kernels for it" if chosen else f"{machine.device} gains nothing by it"
     )
     return chosen
-
-
-def _strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons: dict[str, str]) -> str:
-    asked = recipe.parallel.strategy
-    if recipe.parallel.exact:
-        if asked != "auto":
-            raise RecipeError(
-                f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={asked} does not; "
-                "leave the strategy at auto, or turn exactness off."
-            )
-        reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
-        reasons["parallel.exact"] = _cost_of_exact(logical_ranks, world_size)
-        return "exact"
-    if asked == "auto":
-        reasons["parallel.strategy"] = _plural(world_size, "process")
-        return "ddp" if world_size > 1 else "single"
-    if asked == "single" and world_size > 1:
-        raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, auto, or one process.")
-    if asked == "ddp" and world_size == 1:
-        raise RecipeError("parallel.strategy=ddp has no effect with one process; use auto, or --processes 2 or more.")
-    return asked
-
-
-def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
-    per_process = logical_ranks // world_size
-    depth = math.ceil(math.log2(per_process))
-    # One at work, and the partial sums of a process's leaves; those that are no aligned power of two leave more.
-    held = 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
-    memory = f"memory for up to {held} gradients per process"
-    if world_size == 1:
-        return f"it costs {memory}, where there would be one"
-    return (
-        f"it costs {memory}, where ddp holds one, and the time of their exchange, which ddp hides behind the backward "
-        "pass (measured in docs/guide/several-processes.md)"
-    )
 
 
 def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int, reasons: dict[str, str]) -> int:

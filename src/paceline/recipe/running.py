@@ -48,8 +48,18 @@ class Parallel:
 
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
     """Where the model lives; `cuda` includes ROCm."""
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    """`ddp`: one replica per process, gradients averaged."""
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    """`ddp`: one replica per process, gradients averaged. `fsdp`: weights, gradients, optimizer state and average are
+    spread over the processes. `auto`: `ddp` as long as a replica leaves room for activations."""
+    shard_size: Annotated[Auto | PositiveInt, Applies("strategy", ("auto", "fsdp"))] = "auto"
+    """Processes that `fsdp` spreads one copy over; with fewer than all, such groups hold copies (hybrid sharding)."""
+    shard_modules: Annotated[tuple[str, ...], Applies("strategy", ("auto", "fsdp"))] = ()
+    """Shell patterns of the modules that `fsdp` gathers one at a time; empty: the items of the network's lists and
+    sequences of blocks."""
+    reshard_after_forward: Annotated[Switch, Applies("strategy", ("auto", "fsdp"))] = True
+    """Let go of the other processes' weights after each forward pass, and gather them again for the backward one."""
+    gather_dtype: Annotated[Literal["fp32", "bf16"], Applies("strategy", ("auto", "fsdp"))] = "fp32"
+    """In which numbers `fsdp` gathers weights and its modules compute with them; the weights themselves stay fp32."""
     exact: Switch = False
     """The same bits for any number of processes that divides `logical_ranks`, also where a resume changes it."""
     logical_ranks: Auto | PositiveInt = "auto"
@@ -57,8 +67,8 @@ class Parallel:
     bucket_cap_mb: PositiveInt = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Send DDP's gradients in 16 bits: half the traffic, for slow networks; sums round, and fp16 loses what is above
-    65504 or tiny."""
+    """Send the gradients of `ddp` and `fsdp` in 16 bits: half the traffic, for slow networks; sums round, and fp16
+    loses what is above 65504 or tiny."""
     threads: Auto | PositiveInt = "auto"
     """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
     timeout: Time = TimeSpan(10, "minutes")

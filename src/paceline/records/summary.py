@@ -37,7 +37,7 @@ class Summary:
         epoch: Epoch of the last step, counted from 1; 0 before the first step.
         samples: Samples seen in training.
         world_size: Number of processes of the last launch.
-        weights_sha256: Digest of the model's weights.
+        weights_sha256: Digest of the model's weights; None if a run failed whose weights are spread over processes.
         ema_sha256: Digest of the averaged weights; None without EMA.
         metrics: The last evaluation's numbers by name; under ``best`` and ``last`` those evaluations in full.
         train_seconds: Time spent in steps over all launches, without evaluation, saving and starting up.
@@ -57,7 +57,7 @@ class Summary:
     epoch: int
     samples: int
     world_size: int
-    weights_sha256: str
+    weights_sha256: str | None
     ema_sha256: str | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     train_seconds: float

@@ -224,7 +224,7 @@ def _digest(ground: Ground) -> str:
         raise TrainingError(
             f"the undisturbed run ended after {summary.step} of {ground.steps} steps; see evaluate.patience."
         )
-    return summary.weights_sha256
+    return summary.weights_sha256 or ""
 
 
 @contextmanager

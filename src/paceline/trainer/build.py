@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.background import BackgroundWriter
-from paceline.checkpoint.components import OptimizerComponent, Registry
+from paceline.checkpoint.components import Component, OptimizerComponent, Registry
+from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
 from paceline.distributed.sightings import Pulse
@@ -59,11 +60,15 @@ def build_run(setting: Setting) -> Run:
     """Build every part of a run on this process."""
     prepared = setting.prepared
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
-    called = _compiled(network, recipe)
-    # Before the average is copied: building it gives every process the first one's weights.
-    strategy = build_strategy(plan, network, called, setting.collectives, device, parallel=recipe.parallel)
+    # Code of the user's own may have drawn other weights on another process.
+    setting.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
-    scored = {"model": called} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
+    strategy = build_strategy(
+        *(plan, network, _compiled(network, recipe), setting.collectives, device),
+        parallel=recipe.parallel,
+        average=None if ema is None else ema.module,
+    )
+    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     pulse = Pulse()
@@ -124,14 +129,17 @@ def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:
 
 def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluator:
     prepared = setting.prepared
+    plan, world = prepared.plan, prepared.world
+    rounds = evaluation_rounds(plan.evaluation_samples, plan.evaluation_batch_size, world)
     return Evaluator(
         task=prepared.task,
         pipeline=prepared.pipeline,
         precision=precision,
         collectives=setting.collectives,
         device=prepared.device,
-        batch_size=prepared.plan.evaluation_batch_size,
+        batch_size=plan.evaluation_batch_size,
         pulse=pulse,
+        rounds=rounds if plan.strategy == "fsdp" else None,
     )
 
 
@@ -158,12 +166,21 @@ def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
     return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display)
 
 
+def _component_makers(run: Run) -> tuple[Callable[[nn.Module], Component], Callable[[Any], Component]]:
+    if not run.strategy.is_sharded:
+        return (lambda network: network), OptimizerComponent
+    # Only where it is used: torch's distributed tensors take their time to import.
+    from paceline.checkpoint.spread import SpreadModel, SpreadOptimizer
+
+    return SpreadModel, SpreadOptimizer
+
+
 def _register(run: Run) -> None:
     """Name everything that changes; what is not here is a pure function of the recipe and the step."""
-    run.components.add("model", run.network)
-    if run.ema is not None:
-        run.components.add("ema", run.ema.module)
-    run.components.add("optimizer", OptimizerComponent(run.optimizer))
+    as_model, as_optimizer = _component_makers(run)
+    for name, network in run.models().items():
+        run.components.add(name, as_model(network))
+    run.components.add("optimizer", as_optimizer(run.optimizer))
     if run.precision.scaler is not None:
         run.components.add("scaler", run.precision.scaler)
     run.components.add("progress", run.progress)

@@ -19,6 +19,7 @@ from paceline.distributed.sightings import Pulse
 from paceline.metrics.accumulator import Accumulator
 from paceline.tasks.task import Task
 from paceline.trainer.precision import Precision
+from paceline.world import World
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -45,6 +46,8 @@ class Evaluator:
 
     Attributes:
         pulse: Told how far it is.
+        rounds: Forward passes of each process, if all must make as many as the others: the weights are spread over
+            them, and gathered in each.
     """
 
     task: Task
@@ -54,6 +57,7 @@ class Evaluator:
     device: torch.device
     batch_size: int
     pulse: Pulse = field(default_factory=Pulse)
+    rounds: int | None = None
 
     def __call__(
         self,
@@ -68,10 +72,14 @@ class Evaluator:
         """
         sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
         broken: list[BrokenSample] = []
+        rounds, last = 0, None
         with _evaluation_mode(models.values()), torch.no_grad():
             for batch in self.pipeline.evaluation_batches(self.batch_size, self.collectives.world):
+                rounds += 1
                 broken += batch.broken
+                last = batch
                 if len(batch.ids) == 0:
+                    self._go_along(models, batch)
                     continue
                 for name, model in models.items():
                     answers = model if observe is None else _OneForward(model)
@@ -80,6 +88,9 @@ class Evaluator:
                         if observe is not None:
                             observe(name, batch, self.task.predict(answers, batch))
                 self.pulse.tick()
+            for _ in range(rounds, self.rounds or 0):
+                last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
+                self._go_along(models, last)
         self.pulse.enter("gathering of scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
         parts = self.collectives.gather(({name: each.rows() for name, each in sums.items()}, broken))
@@ -89,6 +100,13 @@ class Evaluator:
             results={name: values for name, (_, values) in counted.items()},
             broken=tuple(sorted((each for _, part in parts for each in part), key=lambda each: each.id)),
         )
+
+    def _go_along(self, models: Mapping[str, nn.Module], batch: Batch) -> None:
+        """Where weights are spread over processes: bring this one's parts to the forward passes of the others."""
+        if self.rounds is not None:
+            for model in models.values():
+                with self.precision.autocast():
+                    self.task.score(model, batch)
 
 
 def evaluate_run(run: Run) -> None:

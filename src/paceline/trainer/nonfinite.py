@@ -179,7 +179,9 @@ def check_weights(network: nn.Module, step: int) -> None:
     Raises:
         TrainingError: With what to change.
     """
-    weights = [each.detach() for each in network.parameters() if each.is_floating_point()]
+    # Of weights that are spread over processes, each looks at its own.
+    mine = (each.to_local() if hasattr(each, "to_local") else each for each in network.parameters())
+    weights = [each.detach() for each in mine if each.is_floating_point()]
     if weights and not torch.isfinite(nn.utils.get_total_norm(weights)):
         raise TrainingError(f"the weights became infinite or no numbers by step {step}; {_REMEDY}.")
 

@@ -19,13 +19,15 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
+from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, ModelError, RecipeError
 from paceline.models.build import parameter_count
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
-from paceline.recipe.plan import MachineFacts, Plan, make_plan
+from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.build import task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
@@ -57,7 +59,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         reserve_deterministic_workspace()
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
-    plan = plan_run(recipe, task, describe_machine(device), world)
+    plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
     torch.set_num_threads(plan.threads_per_process)
     if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
         # Only when asked: the call imports torch's compiler, which takes seconds.
@@ -66,13 +68,6 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         # Let cuDNN measure which of its kernels is fastest for these shapes, as every reference trainer does.
         torch.backends.cudnn.benchmark = True
     placement = Placement(device=device, channels_last=plan.channels_last)
-    geometry = StepGeometry(
-        seed=recipe.seed,
-        samples=plan.train_samples,
-        global_batch_size=plan.global_batch_size,
-        logical_ranks=plan.logical_ranks,
-        repeats=recipe.data.augment.repeats,
-    )
     pipeline = task.open_pipeline(placement)
     with contextlib.ExitStack() as undo:
         undo.callback(pipeline.close)
@@ -80,20 +75,32 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         pipeline.start(training=True, evaluation=scored)
         network, notices = build_network(recipe, task, placement)
         task.prepare_training(placement)
+        plan = plan_network(plan, network, recipe)
         prepared = Prepared(
             recipe=recipe,
-            plan=plan_network(plan, network, recipe),
+            plan=plan,
             task=task,
             world=world,
             device=device,
             network=network,
             pipeline=pipeline,
-            geometry=geometry,
+            geometry=_geometry(recipe, plan),
             notices=notices,
         )
         _check_tail(prepared)
         undo.pop_all()
     return prepared
+
+
+def _geometry(recipe: Recipe, plan: Plan) -> StepGeometry:
+    return StepGeometry(
+        seed=recipe.seed,
+        samples=plan.train_samples,
+        global_batch_size=plan.global_batch_size,
+        logical_ranks=plan.logical_ranks,
+        repeats=recipe.data.augment.repeats,
+        in_step=plan.strategy == "fsdp",
+    )
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
@@ -148,8 +155,11 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
         ModelError: If it cannot be trained as the recipe asks.
     """
     _check_network(network, recipe)
-    groups = describe_groups(network, recipe.optimizer)
-    return replace(plan, parameters=parameter_count(network), parameter_groups=groups)
+    numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
+    plan = with_network(plan, recipe, numbers)
+    if plan.strategy == "fsdp":
+        check_sharded(network, recipe.parallel)
+    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer))
 
 
 def _check_network(network: nn.Module, recipe: Recipe) -> None:

@@ -51,7 +51,7 @@ class Run:
         scored: What evaluation calls, by set of weights: the network and its average, compiled if asked.
         strategy: Holds the network as the step calls it, compiled and wrapped.
         components: What a checkpoint holds, by name.
-        writer: Writes checkpoints, on the first rank.
+        writer: Writes checkpoints, on the first rank, or its part of them.
         cadence: Knows when one is due by the clock.
         saved_position: Position of the newest checkpoint; -1 before the first.
         file_metadata: What each weights file says about itself.
@@ -87,7 +87,7 @@ class Run:
     stop: StopRequest
     components: Registry
     file_metadata: Mapping[str, str]
-    writer: BackgroundWriter[SavedCheckpoint]
+    writer: BackgroundWriter[SavedCheckpoint | None]
     cadence: Cadence
     saved_position: int = -1
 

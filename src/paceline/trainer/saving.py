@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import __version__
 from paceline.checkpoint.restore import Choice, choose
-from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, read_components, read_manifest
+from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, Together, read_components, read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
@@ -42,10 +43,21 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.flush(durable=True)
         # The one state that differs between ranks is gathered; of the rest, the first rank's stands for all.
         run.window.gather()
-        run.collectives.on_first(lambda: run.writer.submit(_write_later(run)))
+        _submit(run)
         run.saved_position = run.progress.position
     if news := run.cadence.saved(time.perf_counter() - begun):
         run.display.message(news)
+
+
+def _submit(run: Run) -> None:
+    """Let the first process write its state, or all of them their parts."""
+    if not run.strategy.is_sharded:
+        run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
+        return
+    room = run.collectives.on_first(lambda: CheckpointStore(run.directory.checkpoints).make_room(run.progress.step))
+    patience = run.recipe.parallel.timeout.seconds
+    together = Together(room, run.world.rank, run.world.world_size, patience)
+    run.collectives.on_all(lambda: run.writer.submit(_write_later(run, together)))
 
 
 def finish_saving(run: Run) -> None:
@@ -63,6 +75,9 @@ def finish_saving(run: Run) -> None:
             run.pulse.tick()
         size_bytes = said.size_bytes
     run.collectives.on_first(run.writer.wait)
+    # What has failed elsewhere has failed on the first process too.
+    with contextlib.suppress(CheckpointError):
+        run.writer.wait()
 
 
 class _Progress(NamedTuple):
@@ -82,8 +97,13 @@ def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> _Pro
     return _Progress(is_over, 0 if is_over else store.size_bytes())
 
 
-def _write_later(run: Run) -> Callable[[], SavedCheckpoint]:
-    """Take the state now, and return what writes it."""
+def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheckpoint | None]:
+    """Take the state now, and return what writes it.
+
+    Args:
+        run: The run.
+        together: All processes, if each is to write its part; None if the first writes alone.
+    """
     states = run.components.snapshot()
     for losses, samples, *_ in states["window"]["ranks"]:
         # Weights behind a loss that is no number must not push out the last good checkpoint.
@@ -101,14 +121,18 @@ def _write_later(run: Run) -> Callable[[], SavedCheckpoint]:
         "precision": plan.precision,
     }
 
+    def write_share() -> None:
+        assert together is not None
+        store.write_share(step, states, facts, file_metadata=run.file_metadata, together=together)
+
     def write() -> SavedCheckpoint:
         begun = time.perf_counter()
-        saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata)
+        saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, together=together)
         store.prune(keep=run.recipe.checkpoint.keep, protect=_note_best(run, store, best))
         run.cadence.wrote(time.perf_counter() - begun)
         return saved
 
-    return write
+    return write if run.world.is_first else write_share
 
 
 def _note_best(run: Run, store: CheckpointStore, best: Mapping[str, Any]) -> list[int]:
@@ -154,7 +178,7 @@ def restore(run: Run, choice: Choice) -> None:
     """Put the run where the checkpoint left it, on every rank alike."""
     if choice.path is None:
         return
-    states = read_components(choice.path)
+    states = read_components(choice.path, chunks=run.components.chunks())
     run.components.restore(states)
     run.progress.resumes += 1
     run.saved_position = run.progress.position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.models.digest import weights_sha256
@@ -14,13 +15,19 @@ if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
 
-def summarise(run: Run, status: Status, ending: str) -> Summary:
+def digests(run: Run) -> dict[str, str]:
+    """Digest of each set of weights; a collective if they are spread over processes."""
+    return {name: weights_sha256(network.state_dict()) for name, network in run.models().items()}
+
+
+def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
     """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk.
 
     Args:
         run: The run.
         status: How it is left.
         ending: Why: ``duration``, ``until``, ``patience``, ``signal`` or ``error``.
+        sha256: What :func:`digests` gives.
     """
     plan, progress = run.plan, run.progress
     clock = run.clock.totals
@@ -30,8 +37,8 @@ def summarise(run: Run, status: Status, ending: str) -> Summary:
         epoch=0 if progress.position == 0 else plan.epoch_of(progress.position - 1) + 1,
         samples=plan.samples_before(progress.position),
         world_size=plan.world_size,
-        weights_sha256=weights_sha256(run.network.state_dict()),
-        ema_sha256=None if run.ema is None else weights_sha256(run.ema.module.state_dict()),
+        weights_sha256=sha256.get("model"),
+        ema_sha256=sha256.get("ema"),
         metrics=_metrics(run),
         train_seconds=clock.train_seconds,
         total_seconds=progress.total_seconds,

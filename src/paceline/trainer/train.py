@@ -39,7 +39,7 @@ from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
 from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
-from paceline.trainer.summarise import summarise
+from paceline.trainer.summarise import digests, summarise
 from paceline.units import format_count
 from paceline.world import World
 
@@ -99,7 +99,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     device = choose_device(loaded.recipe.parallel.device, world)
     # A run that goes on, or that others will start where there are weights to be had, needs none to be planned.
     task = build_task(_without_initial_weights(loaded.recipe))
-    plan = plan_run(loaded.recipe, task, describe_machine(device), world)
+    plan = plan_run(loaded.recipe, task, describe_machine(device, processes=world.local_world_size), world)
     network = task.build_model()
     adapt(network, loaded.recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
@@ -190,7 +190,7 @@ def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
     Raises:
         LaunchError: On every process, naming the first thing that differs.
     """
-    of_one_machine = ("device_name", "reasons", "threads_per_process")
+    of_one_machine = ("device_name", "device_memory_bytes", "reasons", "threads_per_process")
     plan = {key: value for key, value in prepared.plan.to_tree().items() if key not in of_one_machine}
     mine = {"paceline": __version__, "torch": torch.__version__, "recipe": recipe_digest(prepared.recipe), **plan}
     everyone = collectives.gather(mine)
@@ -297,7 +297,8 @@ def _plan_in_words(run: Run) -> tuple[str, str]:
 def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
     run.collectives.barrier()
-    summary = run.collectives.on_first(lambda: summarise(run, status, ending))
+    sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
+    summary = run.collectives.on_first(lambda: summarise(run, status, ending, sha256))
     _write_finish(run, summary)
     run.collectives.on_first(lambda: write_json(run.directory.summary, summary.to_json()))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
@@ -310,7 +311,9 @@ def _conclude_failed(run: Run, error: BaseException) -> None:
     with contextlib.suppress(Exception):
         message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         run.recorder.flush()
-        summary = summarise(run, "failed", "error")
+        # Those that would have to bring their parts of the weights may be gone.
+        sha256 = {} if run.strategy.is_sharded else digests(run)
+        summary = summarise(run, "failed", "error", sha256)
         _write_finish(run, summary, message=message)
         write_json(run.directory.summary, summary.to_json())
 

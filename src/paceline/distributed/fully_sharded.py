@@ -1,0 +1,133 @@
+"""How does each process hold a part of the weights, where a replica would not fit its device?
+
+torch's FSDP2 (``fully_shard``; Zhao et al. 2023, after ZeRO-3, Rajbhandari et al. 2019): every parameter, its gradient,
+its optimizer state and its average are cut along their first dimension. A block's weights are gathered for its forward
+pass, and again for its backward pass, whose gradient each process gets its own part of. Gradients are added up at every
+micro-batch, so that no process ever holds a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.data_parallel import has_training_buffers
+from paceline.distributed.sharding import modules_to_shard, sharding_options
+from paceline.distributed.strategy import MicroBatch, Wish
+from paceline.distributed.voting import VOTES, Poll, Voting
+from paceline.recipe.running import Parallel
+
+
+class FullySharded:
+    """Satisfies :class:`paceline.distributed.strategy.Strategy`.
+
+    Args:
+        network: The bare network, the same on every process; from here on a process's parameters are its parts.
+        called: What a step calls: the network, compiled if asked.
+        average: The average of its weights, which is spread like them; None without one.
+        collectives: The processes.
+        device: Where the network is.
+        parallel: How many processes share a copy, and what they gather.
+    """
+
+    is_rehearsed = True
+    is_sharded = True
+
+    def __init__(
+        self,
+        network: nn.Module,
+        called: Callable[..., Any],
+        average: nn.Module | None,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        parallel: Parallel,
+    ) -> None:
+        self.averages_over = collectives.world.world_size
+        self._collectives = collectives
+        mesh = _mesh(parallel, device, collectives.world.world_size)
+        options = sharding_options(parallel, mesh)
+        self._synced: list[nn.Module] = []
+        # What is not a parameter is whole on every process.
+        self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
+        self._is_new_step = True
+        for parameter in (*network.parameters(), *(() if average is None else average.parameters())):
+            # Only such can be cut; convolutions bring a gathered filter into the batch's memory format.
+            parameter.data = parameter.data.contiguous()
+        for module in modules_to_shard(network, parallel).values():
+            fully_shard(module, **options)
+        # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
+        self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), device)
+        self._poll = Poll(self._voting, device)
+        fully_shard(self._voting, **options)
+        self.model = self._voting
+        self.scored: Callable[..., Any] = self._voting if parallel.reshard_after_forward else _LettingGo(self._voting)
+        if average is not None:
+            # It has no backward pass to keep gathered weights for.
+            for module in (*modules_to_shard(average, parallel).values(), average):
+                fully_shard(module, **options | {"reshard_after_forward": True})
+
+    def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
+        """Buffers that take part in training are the first process's at each step, as with DDP."""
+        if self._is_new_step:
+            self._collectives.broadcast_tensors(self._training_buffers)
+        self._is_new_step = part.is_last
+        return nullcontext()
+
+    def combine(self) -> None:
+        """FSDP's hooks have done it."""
+
+    def with_vote(
+        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add zero to the loss; the votes are its gradient."""
+        self._synced = []
+        return self._poll.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
+
+    def spoiled(self) -> torch.Tensor:
+        """The mean of all processes' marks."""
+        return self._poll.spoiled(self._counted())
+
+    def agreed(self, wish: Wish) -> Wish:
+        """Read the reduced votes (late on a GPU, but equally late on every process)."""
+        return self._poll.agreed(self._counted())
+
+    def sync_buffers(self, modules: list[nn.Module]) -> None:
+        """Broadcast every buffer from the first process; once, if nothing is trained in between."""
+        if modules != self._synced:
+            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        self._synced = list(modules)
+
+    def _counted(self) -> torch.Tensor | None:
+        gradient: Any = self._voting.votes.grad
+        return None if gradient is None else gradient.to_local()[0]
+
+
+class _LettingGo(nn.Module):
+    """A network whose gathered weights are let go after each call: no backward pass will ask for them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network and let go."""
+        answer = self.network(*args, **kwargs)
+        for module in self.network.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return answer
+
+
+def _mesh(parallel: Parallel, device: torch.device, world_size: int) -> DeviceMesh:
+    size = world_size if parallel.shard_size == "auto" else parallel.shard_size
+    if size == world_size:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,105 @@
+"""How do votes travel with a gradient reduction that happens anyway?
+
+There are three of them: whether to stop, whether to save, and whether a loss was no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.distributed.strategy import Marks, VoteReader, Wish
+
+VOTES = len(Wish._fields) + 1
+
+
+class _Ballot(torch.autograd.Function):
+    """A zero whose gradient with respect to the votes is asked for when the backward pass comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, votes: torch.Tensor, voting: Voting) -> torch.Tensor:
+        ctx.voting = voting
+        return votes.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.voting.cast(), None
+
+
+class Voting(nn.Module):
+    """The network plus one extra parameter whose gradient carries the votes through the reduction.
+
+    Args:
+        network: What a step calls.
+        shape: The extra parameter's; its last size is the number of votes.
+        device: Where the votes are.
+
+    Attributes:
+        cast: Gives the votes, in that shape.
+        ballot: A zero to be added to the loss; None before a forward pass.
+    """
+
+    def __init__(self, network: Callable[..., Any], shape: tuple[int, ...], device: torch.device) -> None:
+        super().__init__()
+        self.network = network
+        self.votes = nn.Parameter(torch.zeros(shape, device=device))
+        self.cast: Callable[[], torch.Tensor]
+        self.ballot: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network, with a ballot if there will be a backward pass."""
+        # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
+        if torch.is_grad_enabled():
+            self.ballot = _Ballot.apply(self.votes, self)
+        return self.network(*args, **kwargs)
+
+
+class Poll:
+    """The votes of a run's steps: cast at the end of a backward pass, read when the reduction has added them up.
+
+    Args:
+        voting: What carries them.
+        device: Where they are.
+    """
+
+    def __init__(self, voting: Voting, device: torch.device) -> None:
+        self._voting = voting
+        self._shape = voting.votes.shape
+        self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
+        self._marks = Marks()
+        self._reader = VoteReader(device, count=len(Wish._fields))
+
+    def with_vote(
+        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add zero to the loss; the votes, as they are at the end of the backward pass, are its gradient."""
+        self._marks.add(spoiled, loss, is_last=is_last)
+        if not is_last:
+            return loss
+        self._voting.votes.grad = None
+        self._voting.cast = lambda: torch.stack(
+            [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
+        ).expand(self._shape)
+        # Not kept: it would keep the network alive, in a circle that no garbage collector sees.
+        ballot, self._voting.ballot = self._voting.ballot, None
+        assert ballot is not None  # a loss comes of a forward pass
+        return loss + ballot
+
+    def spoiled(self, counted: torch.Tensor | None) -> torch.Tensor:
+        """The mean of all processes' marks.
+
+        Args:
+            counted: The votes as the reduction gave them, [3].
+        """
+        assert counted is not None  # they are counted in a backward pass
+        return counted[-1]
+
+    def agreed(self, counted: torch.Tensor | None) -> Wish:
+        """Read the votes (late on a GPU, but equally late on every process)."""
+        if counted is None:  # before the first step
+            return Wish()
+        self._reader.cast(counted[:-1])
+        return Wish(*self._reader.agreed())

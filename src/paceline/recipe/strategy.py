@@ -1,0 +1,170 @@
+"""How do the processes of a run share the work, and does a replica of the model fit each of their devices?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import RecipeError
+from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.schema import Recipe
+
+# Of a device's memory, what a replica's state may take; the rest is for activations and what libraries keep.
+_ROOM_FOR_STATE = 0.7
+_FP32_BYTES = 4
+# Numbers that an optimizer keeps for each parameter, beside the momentum of those that have it switched on.
+_MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "rmsprop": 1, "muon": 2}
+_WITH_MOMENTUM = ("sgd", "lars", "rmsprop")
+
+_OF_FSDP = (
+    "parallel.shard_size",
+    "parallel.shard_modules",
+    "parallel.reshard_after_forward",
+    "parallel.gather_dtype",
+)
+
+
+@dataclass(frozen=True)
+class ParameterNumbers:
+    """Numbers in a network's parameters, all of them and those that are trained."""
+
+    every: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy, and why."""
+
+    strategy: str
+    reason: str
+
+
+def choose_strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons: dict[str, str]) -> str:
+    """The strategy as far as the number of processes tells; ``auto`` may become ``fsdp`` once the network is known.
+
+    Raises:
+        RecipeError: If the one asked for does not fit the processes or the rest of the recipe.
+    """
+    asked = recipe.parallel.strategy
+    if recipe.parallel.exact:
+        if asked != "auto":
+            raise RecipeError(
+                f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={asked} does not; "
+                "leave the strategy at auto, or turn exactness off."
+            )
+        reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
+        reasons["parallel.exact"] = _cost_of_exact(logical_ranks, world_size)
+        return "exact"
+    if asked == "auto":
+        reasons["parallel.strategy"] = "1 process" if world_size == 1 else f"{world_size} processes"
+        return "ddp" if world_size > 1 else "single"
+    if asked == "single" and world_size > 1:
+        raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, fsdp, auto, or one process.")
+    if asked in ("ddp", "fsdp") and world_size == 1:
+        raise RecipeError(
+            f"parallel.strategy={asked} has no effect with one process; use auto, or --processes 2 or more."
+        )
+    if asked == "fsdp":
+        check_sharding(recipe, world_size)
+    return asked
+
+
+def weigh(recipe: Recipe, numbers: ParameterNumbers, world_size: int, memory_bytes: int | None) -> Choice:
+    """What ``auto`` comes to with several processes: replicas as long as they leave room for activations.
+
+    Args:
+        recipe: Says what is kept for each parameter.
+        numbers: The network's.
+        world_size: Processes.
+        memory_bytes: What each process's device has; None if it does not say.
+    """
+    replica = replica_bytes(recipe, numbers)
+    spread = replica / (world_size if recipe.parallel.shard_size == "auto" else recipe.parallel.shard_size)
+    if memory_bytes is None:
+        return Choice("ddp", f"{world_size} processes")
+    state = f"a replica's weights, gradients, optimizer state and average take {_gigabytes(replica)}"
+    room = f"of the {_gigabytes(memory_bytes)} that a process has"
+    if replica <= _ROOM_FOR_STATE * memory_bytes:
+        return Choice("ddp", f"{world_size} processes; {state} {room}, and the rest is left to activations")
+    return Choice(
+        "fsdp",
+        f"{state}, more than {_ROOM_FOR_STATE:.0%} {room}; spread over the processes it is {_gigabytes(spread)} each, "
+        "and activations come on top",
+    )
+
+
+def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
+    """Memory of one whole copy of what is kept between steps, and of its gradients: all fp32.
+
+    The first three of the four uses of memory (weights, gradients, optimizer state), and the moving average; the
+    fourth, activations, depends on the batch (Rajbhandari et al. 2019, section 3.1).
+    """
+    averaged = 0 if recipe.train.ema is None else numbers.every
+    kept = numbers.every + averaged + numbers.trained * (1 + _moments(recipe.optimizer))
+    return kept * _FP32_BYTES
+
+
+def check_sharding(recipe: Recipe, world_size: int) -> None:
+    """See whether the recipe's other choices go with weights that are spread over processes.
+
+    Raises:
+        RecipeError: Naming the first that does not.
+    """
+    size = recipe.parallel.shard_size
+    if size != "auto" and (size < 2 or world_size % size):
+        raise RecipeError(
+            f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a "
+            "divisor of their number, or auto for one group."
+        )
+    if recipe.optimizer.name == "adafactor":
+        raise RecipeError(
+            "optimizer.name=adafactor needs sums over whole matrices, of which each process has a part with "
+            "parallel.strategy=fsdp; use adamw, lamb, lion, muon or sgd, or parallel.strategy=ddp."
+        )
+    if recipe.train.precision == "fp16":
+        raise RecipeError(
+            "train.precision=fp16 scales the loss by what one process finds in its own gradients, of which each has a "
+            "part with parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp."
+        )
+    if recipe.parallel.gather_dtype == "bf16" and recipe.train.precision == "fp32":
+        raise RecipeError(
+            "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, "
+            "or gather fp32."
+        )
+
+
+def unused_by(recipe: Recipe, strategy: str) -> dict[str, str]:
+    """Dotted keys of the section that ask for something a strategy does not have, with the reason."""
+    found: dict[str, str] = {}
+    name = {"exact": "an exact run", "single": "one process"}.get(strategy, strategy)
+    if strategy != "ddp":
+        found["parallel.bucket_cap_mb"] = f"{name} has no buckets"
+    if strategy not in ("ddp", "fsdp"):
+        found["parallel.gradient_compression"] = f"{name} has no buckets"
+    if strategy != "fsdp" and recipe.parallel.strategy == "auto":
+        found |= dict.fromkeys(_OF_FSDP, f"parallel.strategy=auto came to {name}, which spreads nothing")
+    return found
+
+
+def _moments(optimizer: Optimizer) -> int:
+    with_momentum = optimizer.name in _WITH_MOMENTUM and optimizer.momentum > 0
+    return _MOMENTS.get(optimizer.name, 0) + with_momentum
+
+
+def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
+    per_process = logical_ranks // world_size
+    depth = math.ceil(math.log2(per_process))
+    # One at work, and the partial sums of a process's leaves; those that are no aligned power of two leave more.
+    held = 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
+    memory = f"memory for up to {held} gradients per process"
+    if world_size == 1:
+        return f"it costs {memory}, where there would be one"
+    return (
+        f"it costs {memory}, where ddp holds one, and the time of their exchange, which ddp hides behind the backward "
+        "pass (measured in docs/guide/several-processes.md)"
+    )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
