@@ -66,7 +66,7 @@ class DataParallel:
     ) -> None:
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
-        self._voting = Voting(called, (VOTES,), device)
+        self._voting = Voting(called, (VOTES,), torch.empty((), device=device))
         self._poll = Poll(self._voting, device)
         self._collectives = collectives
         self._synced: list[nn.Module] = []

@@ -64,7 +64,7 @@ class FullySharded:
         for module in modules_to_shard(network, parallel).values():
             fully_shard(module, **options)
         # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
-        self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), device)
+        self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
         self._poll = Poll(self._voting, device)
         fully_shard(self._voting, **options)
         self.model = self._voting

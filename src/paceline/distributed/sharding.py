@@ -46,6 +46,12 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
             f"parallel.strategy=fsdp cannot spread {scalars[0]}, which is a single number; make it a tensor of the "
             "shape [1], or use parallel.strategy=ddp."
         )
+    dtypes = sorted({str(parameter.dtype) for parameter in network.parameters()})
+    if len(dtypes) > 1:
+        raise ModelError(
+            f"parallel.strategy=fsdp gathers parameters of one dtype, and the network has {' and '.join(dtypes)}; "
+            "give them one, or use parallel.strategy=ddp."
+        )
     norms = [name for name, module in network.named_modules() if isinstance(module, _NormBase)]
     if parallel.gather_dtype == "bf16" and norms:
         raise ModelError(
@@ -60,8 +66,9 @@ def sharding_options(parallel: Parallel, mesh: Any) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     gathered = None if parallel.gather_dtype == "fp32" else _DTYPES[parallel.gather_dtype]
+    sent = parallel.gradient_compression
     # Without a dtype of its own the gradient would be added up in the one the weights are gathered in.
-    added = _DTYPES["fp32" if parallel.gradient_compression == "none" else parallel.gradient_compression]
+    added = _DTYPES[sent] if sent != "none" else None if gathered is None else torch.float32
     return {
         "mesh": mesh,
         "reshard_after_forward": parallel.reshard_after_forward,

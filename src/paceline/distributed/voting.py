@@ -21,12 +21,12 @@ class _Ballot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, votes: torch.Tensor, voting: Voting) -> torch.Tensor:
-        ctx.voting = voting
+        ctx.voting, ctx.dtype = voting, votes.dtype
         return votes.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.voting.cast(), None
+        return ctx.voting.cast().to(ctx.dtype), None
 
 
 class Voting(nn.Module):
@@ -35,17 +35,17 @@ class Voting(nn.Module):
     Args:
         network: What a step calls.
         shape: The extra parameter's; its last size is the number of votes.
-        device: Where the votes are.
+        like: The votes are on its device, and of its dtype.
 
     Attributes:
         cast: Gives the votes, in that shape.
         ballot: A zero to be added to the loss; None before a forward pass.
     """
 
-    def __init__(self, network: Callable[..., Any], shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, network: Callable[..., Any], shape: tuple[int, ...], like: torch.Tensor) -> None:
         super().__init__()
         self.network = network
-        self.votes = nn.Parameter(torch.zeros(shape, device=device))
+        self.votes = nn.Parameter(torch.zeros(shape, device=like.device, dtype=like.dtype))
         self.cast: Callable[[], torch.Tensor]
         self.ballot: torch.Tensor | None = None
 

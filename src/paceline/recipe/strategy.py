@@ -117,10 +117,15 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
             f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a "
             "divisor of their number, or auto for one group."
         )
-    if recipe.optimizer.name == "adafactor":
+    if recipe.optimizer.name in ("adafactor", "muon"):
         raise RecipeError(
-            "optimizer.name=adafactor needs sums over whole matrices, of which each process has a part with "
-            "parallel.strategy=fsdp; use adamw, lamb, lion, muon or sgd, or parallel.strategy=ddp."
+            f"optimizer.name={recipe.optimizer.name} needs whole matrices, of which each process has a part with "
+            "parallel.strategy=fsdp; use sgd, adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp."
+        )
+    if recipe.optimizer.clip_adaptive is not None:
+        raise RecipeError(
+            f"optimizer.clip_adaptive={recipe.optimizer.clip_adaptive} compares whole rows, of which a process may have "
+            "a part with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp."
         )
     if recipe.train.precision == "fp16":
         raise RecipeError(

@@ -1,0 +1,232 @@
+"""Weights that are spread over processes are the same weights, and so are their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint.store import CheckpointStore, read_components, read_manifest, verify
+from paceline.errors import CheckpointError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
+
+# One start of the processes for many runs: a list of names with what each changes.
+PROGRAM = """
+import datetime, json, os, sys
+import torch
+import paceline
+
+torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+for name, overrides in json.loads(open("runs.json").read()):
+    paceline.train("recipe.yaml", overrides=overrides, run_dir=name)
+torch.distributed.destroy_process_group()
+"""
+MODELS = """
+import torch
+from torch import nn
+
+class Double(nn.Module):
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Flatten(), nn.Linear(channels * 144, 13), nn.Tanh()),
+            nn.Sequential(nn.Linear(13, 6), nn.LayerNorm(6)),
+        )
+        self.classifier = nn.Linear(6, classes)
+        self.double()
+
+    def forward(self, x):
+        return self.classifier(self.blocks(x.double()))
+
+def double(num_classes, in_channels):
+    return Double(num_classes, in_channels)
+"""
+FSDP = {"parallel.strategy": "fsdp"}
+# A micro-batch for each process: two addends have one sum, and so ddp and fsdp one result.
+SHORT = {"train.duration": "14 steps", "batch.micro_size": 8, "train.precision": "fp32", "checkpoint.keep": 9}
+DOUBLE = SHORT | {
+    "model.name": "models:double",
+    "model.options": None,
+    "data.workers": 0,
+    "data.augment.crop": "none",
+    "train.precision": "fp32",
+}
+# Of 90 samples an epoch's last step has 10 for sixteen micro-batches, or 2 for eight: the second of two processes has
+# fewer of them than the first, or none.
+FEWER = {"batch.global_size": 80, "batch.micro_size": "auto", "parallel.logical_ranks": 16}
+NONE = {"batch.global_size": 88, "batch.micro_size": "auto", "parallel.logical_ranks": 8}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer.nesterov": True},
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.01},
+    "rmsprop": {"optimizer.name": "rmsprop", "optimizer.lr": 0.003, "optimizer.eps": 0.01},
+    "lamb": {"optimizer.name": "lamb", "optimizer.lr": 0.01},
+    "lars": {"optimizer.name": "lars"},
+    "lion": {"optimizer.name": "lion", "optimizer.lr": 0.001},
+    "clamped": {"optimizer.clip_norm": "off", "optimizer.clip_value": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def ground(studio: Path) -> Path:
+    (studio / "models.py").write_text(MODELS)
+    return studio
+
+
+@pytest.fixture
+def together(ground: Path, run: Callable[..., Any]) -> Callable[..., None]:
+    """Train several runs, one after another, by the same processes."""
+
+    def trainer(runs: dict[str, dict[str, Any]], *, processes: int = 2) -> None:
+        (ground / "runs.json").write_text(json.dumps(list(runs.items())))
+        start = ("--standalone", f"--nproc-per-node={processes}", "--no-python", sys.executable)
+        done = run(program=PROGRAM, torchrun=start, where=ground)
+        assert done.code == 0, done.err
+
+    return trainer
+
+
+@pytest.fixture
+def alone(ground: Path, run_here: Callable[..., Any]) -> Callable[..., None]:
+    """Train a run in this process."""
+
+    def trainer(name: str, overrides: dict[str, Any]) -> None:
+        changes = [f"{key}={'null' if value is None else value}" for key, value in overrides.items()]
+        done = run_here("train", "recipe.yaml", *changes, "--run-dir", name)
+        assert done.code in (0, 75), done.err
+
+    return trainer
+
+
+def state(run_dir: Path, step: int = 14) -> dict[str, Any]:
+    path = CheckpointStore(run_dir / "checkpoints").path(step)
+    return {name: read_components(path, (name,))[name] for name in ("model", "ema", "optimizer")}
+
+
+def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return {name: each for key, value in items for name, each in tensors(value, f"{path}.{key}").items()}
+
+
+def difference(first: Any, second: Any) -> float:
+    """The largest between two states with the same tensors."""
+    mine, theirs = tensors(first), tensors(second)
+    assert mine.keys() == theirs.keys()
+    assert {name: each.shape for name, each in mine.items()} == {name: each.shape for name, each in theirs.items()}
+    return max((each.double() - theirs[name].double()).abs().max().item() for name, each in mine.items())
+
+
+def metrics(run_dir: Path) -> Any:
+    return json.loads((run_dir / "summary.json").read_text())["metrics"]
+
+
+def is_in_parts(path: Path) -> bool:
+    return read_manifest(path).components["model"].is_in_parts
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what no_dist asks for
+def test_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
+    # BatchNorm, dropout, a moving average, clipping and augmentation: two processes, with and without sharding; and
+    # from the middle on in another way than before.
+    half, until = {"train.until": "6 steps"}, {"train.until": "off"}
+    together(
+        {
+            "whole-ddp": SHORT,
+            "whole-fsdp": SHORT | FSDP,
+            "kept": SHORT | FSDP | {"parallel.reshard_after_forward": False},
+            "from-fsdp": SHORT | FSDP | half,
+            "from-ddp": SHORT | half,
+        }
+    )
+    assert difference(state(ground / "from-fsdp", 6), state(ground / "from-ddp", 6)) == 0
+    stopped = CheckpointStore(ground / "from-fsdp" / "checkpoints").path(6)
+    assert is_in_parts(stopped)
+    shutil.copytree(ground / "from-fsdp", ground / "again-fsdp")
+    together({"from-fsdp": SHORT | until, "from-ddp": SHORT | FSDP | until, "again-fsdp": SHORT | FSDP | until})
+    for name in ("whole-fsdp", "kept", "from-fsdp", "from-ddp", "again-fsdp"):
+        assert difference(state(ground / name), state(ground / "whole-ddp")) == 0, name
+        assert metrics(ground / name) == metrics(ground / "whole-ddp"), name
+        assert is_in_parts(CheckpointStore(ground / name / "checkpoints").path(14)) == (name != "from-fsdp")
+    # torch's own reader opens a folder of parts, and finds the same.
+    assert difference(read_by_torch(stopped / "model", stopped), read_components(stopped, ("model",))["model"]) == 0
+
+
+def read_by_torch(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed import checkpoint as dcp
+
+    listed = read_manifest(checkpoint).components["model"].tensors
+    found = {key: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for key, spec in listed.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return found
+
+
+@pytest.mark.world_size(2)
+def test_sharded_micro_batches_are_one_big_batch(
+    ground: Path, together: Callable[..., None], alone: Callable[..., None]
+) -> None:
+    runs: dict[str, dict[str, Any]] = {}
+    for name, changes in OPTIMIZERS.items():
+        whole, ragged = DOUBLE | changes, NONE if name == "sgd" else FEWER
+        alone(f"{name}-alone", whole | {"batch.micro_size": 16})
+        alone(f"{name}-ragged-alone", whole | ragged | {"parallel.logical_ranks": 1})
+        runs |= {
+            f"{name}-parts": whole | FSDP | {"batch.micro_size": 2},
+            f"{name}-ragged": whole | FSDP | ragged,
+            f"{name}-half": whole | FSDP | {"train.until": "6 steps"},
+        }
+    together(runs)
+    for name, changes in OPTIMIZERS.items():
+        # What is spread opens where nothing is.
+        alone(f"{name}-half", DOUBLE | changes | {"batch.micro_size": 16})
+        for run, reference in (("parts", "alone"), ("half", "alone"), ("ragged", "ragged-alone")):
+            mine, theirs = ground / f"{name}-{run}", ground / f"{name}-{reference}"
+            assert difference(state(mine), state(theirs)) <= 1e-12, (name, run)
+            for weights in ("model", "ema"):
+                found, expected = metrics(mine)["last"][weights], metrics(theirs)["last"][weights]
+                assert found == pytest.approx(expected, rel=1e-9), (name, run)
+
+
+@pytest.mark.world_size(4)
+def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Callable[..., None]) -> None:
+    # Hybrid: two groups of two; more processes than validation batches and than a last step's samples, too.
+    alone("hybrid-alone", DOUBLE | {"batch.micro_size": 16})
+    groups = DOUBLE | FSDP | {"parallel.shard_size": 2, "batch.micro_size": 4, "evaluate.batch_size": 16}
+    together({"hybrid": groups, "hybrid-half": groups | {"train.until": "6 steps"}}, processes=4)
+    path = CheckpointStore(ground / "hybrid-half" / "checkpoints").path(6)
+    files = read_manifest(path).components["model"].tensor_files
+    assert files == ["model/part-00000.safetensors", "model/part-00001.safetensors"]  # the second group writes nothing
+    together({"hybrid-half": DOUBLE | FSDP})
+    for name in ("hybrid", "hybrid-half"):
+        assert difference(state(ground / name), state(ground / "hybrid-alone")) <= 1e-12
+        assert metrics(ground / name)["last"]["model"] == pytest.approx(
+            metrics(ground / "hybrid-alone")["last"]["model"], rel=1e-9
+        )
+
+
+@pytest.mark.world_size(2)
+def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) -> None:
+    together({"damaged": DOUBLE | FSDP | {"train.until": "8 steps"}})
+    store = CheckpointStore(ground / "damaged" / "checkpoints")
+    part = store.path(8) / "ema" / "part-00001.safetensors"
+    content = bytearray(part.read_bytes())
+    content[-3] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"ema/part-00001.safetensors: its SHA-256 is"):
+        verify(store.path(8))
+    with pytest.raises(CheckpointError, match=r"ema/part-00001.safetensors: its SHA-256 is"):
+        read_components(store.path(8), ("ema",))
+    together({"damaged": DOUBLE | FSDP, "undamaged": DOUBLE | FSDP})
+    assert difference(state(ground / "damaged"), state(ground / "undamaged")) == 0
+    assert (ground / "damaged" / "checkpoints" / "step-00000008.damaged").is_dir()
