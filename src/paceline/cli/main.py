@@ -17,6 +17,7 @@ COMMANDS = {
     "launch": "Write and submit the job of a run for Slurm, torchrun or Kubernetes.",
     "evaluate": "Score the weights of a run, a checkpoint or a file.",
     "predict": "Label images with trained weights.",
+    "export": "Write trained weights to one file.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "recipes": "List the shipped recipes, or show one.",

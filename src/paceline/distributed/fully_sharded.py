@@ -127,7 +127,7 @@ class _LettingGo(nn.Module):
 
 
 def _mesh(parallel: Parallel, device: torch.device, world_size: int) -> DeviceMesh:
-    size = world_size if parallel.shard_size == "auto" else parallel.shard_size
+    size = world_size if parallel.shard_size == "all" else parallel.shard_size
     if size == world_size:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))

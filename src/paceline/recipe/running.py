@@ -51,7 +51,7 @@ class Parallel:
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """`ddp`: one replica per process, gradients averaged. `fsdp`: weights, gradients, optimizer state and average are
     spread over the processes. `auto`: `ddp` as long as a replica leaves room for activations."""
-    shard_size: Annotated[Auto | PositiveInt, Applies("strategy", ("auto", "fsdp"))] = "auto"
+    shard_size: Annotated[Literal["all"] | PositiveInt, Applies("strategy", ("auto", "fsdp"))] = "all"
     """Processes that `fsdp` spreads one copy over; with fewer than all, such groups hold copies (hybrid sharding)."""
     shard_modules: Annotated[tuple[str, ...], Applies("strategy", ("auto", "fsdp"))] = ()
     """Shell patterns of the modules that `fsdp` gathers one at a time; empty: the items of the network's lists and

@@ -80,7 +80,7 @@ def weigh(recipe: Recipe, numbers: ParameterNumbers, world_size: int, memory_byt
         memory_bytes: What each process's device has; None if it does not say.
     """
     replica = replica_bytes(recipe, numbers)
-    spread = replica / (world_size if recipe.parallel.shard_size == "auto" else recipe.parallel.shard_size)
+    spread = replica / (world_size if recipe.parallel.shard_size == "all" else recipe.parallel.shard_size)
     if memory_bytes is None:
         return Choice("ddp", f"{world_size} processes")
     state = f"a replica's weights, gradients, optimizer state and average take {_gigabytes(replica)}"
@@ -112,10 +112,10 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         RecipeError: Naming the first that does not.
     """
     size = recipe.parallel.shard_size
-    if size != "auto" and (size < 2 or world_size % size):
+    if size != "all" and (size < 2 or world_size % size):
         raise RecipeError(
             f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a "
-            "divisor of their number, or auto for one group."
+            "divisor of their number, or all for one group."
         )
     if recipe.optimizer.name in ("adafactor", "muon"):
         raise RecipeError(
@@ -124,8 +124,8 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         )
     if recipe.optimizer.clip_adaptive is not None:
         raise RecipeError(
-            f"optimizer.clip_adaptive={recipe.optimizer.clip_adaptive} compares whole rows, of which a process may have "
-            "a part with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp."
+            f"optimizer.clip_adaptive={recipe.optimizer.clip_adaptive} compares whole rows, of which a process may "
+            "have a part with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp."
         )
     if recipe.train.precision == "fp16":
         raise RecipeError(

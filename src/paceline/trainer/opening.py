@@ -239,6 +239,9 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
         notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
     if asked.plan.strategy == "exact" != plan["strategy"]:
         notices.append("parallel.exact: off before, on now: the same samples, but not the same bits")
+    elif "fsdp" in (plan["strategy"], asked.plan.strategy) and plan["strategy"] != asked.plan.strategy:
+        before, now = plan["strategy"], asked.plan.strategy
+        notices.append(f"strategy: {before} before, {now} now: the same samples, but perhaps not the same bits")
     recipe = stored_recipe(read_recipe(directory), str(directory.recipe))
     before, now = recipe.parallel.gradient_compression, asked.recipe.parallel.gradient_compression
     if before != now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import StepGeometry, epoch_order, evaluation_slices
+from paceline.data.order import StepGeometry, epoch_order, evaluation_rounds, evaluation_slices
 from paceline.data.slices import SampleSlice
 from paceline.world import World
 
@@ -191,3 +192,25 @@ def test_repeats_stand_side_by_side_and_each_id_comes_once(samples: int, repeats
     steps = StepGeometry(seed=4, samples=samples * repeats, global_batch_size=batch, logical_ranks=1, repeats=repeats)
     used = [steps.slices(step, World())[0].ids for step in range(steps.steps_per_epoch)]
     assert sorted(np.concatenate(used).tolist()) == list(range(samples * repeats))
+
+
+@given(samples=st.integers(1, 200), micro=st.integers(1, 9), each=st.integers(1, 6), world_size=st.integers(1, 8))
+def test_processes_in_step_have_as_many_micro_batches(samples: int, micro: int, each: int, world_size: int) -> None:
+    shape = geometry(samples, micro * each * world_size, each * world_size)
+    in_step = dataclasses.replace(shape, in_step=True)
+    for step in range(shape.steps_per_epoch):
+        parts = [in_step.slices(step, world) for world in worlds(world_size)]
+        assert len({len(mine) for mine in parts}) == 1
+        for mine, world in zip(parts, worlds(world_size), strict=True):
+            assert [part.is_last for part in mine] == [False] * (len(mine) - 1) + [True]
+            real = [part for part in mine if not part.phantom]
+            alone = [part for part in shape.slices(step, world) if not part.phantom]
+            assert [(part.logical_rank, part.ids.tolist()) for part in real] == [
+                (part.logical_rank, part.ids.tolist()) for part in alone
+            ]
+
+
+@given(samples=st.integers(0, 300), batch=st.integers(1, 64), world_size=st.integers(1, 9))
+def test_rounds_of_the_evaluation(samples: int, batch: int, world_size: int) -> None:
+    counts = [len(list(evaluation_slices(samples, batch, world))) for world in worlds(world_size)]
+    assert {evaluation_rounds(samples, batch, world) for world in worlds(world_size)} == {max(counts)}

@@ -156,7 +156,11 @@ IMPOSSIBLE = [
         """batch.global_size=100 is not a multiple of batch.micro_size=30; choose a micro_size that divides it, for
         example 25.""",
     ),
-    (["parallel.strategy=single"], 2, "parallel.strategy=single with 2 processes; use ddp, auto, or one process."),
+    (
+        ["parallel.strategy=single"],
+        2,
+        "parallel.strategy=single with 2 processes; use ddp, fsdp, auto, or one process.",
+    ),
     (
         ["parallel.strategy=ddp"],
         1,

@@ -1,0 +1,67 @@
+"""One file of weights, from whole checkpoints and from parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.checkpoint.codec import Part
+from paceline.checkpoint.shares import Together
+from paceline.checkpoint.store import CheckpointStore
+from paceline.errors import CheckpointError
+from paceline.inference.export import export_safetensors
+
+WEIGHTS = {"weight": torch.arange(12.0).reshape(4, 3).t(), "steps": torch.tensor(3)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = tmp_path / "run"
+    store = CheckpointStore(root / "checkpoints")
+    average = {key: each + 1 for key, each in WEIGHTS.items()}
+    store.save(1, {"model": WEIGHTS, "ema": average}, {"precision": "fp32"}, file_metadata={"recipe": "{}"})
+    return root
+
+
+def test_the_average_and_the_weights(run: Path, tmp_path: Path) -> None:
+    for asked, written, more in (("auto", "ema", 1), ("ema", "ema", 1), ("model", "model", 0)):
+        output = tmp_path / f"{asked}.safetensors"
+        assert export_safetensors(run, output, weights=asked).weights == written
+        found = load_file(output)
+        assert found.keys() == WEIGHTS.keys()
+        assert all(torch.equal(found[key], each + more) for key, each in WEIGHTS.items())
+        # What was exported can be exported: it says what it belongs to.
+        assert export_safetensors(output, tmp_path / f"{asked}-again.safetensors").metadata["recipe"] == "{}"
+
+
+def test_parts_are_put_together(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    room = store.make_room(1)
+    whole = WEIGHTS["weight"]
+    for rank in (1, 0):
+        part = Part(whole[:2] if rank == 0 else whole[2:], tuple(whole.shape), (2 * rank, 0))
+        components = {"model": {"weight": part, "steps": WEIGHTS["steps"]}}
+        together = Together(room, rank, 2, patience_seconds=1)
+        if rank == 0:
+            store.save(1, components, {}, together=together)
+        else:
+            store.write_share(1, components, {}, file_metadata={}, together=together)
+    export_safetensors(tmp_path, tmp_path / "whole.safetensors")
+    found = load_file(tmp_path / "whole.safetensors")
+    assert torch.equal(found["weight"], whole)
+    assert found["steps"] == 3
+
+
+def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "mine.safetensors"
+    output.write_text("mine")
+    with pytest.raises(CheckpointError, match="exists already and is not written over"):
+        export_safetensors(run, output)
+    assert output.read_text() == "mine"
+    with pytest.raises(CheckpointError, match=r"must end in \.safetensors"):
+        export_safetensors(run, tmp_path / "weights.bin")
+    with pytest.raises(CheckpointError, match="Cannot write the weights to"):
+        export_safetensors(run, tmp_path / "nowhere" / "weights.safetensors")

@@ -1,0 +1,117 @@
+"""Which strategy the memory of a replica leads to, and what does not go with weights that are spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe.load import load_recipe
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, with_network
+from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import ParameterNumbers, replica_bytes
+
+GIB = 2**30
+BILLION = ParameterNumbers(every=10**9, trained=10**9)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe("digits", overrides).recipe
+
+
+def plan(asked: Recipe, *, world_size: int = 8, memory_bytes: int | None = 80 * GIB) -> Plan:
+    machine = MachineFacts(device="cuda", device_name="", fast_bf16=True, cores=8, memory_bytes=memory_bytes)
+    facts = DataFacts(train_samples=1438, evaluation_samples=359)
+    return make_plan(asked, facts, machine, world_size=world_size, local_world_size=min(8, world_size))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_per_parameter"),
+    [
+        (["optimizer.momentum=0.9"], 12),  # weight, gradient, momentum
+        (["optimizer.momentum=0", "optimizer.nesterov=false"], 8),
+        (["optimizer.name=adamw"], 16),
+        (["optimizer.name=adamw", "train.ema=0.999"], 20),
+        (["optimizer.name=lion"], 12),
+        (["optimizer.name=rmsprop", "optimizer.momentum=0.9"], 16),
+        (["optimizer.name=adafactor"], 8),
+    ],
+)
+def test_what_a_replica_takes(overrides: list[str], bytes_per_parameter: int) -> None:
+    assert replica_bytes(recipe("train.ema=off", *overrides), BILLION) == bytes_per_parameter * 10**9
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    frozen = ParameterNumbers(every=10**9, trained=10**6)
+    assert replica_bytes(recipe("train.ema=off", "optimizer.name=adamw"), frozen) == 4 * 10**9 + 12 * 10**6
+
+
+def test_a_replica_that_fits_is_kept_whole() -> None:
+    made = with_network(plan(asked := recipe("train.ema=off", "optimizer.name=adamw")), asked, BILLION)
+    assert (made.strategy, made.parameters) == ("ddp", 10**9)
+    assert made.reasons["parallel.strategy"] == (
+        "8 processes; a replica's weights, gradients, optimizer state and average take 14.9 GiB of the 80 GiB that a "
+        "process has, and the rest is left to activations"
+    )
+
+
+def test_a_replica_that_leaves_no_room_is_spread() -> None:
+    large = ParameterNumbers(every=7 * 10**9, trained=7 * 10**9)
+    asked = recipe("train.ema=off", "optimizer.name=adamw")
+    made = with_network(plan(asked), asked, large)
+    assert made.strategy == "fsdp"
+    assert made.reasons["parallel.strategy"] == (
+        "a replica's weights, gradients, optimizer state and average take 104 GiB, more than 70% of the 80 GiB that a "
+        "process has; spread over the processes it is 13 GiB each, and activations come on top"
+    )
+    assert "parallel.bucket_cap_mb" in made.unused
+    assert "parallel.shard_size" not in made.unused
+
+
+@pytest.mark.parametrize("change", [{"world_size": 1}, {"memory_bytes": None}])
+def test_where_there_is_nothing_to_weigh(change: dict[str, Any]) -> None:
+    asked = recipe("train.ema=off")
+    made = with_network(plan(asked, **change), asked, ParameterNumbers(10**11, 10**11))
+    assert made.strategy == ("single" if change.get("world_size") == 1 else "ddp")
+
+
+def test_what_was_asked_for_stays() -> None:
+    for strategy in ("ddp", "fsdp"):
+        asked = recipe(f"parallel.strategy={strategy}")
+        assert with_network(plan(asked), asked, ParameterNumbers(10**11, 10**11)).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.shard_size=3"], "parallel.shard_size=3 does not divide 8 processes into groups of two or more"),
+        (["parallel.shard_size=1"], "parallel.shard_size=1 does not divide 8 processes"),
+        (["optimizer.name=adafactor"], "optimizer.name=adafactor needs whole matrices"),
+        (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
+        (["optimizer.clip_adaptive=0.01"], "optimizer.clip_adaptive=0.01 compares whole rows"),
+        (["train.precision=fp16"], "train.precision=fp16 scales the loss by what one process finds"),
+        (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        plan(recipe("parallel.strategy=fsdp", *overrides))
+    large = ParameterNumbers(10**11, 10**11)
+    asked = recipe(*overrides)
+    with pytest.raises(RecipeError, match=said):
+        with_network(plan(asked), asked, large)
+
+
+def test_one_process_has_nobody_to_share_with() -> None:
+    with pytest.raises(RecipeError, match=r"parallel\.strategy=fsdp has no effect with one process"):
+        plan(recipe("parallel.strategy=fsdp"), world_size=1)
+
+
+def test_keys_of_what_is_not_done() -> None:
+    asked = recipe("parallel.shard_size=2")
+    made = with_network(plan(asked), asked, BILLION)
+    assert made.unused["parallel.shard_size"] == "parallel.strategy=auto came to ddp, which spreads nothing"
+    assert "parallel.bucket_cap_mb" not in made.unused
+    spread = recipe("parallel.strategy=fsdp", "parallel.bucket_cap_mb=50")
+    assert with_network(plan(spread), spread, BILLION).unused["parallel.bucket_cap_mb"] == "fsdp has no buckets"
