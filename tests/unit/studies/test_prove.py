@@ -1,0 +1,159 @@
+"""A proof finds nothing where nothing is wrong, and what it cannot compare it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import LaunchError, RecipeError
+from paceline.models.small_resnet import small_resnet
+from paceline.studies.prove.runs import Sizes
+from paceline.studies.prove.study import Asked, prove
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+CORRECT: dict[str, dict[str, Any]] = {
+    "accumulated, with a moving average": {"batch.micro_size": 4, "train.label_smoothing": 0.1},
+    "adamw with groups": {"optimizer": "{name: adamw, lr: 0.01, groups: {'head.*': {lr_factor: 0.1}}}"},
+    "clipped by norm": {"optimizer.clip_norm": 0.01},
+    "clipped by value": {"optimizer.clip_value": 0.001},
+    "a rule for the rate": {"optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 64},
+    "a peak after a warm-up": {"schedule": "{name: one_cycle, warmup: 3 steps}"},
+    "mixed": {"data.mix.mixup": 0.4, "data.mix.cutmix": 1.0},
+    "varied": {"data.augment.crop": "pad", "data.augment.flip": 0.5, "data.augment.repeats": 2},
+    "exact": {"parallel.exact": True},
+    "many yes-or-no questions": {"train.loss": "bce"},
+    "not evaluated": {"evaluate.every": "off"},
+    "frozen": {"model.frozen": "['hidden.*']"},
+}
+
+
+@pytest.mark.parametrize("case", CORRECT)
+def test_nothing_is_found_where_nothing_is_wrong(
+    case: str, proof: Callable[..., Any], failed: Callable[..., set[str]]
+) -> None:
+    checks = proof(overrides=CORRECT[case])
+    assert failed(checks) == set(), [check for check in checks.values() if check.verdict == "failed"]
+    assert checks["accumulation"].limit == (1e-5 if "yes-or-no" in case else 1e-12)
+    assert checks["dropout"].verdict == "passed"
+    assert checks["metric"].verdict == ("not applicable" if case == "not evaluated" else "passed")
+
+
+def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any], failed: Callable[..., Any]) -> None:
+    checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1, zero_init_residual=False, dropout=0.1))
+    assert failed(checks) == set()
+    assert "(dropout off, BatchNorm frozen)" in checks["accumulation"].compared
+    assert checks["accumulation"].limit == 1e-12
+
+
+def test_norms_that_are_kept_in_evaluation_mode_are_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any]
+) -> None:
+    def network() -> nn.Module:
+        made = small_resnet(3, 1, width=4, stages=1)
+        made.get_submodule("stem.norm").eval()
+        return made
+
+    checks = proof(make_network=network)
+    assert failed(checks) == set()
+    assert checks["training-mode"].found == "in evaluation mode throughout: stem.norm"
+
+
+def test_a_network_that_takes_no_float64_is_proved_in_float32(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Single(perceptron):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    checks = proof(make_network=Single)
+    assert failed(checks) == set()
+    assert checks["accumulation"].limit == 1e-5
+    assert checks["accumulation"].difference > 0
+
+
+def test_what_draws_numbers_without_end_is_not_compared_with_its_parts(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Noisy(perceptron):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + 0.1 * torch.randn_like(x) * self.training)
+
+    checks = proof(make_network=Noisy)
+    assert failed(checks) == set()
+    assert "draws random numbers" in checks["accumulation"].found
+    assert checks["gradient"].verdict == "passed"
+
+
+def test_what_looks_at_the_whole_micro_batch_is_not_compared_with_its_parts(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Centred(perceptron):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean(0) if self.training else x)
+
+    checks = proof(make_network=Centred)
+    assert failed(checks) == set()
+    assert "depends on the others" in checks["accumulation"].found
+    assert checks["tail"].verdict == "passed"
+
+
+@pytest.mark.parametrize(("name", "task"), [("own_task", "BrierScore"), ("own_dataset_and_model", None)])
+def test_the_examples_are_proved(
+    name: str, task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: Callable[..., Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, name, module)
+    spec.loader.exec_module(module)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(module.RECIPE)
+    overrides = () if task is None else (f"task={name}:{task}",)
+    report = prove(Asked(recipe=str(recipe), overrides=overrides, processes=1), lambda _: None)
+    assert failed({check.name: check for check in report.checks}) == set()
+    assert report.passed
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", [41, 1000, 12, 60])
+def test_an_epoch_is_whole_steps_and_a_ragged_tail(processes: int, samples: int) -> None:
+    parts = 2 * processes if processes > 1 else 4
+    if samples < 3 * parts - 1:
+        with pytest.raises(RecipeError, match=f"there are {samples} training samples, but {parts} micro-batches"):
+            Sizes.of(samples, 359, processes)
+        return
+    sizes = Sizes.of(samples, 359, processes)
+    assert sizes.samples <= samples
+    assert 0 < sizes.tail < sizes.global_batch
+    assert sizes.tail % parts != 0
+    assert sizes.micro_batches % processes == 0
+    assert sizes.evaluation_samples % sizes.evaluation_batch != 0
+    assert sizes.evaluation_samples > processes * sizes.evaluation_batch
+
+
+@pytest.mark.parametrize("held_out", range(12))
+def test_few_held_out_samples_are_scored_too(held_out: int) -> None:
+    sizes = Sizes.of(100, held_out, 2)
+    assert sizes.evaluation_samples in (held_out, held_out - 1)
+    assert (sizes.evaluation_samples > 0) == (held_out > 0)
+
+
+def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="a proof starts processes of its own"):
+        prove(Asked(recipe="digits"), lambda _: None)
+
+
+def test_an_override_without_effect_is_refused(proof: Callable[..., Any]) -> None:
+    with pytest.raises(RecipeError, match=r"parallel\.bucket_cap_mb"):
+        proof(overrides={"parallel.bucket_cap_mb": 7})
