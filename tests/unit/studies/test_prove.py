@@ -74,7 +74,7 @@ def test_a_network_that_takes_no_float64_is_proved_in_float32(
 
     checks = proof(make_network=Single)
     assert failed(checks) == set()
-    assert checks["accumulation"].limit == 1e-5
+    assert 1e-5 <= checks["accumulation"].limit <= 1e-4
     assert checks["accumulation"].difference > 0
 
 

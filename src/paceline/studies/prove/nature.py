@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from paceline.data.batch import Batch
 from paceline.studies.prove.network import dropouts, norms, put_to_rest
-from paceline.studies.prove.reference import Plain
+from paceline.studies.prove.notes import tensors_of
+from paceline.studies.prove.reference import Plain, difference
 from paceline.studies.prove.runs import Runner, shortened
 
-# Of the largest number. A sum in another order differs by some 1e-15 and some 1e-7; a bug by more than 1e-3.
-LIMIT_DOUBLE = 1e-12
-LIMIT_SINGLE = 1e-5
+# How far gradients may differ, as a share of the largest number: usually, and at most. Sums in another order differ by
+# some 1e-15 and some 1e-7, in deep networks by more; what is wrong differs by more than 1e-3.
+_LIMITS = {True: (1e-12, 1e-6), False: (1e-5, 1e-3)}
+_TIMES_THE_NOISE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +57,31 @@ class Nature:
 def look(runner: Runner) -> Nature:
     """Find out what a recipe's network is like, by a few forward and backward passes."""
     whole = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.global_batch)
-    double, numbers, limit = _numbers(runner)
+    double, numbers, usual, most = _numbers(runner)
     runner = replace(runner, double=double)
     with contextlib.closing(Plain(whole, runner.orders("look"))) as plain:
-        normed, dropped = norms(plain.network), dropouts(plain.network)
+        normed, dropped, batch = norms(plain.network), dropouts(plain.network), plain.first_batch()
         nature = Nature(
             double=double,
-            limit=limit,
+            limit=usual,
             numbers=numbers,
             norms=tuple(normed),
             dropouts=tuple(dict.fromkeys(each.name for each in dropped)),
-            statistics=plain.statistics(plain.first_batch()) if normed else {},
+            statistics=plain.statistics(batch) if normed else {},
         )
+        for each in dropped:
+            each.set(0.0)
+        noise = _noise(plain, batch)
     with contextlib.closing(Plain(whole, runner.orders("look-at-rest"), nature.rest())) as plain:
-        return replace(nature, uncomparable=_uncomparable(plain, runner.sizes.micro_batch, limit))
+        nature = replace(nature, uncomparable=_uncomparable(plain, runner.sizes.micro_batch, most))
+        if nature.uncomparable:
+            return nature
+        noise = max(noise, _noise(plain, plain.first_batch()))
+    return replace(nature, limit=min(max(usual, _TIMES_THE_NOISE * noise), most))
 
 
-def _numbers(runner: Runner) -> tuple[bool, str, float]:
-    """Whether the loss can be had in float64, in words, and how far sums in another order may differ."""
+def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
+    """Whether the loss can be had in float64, in words, and how far gradients may differ usually, and at most."""
     recipe = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.micro_batch)
     orders = replace(runner.orders("look-at-numbers"), double=True)
     try:
@@ -78,10 +89,19 @@ def _numbers(runner: Runner) -> tuple[bool, str, float]:
             loss = plain.loss(plain.first_batch())
             loss.backward()  # type: ignore[no-untyped-call]  # torch
     except (RuntimeError, TypeError, ValueError):
-        return False, "float32 (its code does not take float64)", LIMIT_SINGLE
+        return False, "float32 (its code does not take float64)", *_LIMITS[False]
     if loss.dtype == torch.float64:
-        return True, "float64", LIMIT_DOUBLE
-    return True, f"float64, but the loss in {str(loss.dtype).removeprefix('torch.')}", LIMIT_SINGLE
+        return True, "float64", *_LIMITS[True]
+    return True, f"float64, but the loss in {str(loss.dtype).removeprefix('torch.')}", *_LIMITS[False]
+
+
+def _noise(plain: Plain, batch: Batch) -> float:
+    """By how much the gradient differs if the batch's samples come in another order."""
+    tensors = {name: each.detach().clone() for name, each in tensors_of(plain.network).items()}
+    forward = dict(plain.gradients(tensors, [[batch]]))
+    backward = plain.gradients(tensors, [[replace(batch, inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))]])
+    noise = difference(backward, forward).relative
+    return noise if math.isfinite(noise) else 0.0
 
 
 def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:

@@ -26,6 +26,7 @@ _LIMIT_SECONDS = 900.0
 _EPOCHS = 2
 _FULL_STEPS = 2
 _HELD_OUT = 37
+_MICRO_BATCHES = (4, 3, 2, 1)
 # Of the recipe's rate, where BatchNorm is frozen: a network without norms cannot take steps of that size.
 _CAREFUL = 1e-3
 
@@ -60,8 +61,9 @@ class Sizes:
             RecipeError: If there are too few.
         """
         parts = 2 * processes if processes > 1 else 4
-        for size in (4, 2, 1):
-            tail = parts * (size // 2) + 1 if size > 1 else parts - 1
+        for size in _MICRO_BATCHES:
+            # Of two samples and more where that can be, as BatchNorm may need.
+            tail = parts * min(2, size - 1) + 1 if size > 1 else parts - 1
             used = _FULL_STEPS * parts * size + tail
             if used <= samples:
                 batch = max(2, min(8, held_out // (2 * processes)))
@@ -79,6 +81,11 @@ class Sizes:
             f"there are {samples} training samples, but {parts} micro-batches a step need at least {used} of them; "
             "give more data, or fewer --processes."
         )
+
+    @property
+    def has_single_samples(self) -> bool:
+        """Whether a micro-batch of the tail has one sample only, for want of more."""
+        return self.tail < 2 * self.micro_batches
 
     @property
     def global_batch(self) -> int:

@@ -119,7 +119,7 @@ def prove(asked: Asked, tell: Callable[[str], None]) -> ProveReport:
     with _scratch() as scratch, _threads_put_back():
         runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=scratch, double=True)
         tell("looking at the network")
-        nature = look(runner)
+        nature = _look(runner)
         runner = replace(runner, double=nature.double)
         checks = _judge(runner, nature, plans, tell)
     return ProveReport(
@@ -148,7 +148,19 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
         with contextlib.suppress(RecipeError):
             plans[processes] = plan_run(recipe, task, machine, World(world_size=processes, local_world_size=processes))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
-    return plans, Sizes.of(plans[1].train_samples, held_out, processes)
+    return plans, Sizes.of(plans[1].train_samples // recipe.data.augment.repeats, held_out, processes)
+
+
+def _look(runner: Runner) -> Nature:
+    try:
+        return look(runner)
+    except RecipeError as error:
+        if not runner.sizes.has_single_samples:
+            raise
+        raise RecipeError(
+            f"there are so few training samples that a micro-batch of the proof would have only one, and {error} Give "
+            "more data, or fewer --processes."
+        ) from None
 
 
 def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callable[[str], None]) -> tuple[Check, ...]:
