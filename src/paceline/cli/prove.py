@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from types import FrameType
@@ -53,7 +54,9 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
     # Asked to end, it still ends what it has started.
     previous = signal.signal(signal.SIGTERM, _end)
     try:
-        report = prove(asked, lambda line: click.echo(line, err=True))
+        # The user's code runs in this process, and may print.
+        with contextlib.redirect_stdout(sys.stderr):
+            report = prove(asked, lambda line: click.echo(line, err=True))
     finally:
         signal.signal(signal.SIGTERM, previous)
     if as_json:
@@ -108,4 +111,6 @@ def _number(value: float | None) -> str:
 
 
 def _said(check: Check) -> str:
-    return f"{check.compared}: {check.found}" if check.found else check.compared
+    if check.verdict == "not applicable":
+        return check.found
+    return f"{check.compared}\n{check.found}" if check.found else check.compared

@@ -76,7 +76,7 @@ def test_an_order_without_the_epoch(proof: Proof, failed: Failed, monkeypatch: p
     assert "both epochs have the same order" in checks["order"].found
 
 
-class SameEpoch(StepGeometry):
+class FirstEpoch(StepGeometry):
     """Slices of the first epoch, whatever the step."""
 
     def slices(self, step: int, world: Any) -> Any:
@@ -91,7 +91,7 @@ class EpochIgnored:
         self._pipeline = pipeline
 
     def train_batches(self, geometry: Any, first: int, last: int, world: Any) -> Iterator[Batch]:
-        found: Iterator[Batch] = self._pipeline.train_batches(SameEpoch(**vars(geometry)), first, last, world)
+        found: Iterator[Batch] = self._pipeline.train_batches(FirstEpoch(**vars(geometry)), first, last, world)
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -162,6 +162,33 @@ def test_a_tail_that_is_dropped(proof: Proof, failed: Failed, monkeypatch: pytes
     assert "step 3 took 16 samples instead of 9" in checks["tail"].found
 
 
+class WholeOnly:
+    """A pipeline of one's own that gives no micro-batch that is smaller than the others."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+
+    def train_batches(self, geometry: Any, *given: Any) -> Iterator[Batch]:
+        size = geometry.global_batch_size // geometry.logical_ranks
+        return (each for each in self._pipeline.train_batches(geometry, *given) if len(each.ids) == size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+
+def test_a_pipeline_that_drops_the_tail(proof: Proof, failed: Failed, tiny_task: Any) -> None:
+    def make(recipe: Any) -> Any:
+        task = tiny_task()(recipe)
+        opened = task.open_pipeline
+        task.open_pipeline = lambda placement: WholeOnly(opened(placement))
+        return task
+
+    checks = proof(task=make)
+    assert failed(checks) >= {"tail", "order", "run"}
+    assert "step 3 took 0 samples instead of 9" in checks["tail"].found
+    assert "StopIteration" in checks["run"].found
+
+
 def test_a_loss_divided_by_the_size_that_micro_batches_should_have(
     proof: Proof, failed: Failed, tiny_task: Any
 ) -> None:
@@ -228,6 +255,15 @@ def test_a_dropout_that_is_never_called(proof: Proof, failed: Failed, perceptron
     checks = proof(make_network=Dry)
     assert failed(checks) == {"dropout"}
     assert checks["dropout"].found == "without effect: drop"
+
+
+def test_a_network_that_ignores_the_dropout_it_is_asked_for(
+    proof: Proof, failed: Failed, tiny_task: Any, perceptron: type[nn.Module]
+) -> None:
+    asked = {"model.options": "{dropout: 0.3}"}
+    checks = proof(make_network=lambda: perceptron(0.0), overrides=asked)
+    assert failed(checks) == {"dropout"}
+    assert "model.options.dropout has no effect" in checks["dropout"].found
 
 
 def test_a_dropout_in_evaluation_mode(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:

@@ -17,7 +17,7 @@ def order(evidence: Evidence) -> Check:
     """Each sample once in each epoch, in an order of its own."""
     question = Question(
         name="order",
-        compared="the samples of two epochs: each once in each, and not twice in the same order",
+        compared="two epochs: each sample once in each, in different orders",
         advice="Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
         "slices that the geometry gives, which depend on the epoch.",
     )
@@ -30,10 +30,10 @@ def order(evidence: Evidence) -> Check:
         for number, ids in enumerate(epochs, start=1):
             missing = len(wanted - set(ids))
             surplus = len(ids) - len(set(ids) & wanted)
-            if (missing or surplus) and not run.trouble:
+            if (missing or surplus) and run.went_past(number * evidence.sizes.steps_per_epoch - 1):
                 found = f"{run.name}: in epoch {number}, {missing} samples are missing and {surplus} are too many"
                 return question.measured(missing + surplus, found=found)
-        if epochs[0] == epochs[1]:
+        if epochs[0] == epochs[1] != []:
             return question.measured(len(wanted), found=f"{run.name}: both epochs have the same order")
     return question.measured(0)
 
@@ -42,7 +42,7 @@ def samples(evidence: Evidence) -> Check:
     """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
     question = Question(
         name="samples",
-        compared="the samples of each step, and what is in them, in all runs; and their variation in two epochs",
+        compared="each step's samples and their contents, in every run",
         advice="What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
         "it by seed, epoch and sample, as Paceline's own augmentation is.",
     )
@@ -65,7 +65,7 @@ def parameters(evidence: Evidence) -> Check:
     """Every trainable parameter takes part in the loss."""
     question = Question(
         name="parameters",
-        compared="the trainable parameters with those that ever got a gradient",
+        compared="trainable parameters, and those that ever got a gradient",
         advice="Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
         "processes refuse them.",
     )
@@ -78,8 +78,7 @@ def training_mode(evidence: Evidence) -> Check:
     """Training mode where it is learned, evaluation mode where it is scored, and back."""
     question = Question(
         name="training-mode",
-        compared="the mode of every module whenever the loss was computed, before and after an evaluation, and when "
-        "scored",
+        compared="each module's mode where it learns and where it is scored",
         advice="Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
         "module's mode; a model's factory returns it in training mode.",
     )
@@ -103,12 +102,15 @@ def dropout(evidence: Evidence) -> Check:
     """Everything that is to drop something does, and not the same at every step."""
     question = Question(
         name="dropout",
-        compared="two draws of each dropout, and torch's random state at each forward pass of training",
+        compared="two draws of each dropout; random state of each forward pass",
         advice="A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
         "in training mode, and let it draw from torch's generator.",
     )
     places = dropouts(evidence.plain.network)
     if not places:
+        asked = [key for key, value in evidence.recipe.model.options.items() if _asks_for_dropout(key, value)]
+        if asked and not _varies_by_itself(evidence):
+            return question.failed(f"model.options.{asked[0]} has no effect: nothing is dropped")
         return question.not_applicable("the network has no dropout")
     for run in evidence.as_asked:
         notes = run.micro_batches
@@ -141,23 +143,28 @@ def _varies(evidence: Evidence) -> bool:
     return any(len(each) > 1 for each in contents.values())
 
 
+def _asks_for_dropout(key: str, value: object) -> bool:
+    return "drop" in key and isinstance(value, int | float) and 0 < value < 1
+
+
+def _varies_by_itself(evidence: Evidence) -> bool:
+    """Whether the loss of the same micro-batch depends on the random state."""
+    plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
+    with torch.no_grad():
+        return len({plain.loss(batch, seed).item() for seed in range(4)}) > 1
+
+
 def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
     """The dropouts that change no loss, all others being off; a network that draws otherwise too cannot be asked."""
-    plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
-    plain.shake()
-
-    def varies() -> bool:
-        with torch.no_grad():
-            return len({plain.loss(batch, seed).item() for seed in range(4)}) > 1
-
+    evidence.plain.shake()
     for each in places:
         each.set(0.0)
     found = []
-    if not varies():
+    if not _varies_by_itself(evidence):
         tried = places[:: -(-len(places) // _MOST_TRIED)]
         for each in tried:
             each.set(0.5)
-            if not varies():
+            if not _varies_by_itself(evidence):
                 found.append(each)
             each.set(0.0)
     for each in places:

@@ -18,7 +18,7 @@ def gradient(evidence: Evidence) -> Check:
     """The engine against a plain loop over the same micro-batches."""
     question = Question(
         name="gradient",
-        compared="each step's gradient with a plain PyTorch loop over the same micro-batches, at the same weights",
+        compared="each step's gradient against a plain PyTorch loop's",
         advice="The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
         "weights the micro-batches or draws random numbers before the loss.",
     )
@@ -34,7 +34,7 @@ def accumulation(evidence: Evidence) -> Check:
         rest = f" ({', '.join(stilled)})"
     question = Question(
         name="accumulation",
-        compared=f"1 and {sizes.micro_batches} micro-batches a step with one plain pass over the whole batch{rest}",
+        compared=f"1 and {sizes.micro_batches} micro-batches against one plain pass{rest}",
         advice="A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
         "the number of micro-batches or add up where the mean is meant.",
     )
@@ -50,13 +50,13 @@ def tail(evidence: Evidence) -> Check:
     step = sizes.tail_step
     question = Question(
         name="tail",
-        compared=f"the gradient of an epoch's last {sizes.tail} samples with plain PyTorch's, cut into parts or not",
+        compared=f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch",
         advice="The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
         "there, not by a batch size of the recipe.",
     )
     for run in evidence.runs:
         taken = sum(len(each.ids) for each in run.micro_batches if each.step == step)
-        if taken != sizes.tail and not run.trouble:
+        if taken != sizes.tail and run.went_past(step):
             return question.failed(f"{run.name}: step {step + 1} took {taken} samples instead of {sizes.tail}")
     gaps = [gap for run in evidence.as_asked for gap in _against_parts(evidence, run, [step])]
     if not evidence.nature.uncomparable:
@@ -70,7 +70,7 @@ def processes(evidence: Evidence) -> Check:
     each = sizes.micro_batches // sizes.processes
     question = Question(
         name="processes",
-        compared=f"{sizes.processes} processes of {each} micro-batches with a plain loop over all of them in one",
+        compared=f"{sizes.processes} processes of {each} micro-batches against a plain loop in one",
         advice="What is computed depends on the number of processes or the rank: look for a world size in the loss, "
         "a learning rate or a batch that is scaled by it, or state that only one process has.",
     )

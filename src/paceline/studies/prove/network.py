@@ -44,7 +44,8 @@ def dropouts(network: nn.Module) -> list[Dropout]:
 
 def _is_dropout(module: nn.Module, attribute: str) -> bool:
     kind = type(module).__name__.lower()
-    return "drop" in attribute or (attribute == "p" and ("drop" in kind or "stochastic" in kind))
+    is_one = "drop" in kind or "stochastic" in kind
+    return "drop" in attribute or (is_one and attribute in ("p", "rate", "prob", "probability"))
 
 
 def norms(network: nn.Module) -> dict[str, nn.Module]:

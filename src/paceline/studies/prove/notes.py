@@ -150,6 +150,10 @@ class Observed:
         found = [each for notes in self.ranks for each in notes.micro_batches if not each.phantom]
         return sorted(found, key=lambda each: (each.step, each.logical_rank))
 
+    def went_past(self, step: int) -> bool:
+        """Whether a step, from 0, was over: the run is at its end, or in a later one."""
+        return not self.trouble or any(note.step > step for note in self.micro_batches)
+
     def step(self, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor | None]] | None:
         """Weights and buffers before a step, and the gradients the optimizer got; None if they were not kept."""
         path = self.folder / f"step-{number}.pt"

@@ -224,7 +224,8 @@ class Runner:
 
         trouble, path = "", self._write(orders, recipe)
         try:
-            train(path, run_dir=path.parent / "run", task=make, quiet=True)
+            if train(path, run_dir=path.parent / "run", task=make, quiet=True).status == "stopped":
+                raise KeyboardInterrupt  # the run has heard the signal; it was meant for all of this
         except TrainingError as error:
             trouble = str(error)
         except Exception as error:

@@ -23,8 +23,7 @@ def learning_rate(evidence: Evidence) -> Check:
     """The recipe's rate, scaled by its own rule and by nothing else."""
     question = Question(
         name="learning-rate",
-        compared="the optimizer's rate at every step of every run, and the peak of the recipe's own schedule, with "
-        "optimizer.lr and its scaling rule",
+        compared="each step's rate, and the schedule's peak, against the recipe",
         advice="The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
         "of processes and micro-batches.",
     )
@@ -44,7 +43,7 @@ def moving_average(evidence: Evidence) -> Check:
     decay = evidence.recipe.train.ema
     question = Question(
         name="moving-average",
-        compared="the saved average with its definition, worked out from the weights after every step",
+        compared="the saved average against its definition",
         advice="The moving average is not updated, or more than once a step, or from other weights than those after "
         "the step.",
     )
@@ -72,7 +71,7 @@ def buffers(evidence: Evidence) -> Check:
     run = evidence.several
     question = Question(
         name="buffers",
-        compared="the network's buffers (BatchNorm statistics) on all processes, whenever scored and after saving",
+        compared="BatchNorm statistics on all processes, scored and saved",
         advice="Each process has statistics of its own where they are scored or saved: what is scored then depends on "
         "who scores it. Register them as buffers, and let the trainer make them equal.",
     )
@@ -96,7 +95,7 @@ def metric(evidence: Evidence) -> Check:
     """What an evaluation says of weights, against the same weights scored sample by sample."""
     question = Question(
         name="metric",
-        compared="the last evaluation's metrics with a plain loop over the saved weights, one sample at a time",
+        compared="the last evaluation against its samples scored one by one",
         advice="A mean of batch means, or samples that were padded or left out: score() returns one value for each "
         "sample, and the trainer divides once.",
     )
@@ -124,7 +123,7 @@ def ended(evidence: Evidence) -> Check:
     """Every run came to its end."""
     question = Question(
         name="run",
-        compared="the steps of every short run with those it should have",
+        compared="the steps of each short run",
         advice="A run of this recipe does not come to its end; the checks above say what was found until then.",
     )
     for run in evidence.runs:

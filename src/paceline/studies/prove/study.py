@@ -24,7 +24,7 @@ from paceline.studies.prove.nature import Nature, look
 from paceline.studies.prove.notes import Observed
 from paceline.studies.prove.reference import Plain
 from paceline.studies.prove.runs import Runner, Sizes, shortened
-from paceline.studies.prove.verdict import Check
+from paceline.studies.prove.verdict import Check, named
 from paceline.tasks.build import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
@@ -201,8 +201,9 @@ def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tu
     count = runner.sizes.processes
     if count == 1:
         return None, "--processes 1"
-    if any(step.without_gradient for step in asked.ranks[0].steps):
-        return None, "several processes refuse parameters without a gradient; see parameters"
+    bare = sorted({name for step in asked.ranks[0].steps for name in step.without_gradient})
+    if bare:
+        return None, f"several processes refuse parameters without a gradient: {named(bare)}"
     if not can_watch():
         return None, "the processes of a run are found in /proc, which only Linux has"
     tell(f"training in {count} processes")

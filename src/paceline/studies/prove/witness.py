@@ -167,7 +167,7 @@ class Witness(Task):
 
     @property
     def _keeps(self) -> bool:
-        return self._world.is_first and len(self.notes.steps) in self._orders.kept_steps
+        return self._world.is_first and self.notes.micro_batches[-1].step in self._orders.kept_steps
 
     def _begin(self, network: nn.Module) -> None:
         """Listen to the optimizer that moves the network."""
@@ -191,7 +191,7 @@ class Witness(Task):
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
         if self._keeps:
-            path = Path(self._orders.folder) / f"step-{len(self.notes.steps)}.pt"
+            path = Path(self._orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
             torch.save({"weights": self._before, "gradients": gradients}, path)
         self._before = {}
         self.notes.steps.append(
