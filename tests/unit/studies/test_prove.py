@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import LaunchError, RecipeError
+from paceline.errors import LaunchError, RecipeError, TrainingError
 from paceline.models.small_resnet import small_resnet
+from paceline.studies.prove.reference import difference
 from paceline.studies.prove.runs import Sizes
 from paceline.studies.prove.study import Asked, prove
 
@@ -50,6 +51,39 @@ def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any],
     assert failed(checks) == set()
     assert "(dropout off, BatchNorm frozen)" in checks["accumulation"].compared
     assert checks["accumulation"].limit == 1e-12
+
+
+def test_a_probability_beside_the_layer_that_has_it_is_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Noting(perceptron):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout_rate = 0.2
+
+    checks = proof(make_network=Noting)
+    assert failed(checks) == set()
+    assert checks["dropout"].verdict == "passed"
+
+
+def test_attention_that_drops_by_a_number_of_its_own_is_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any]
+) -> None:
+    class Attentive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+            self.head = nn.Linear(64, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x.squeeze(1)
+            answer: torch.Tensor = self.head(self.attention(rows, rows, rows, need_weights=False)[0].flatten(1))
+            return answer
+
+    checks = proof(make_network=Attentive)
+    assert failed(checks) == set()
+    assert checks["dropout"].verdict == "passed"
+    assert "(dropout off)" in checks["accumulation"].compared
 
 
 def test_norms_that_are_kept_in_evaluation_mode_are_no_mistake(
@@ -154,6 +188,19 @@ def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> Non
         prove(Asked(recipe="digits"), lambda _: None)
 
 
+def test_a_run_that_takes_no_step_is_an_error(proof: Callable[..., Any]) -> None:
+    with pytest.raises(TrainingError, match="did not take one: the training loss became nan"):
+        proof(on_loss=lambda _, loss: loss * float("nan"))
+
+
 def test_an_override_without_effect_is_refused(proof: Callable[..., Any]) -> None:
     with pytest.raises(RecipeError, match=r"parallel\.bucket_cap_mb"):
         proof(overrides={"parallel.bucket_cap_mb": 7})
+
+
+@pytest.mark.parametrize(("found", "wanted", "relative"), [(1.0, 2.0, 0.5), (float("nan"), 2.0, float("inf"))])
+def test_a_gradient_that_is_no_number_differs_most(found: float, wanted: float, relative: float) -> None:
+    mine = {"a": torch.tensor([found]), "b": torch.tensor([1.0]), "c": None}
+    theirs = {"a": torch.tensor([wanted]), "b": torch.tensor([1.0]), "c": torch.zeros(1)}
+    gap = difference(mine, theirs)
+    assert (gap.relative, gap.where) == (relative, "a")

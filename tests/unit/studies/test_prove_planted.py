@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import paceline.data.backends.memory as memory
+import paceline.data.image.pipeline as image_pipeline
 import paceline.data.order as order
 import paceline.trainer.evaluate as evaluate
 import paceline.trainer.step as step
@@ -266,6 +268,17 @@ def test_a_network_that_ignores_the_dropout_it_is_asked_for(
     assert "model.options.dropout has no effect" in checks["dropout"].found
 
 
+def test_a_probability_that_nothing_reads(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
+    class Dry(perceptron):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__(0.0)
+            self.dropout = 0.3
+
+    checks = proof(make_network=Dry)
+    assert failed(checks) == {"dropout"}
+    assert checks["dropout"].found == "without effect: dropout"
+
+
 def test_a_dropout_in_evaluation_mode(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
     def network() -> nn.Module:
         made = perceptron()
@@ -359,6 +372,17 @@ def test_padded_samples_that_are_counted(proof: Proof, failed: Failed, monkeypat
     checks = proof()
     assert failed(checks) == {"metric"}
     assert "samples were counted" in checks["metric"].found
+
+
+def test_samples_that_are_scored_twice(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = order.evaluation_slices
+
+    def padded(samples: int, batch_size: int, world: Any) -> Iterator[Any]:
+        for part in true(samples, batch_size, world):
+            yield dataclasses.replace(part, ids=np.resize(part.ids, batch_size))
+
+    monkeypatch.setattr(image_pipeline, "evaluation_slices", padded)
+    assert failed(proof()) == {"metric"}
 
 
 # 10: evaluation mode is left on

@@ -11,6 +11,8 @@ from paceline.studies.prove.reference import parts_of
 from paceline.studies.prove.verdict import Check, Question, named
 
 _MOST_TRIED = 8
+# Until two differ: a layer that drops whole samples may well do the same twice.
+_DRAWS = 16
 
 
 def order(evidence: Evidence) -> Check:
@@ -24,7 +26,12 @@ def order(evidence: Evidence) -> Check:
     wanted = set(range(evidence.sizes.samples))
     for run in evidence.as_asked:
         epochs = [
-            [sample for note in run.micro_batches if _epoch(evidence, note) == epoch for sample in note.ids]
+            [
+                sample
+                for note in run.micro_batches
+                if _epoch(evidence, note) == epoch
+                for sample in (*note.ids, *note.broken)
+            ]
             for epoch in range(2)
         ]
         for number, ids in enumerate(epochs, start=1):
@@ -84,6 +91,8 @@ def training_mode(evidence: Evidence) -> Check:
     )
     for run in evidence.as_asked:
         for rank, notes in enumerate(run.ranks):
+            if not notes.micro_batches:
+                continue
             first = notes.micro_batches[0].evaluating
             for note in notes.micro_batches:
                 changed = sorted(set(note.evaluating) ^ set(first))
@@ -120,7 +129,7 @@ def dropout(evidence: Evidence) -> Check:
         if len({note.generator for note in notes}) < len(notes):
             return question.failed(f"{run.name}: several micro-batches draw the same random numbers")
     inert = _inert(evidence, places)
-    text = f"without effect: {named([each.name or each.attribute for each in inert])}" if inert else ""
+    text = f"without effect: {named([each.title for each in inert])}" if inert else ""
     return question.measured(len(inert), found=text)
 
 
@@ -151,7 +160,8 @@ def _varies_by_itself(evidence: Evidence) -> bool:
     """Whether the loss of the same micro-batch depends on the random state."""
     plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
     with torch.no_grad():
-        return len({plain.loss(batch, seed).item() for seed in range(4)}) > 1
+        first = plain.loss(batch, 0).item()
+        return any(plain.loss(batch, seed).item() != first for seed in range(1, _DRAWS))
 
 
 def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
@@ -159,14 +169,22 @@ def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
     evidence.plain.shake()
     for each in places:
         each.set(0.0)
-    found = []
-    if not _varies_by_itself(evidence):
-        tried = places[:: -(-len(places) // _MOST_TRIED)]
-        for each in tried:
-            each.set(0.5)
-            if not _varies_by_itself(evidence):
-                found.append(each)
-            each.set(0.0)
+    found = [] if _varies_by_itself(evidence) else _inert_alone(evidence, places)
     for each in places:
         each.set(each.probability)
     return found
+
+
+def _inert_alone(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
+    def is_inert(each: Dropout) -> bool:
+        each.set(0.5)
+        varies = _varies_by_itself(evidence)
+        each.set(0.0)
+        return not varies
+
+    layers = [each for each in places if each.is_layer]
+    inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
+    active = [each.name for each in layers if each not in inert]
+    # A number beside the layers that were made with it need not be read again.
+    numbers = [each for each in places if not each.is_layer and not any(each.is_around(name) for name in active)]
+    return inert + [each for each in numbers[:_MOST_TRIED] if is_inert(each)]

@@ -27,6 +27,20 @@ class Dropout:
     attribute: str
     probability: float
 
+    @property
+    def is_layer(self) -> bool:
+        """Whether the module is there for dropping and nothing else."""
+        return _is_layer(self.module)
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return self.name if self.is_layer else f"{self.name}.{self.attribute}".lstrip(".")
+
+    def is_around(self, name: str) -> bool:
+        """Whether a module lies within this one."""
+        return not self.name or name.startswith(f"{self.name}.")
+
     def set(self, probability: float) -> None:
         """Drop with another probability."""
         setattr(self.module, self.attribute, probability)
@@ -43,9 +57,12 @@ def dropouts(network: nn.Module) -> list[Dropout]:
 
 
 def _is_dropout(module: nn.Module, attribute: str) -> bool:
+    return "drop" in attribute or (_is_layer(module) and attribute in ("p", "rate", "prob", "probability"))
+
+
+def _is_layer(module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
-    is_one = "drop" in kind or "stochastic" in kind
-    return "drop" in attribute or (is_one and attribute in ("p", "rate", "prob", "probability"))
+    return ("drop" in kind or "stochastic" in kind) and not any(True for _ in module.parameters())
 
 
 def norms(network: nn.Module) -> dict[str, nn.Module]:

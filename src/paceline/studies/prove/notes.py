@@ -48,6 +48,7 @@ class MicroBatchNote:
         contents: A digest of each sample's input and target.
         generator: A digest of the state of torch's generator before the loss.
         evaluating: Modules that were in evaluation mode when the network was called.
+        broken: Samples that could not be read.
     """
 
     step: int
@@ -57,6 +58,7 @@ class MicroBatchNote:
     phantom: bool
     generator: str
     evaluating: list[str]
+    broken: list[int]
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,7 @@ from paceline.data.random_draws import seed_of
 from paceline.recipe.schema import Recipe
 from paceline.studies.prove.network import norms, shake
 from paceline.studies.prove.notes import Orders, tensors_of
+from paceline.studies.prove.verdict import sure
 from paceline.studies.prove.witness import Witness
 from paceline.tasks.build import build_task
 from paceline.trainer.preparation import prepare
@@ -52,10 +53,10 @@ def difference(found: Gradients, wanted: Gradients) -> Difference:
         largest = max(largest, other.abs().max().item())
         product += (one * other).sum().item()
         square += (other * other).sum().item()
-        gap = (one - other).abs().max().item()
-        if not gap <= apart:  # a gap that is no number is the largest
+        gap = sure((one - other).abs().max().item())
+        if gap > apart:
             apart, where = gap, name
-    relative = apart / largest if largest else apart
+    relative = sure(apart / largest) if largest else apart
     return Difference(relative, product / square if square else 1.0, where)
 
 
@@ -97,7 +98,7 @@ class Plain:
             tensors: Weights and buffers by name.
             groups: Micro-batches; each group begins with these buffers, and goes on with what its own batches leave.
         """
-        total = sum(len(batch.ids) for group in groups for batch in group)
+        total = sum(len(batch.ids) + len(batch.broken) for group in groups for batch in group)
         self.network.zero_grad(set_to_none=True)
         for group in groups:
             self._load(tensors)
@@ -177,6 +178,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
         inputs=torch.cat([batch.inputs for batch in batches]),
         targets=torch.cat([batch.targets for batch in batches]),
         ids=np.concatenate([batch.ids for batch in batches]),
+        broken=tuple(each for batch in batches for each in batch.broken),
         slice=place,
     )
 

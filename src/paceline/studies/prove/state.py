@@ -11,12 +11,13 @@ from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.studies.prove.evidence import Evidence
 from paceline.studies.prove.notes import Observed
-from paceline.studies.prove.verdict import Check, Question
+from paceline.studies.prove.verdict import Check, Question, sure
 
 # A rate is one multiplication; an average is some hundred additions; a score may be in float32.
 _LIMIT_RATE = 1e-12
 _LIMIT_AVERAGE = 1e-9
 _LIMIT_METRIC = 1e-5
+_NO_END = "no run came to its end; see run"
 
 
 def learning_rate(evidence: Evidence) -> Check:
@@ -29,8 +30,8 @@ def learning_rate(evidence: Evidence) -> Check:
     )
     worst, found = 0.0, ""
     for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]:
-        gap = abs(rate - wanted) / wanted if wanted else abs(rate)
-        if not gap <= worst:
+        gap = sure(abs(rate - wanted) / wanted if wanted else abs(rate))
+        if gap > worst:
             worst, found = (
                 gap,
                 f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
@@ -50,17 +51,21 @@ def moving_average(evidence: Evidence) -> Check:
     if decay is None:
         return question.not_applicable("train.ema=off")
     worst, found = 0.0, ""
+    if all(run.trouble for run in evidence.as_asked):
+        return question.not_applicable(_NO_END)
     for run in evidence.as_asked:
         wanted = run.average()
-        if wanted is None or run.trouble:
+        if run.trouble:
             continue
+        if wanted is None:
+            return question.failed(f"{run.name}: no optimizer step was seen")
         trained = run.saved("model")
         saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
         # What the weights have moved since the average began is what it could be wrong by.
         scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
-        gap = apart / scale if scale else apart
-        if not gap <= worst:
+        gap = sure(apart / scale if scale else apart)
+        if gap > worst:
             worst, found = gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"
     limit = _LIMIT_AVERAGE if evidence.nature.double else 1e-4
     return question.measured(worst, limit, found=found if worst > limit else "")
@@ -102,19 +107,20 @@ def metric(evidence: Evidence) -> Check:
     if not evidence.sizes.evaluation_samples:
         return question.not_applicable("nothing is evaluated")
     worst, found = 0.0, ""
+    if all(run.trouble for run in evidence.as_asked):
+        return question.not_applicable(_NO_END)
     for run in evidence.as_asked:
         if run.trouble:
             continue
         for weights, samples, values in _evaluations(run):
-            surplus = samples - evidence.sizes.evaluation_samples
+            surplus = samples - evidence.sizes.evaluation_samples or _scored_twice(run, weights)
             if surplus:
-                return question.measured(
-                    abs(surplus), found=f"{run.name}, {weights}: {surplus:+d} samples were counted"
-                )
+                text = f"{run.name}, {weights}: {surplus:+d} samples were counted"
+                return question.measured(abs(surplus), found=text)
             for name, wanted in evidence.plain.metrics(run.saved(weights)).items():
                 value = math.nan if values.get(name) is None else values[name]
-                gap = abs(value - wanted) / max(abs(wanted), 1.0)
-                if not gap <= worst:
+                gap = sure(abs(value - wanted) / max(abs(wanted), 1.0))
+                if gap > worst:
                     worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {wanted:.6g}"
     return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
 
@@ -170,6 +176,14 @@ def _peak(recipe: Recipe, batch: int) -> float:
     ratio = 1.0 if asked.lr_reference_batch is None else batch / asked.lr_reference_batch
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[asked.lr_scaling]
     return asked.lr * factor
+
+
+def _scored_twice(run: Observed, weights: str) -> int:
+    """How many samples of the last evaluation had been scored in it before, on any process."""
+    scores = [score for notes in run.ranks for score in notes.scores if score.weights == weights]
+    last = max((score.position for score in scores), default=0)
+    ids = [sample for score in scores if score.position == last for sample in score.ids]
+    return len(ids) - len(set(ids))
 
 
 def _evaluations(run: Observed) -> list[tuple[str, int, dict[str, float]]]:

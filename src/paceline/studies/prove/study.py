@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.distributed.device import describe_machine
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, TrainingError
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import Plan
 from paceline.studies.launches import can_watch, check_alone
@@ -173,6 +173,9 @@ def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callabl
     if not nature.is_at_rest:
         tell("training with the network as it is")
         asked = runner.here("as-asked", micro_batch=sizes.micro_batch)
+    for run in (whole, parts, asked):
+        if not run.ranks[0].steps:
+            raise TrainingError(f"the run of {sizes.steps} steps ({run.name}) did not take one: {run.trouble}")
     several, alone = _several(runner, asked, tell)
     tell("comparing")
     with contextlib.ExitStack() as closing:

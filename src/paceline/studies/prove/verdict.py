@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +47,7 @@ class Question:
     advice: str
 
     def measured(self, difference: float, limit: float = 0, *, found: str = "", compared: str = "") -> Check:
-        """The check with what was measured; a difference that is no number fails."""
+        """The check with what was measured."""
         passed = difference <= limit
         return Check(
             name=self.name,
@@ -65,6 +66,11 @@ class Question:
     def not_applicable(self, reason: str) -> Check:
         """The check where it has nothing to say."""
         return Check(name=self.name, compared=self.compared, verdict="not applicable", found=reason)
+
+
+def sure(difference: float) -> float:
+    """A difference that can be compared with others: one that is no number is the largest."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def named(names: list[str], most: int = 4) -> str:

@@ -68,6 +68,7 @@ class Witness(Task):
         self._before: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
+        self._has_called = False
 
     def data_facts(self, world: World) -> DataFacts:
         """The task's, with fewer samples."""
@@ -95,7 +96,7 @@ class Witness(Task):
         # No method of this object: a copy of the network would copy it, and with it everything here.
         def on_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
             if module is self._network and torch.is_grad_enabled() and self.notes.micro_batches:
-                self.notes.micro_batches[-1].evaluating = _evaluating(module)
+                self._note_modes(module)
             return (_double(arguments), _double(options)) if self._orders.double else (arguments, options)
 
         network.register_forward_pre_hook(on_forward, with_kwargs=True)
@@ -157,13 +158,21 @@ class Witness(Task):
                 phantom=part.phantom,
                 generator=hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
                 evaluating=_evaluating(self._network),
+                broken=[each.id for each in batch.broken],
             )
         )
+        self._has_called = False
         # Copies: a network may write into what it is given.
         kept = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone())
         self.batches[part.step, part.logical_rank] = kept
         if self._keeps and not self._before:
             self._before = {name: each.detach().clone() for name, each in tensors_of(self._network).items()}
+
+    def _note_modes(self, network: nn.Module) -> None:
+        """What is in evaluation mode in any forward pass of the micro-batch; before the first, in none."""
+        before = self.notes.micro_batches[-1].evaluating if self._has_called else []
+        self.notes.micro_batches[-1].evaluating = sorted({*before, *_evaluating(network)})
+        self._has_called = True
 
     @property
     def _keeps(self) -> bool:
