@@ -17,6 +17,17 @@ class Sums(paceline.ImageClassification):
     def loss(self, model, batch):
         return super().loss(model, batch) * len(batch.ids)
 """
+FRAGILE = """
+import paceline
+
+
+class Fragile(paceline.ImageClassification):
+    def loss(self, model, batch):
+        print("from the task")
+        if batch.slice.step == 4:
+            raise ValueError("no [bold] here")
+        return super().loss(model, batch)
+"""
 NAMES = (
     *("order", "samples", "parameters", "gradient", "accumulation", "tail", "processes"),
     *("learning-rate", "moving-average", "training-mode", "dropout", "buffers", "metric", "run"),
@@ -50,6 +61,17 @@ def test_a_proof_that_fails_gives_advice_and_exit_code_1(
     assert "\naccumulation: A task's loss is the mean over its micro-batch's samples" in done.out
     assert "0.25 times the gradient wanted" in " ".join(done.out.split())
     assert "10 passed, 2 failed" in done.out
+
+
+def test_a_run_that_fails_is_shown_with_what_it_said(
+    paceline_here: Callable[..., Any], alone: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    done = paceline_here(*alone, "task=fragile:Fragile")
+    assert done.code == 1
+    assert "one-batch: ValueError: no [bold] here" in " ".join(done.out.split())
+    assert "from the task" not in done.out
+    assert "from the task" in done.err
 
 
 def test_a_proof_speaks_json(paceline_here: Callable[..., Any], alone: tuple[str, ...]) -> None:

@@ -91,6 +91,7 @@ def _show(report: ProveReport) -> None:
 
 def _table(report: ProveReport) -> Table:
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -102,7 +103,7 @@ def _table(report: ProveReport) -> Table:
     colours = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
     for check in report.checks:
         verdict = f"[{colours[check.verdict]}]{check.verdict}[/]"
-        table.add_row(check.name, verdict, _number(check.difference), _number(check.limit), _said(check))
+        table.add_row(check.name, verdict, _number(check.difference), _number(check.limit), escape(_said(check)))
     return table
 
 

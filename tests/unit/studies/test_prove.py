@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import paceline
+from paceline.data.batch import Batch
+from paceline.data.order import evaluation_slices
 from paceline.errors import LaunchError, RecipeError, TrainingError
+from paceline.metrics.accumulator import Metric
 from paceline.models.small_resnet import small_resnet
+from paceline.recipe.plan import DataFacts
 from paceline.studies.prove.reference import difference
 from paceline.studies.prove.runs import Sizes
 from paceline.studies.prove.study import Asked, prove
+from paceline.world import World
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -136,6 +143,64 @@ def test_what_looks_at_the_whole_micro_batch_is_not_compared_with_its_parts(
     assert failed(checks) == set()
     assert "depends on the others" in checks["accumulation"].found
     assert checks["tail"].verdict == "passed"
+
+
+class Points:
+    """A pipeline of one's own: points on a noisy plane, in any order that is asked for."""
+
+    def __init__(self, count: int, held_out: int) -> None:
+        self._points = torch.randn(count + held_out, 5, generator=torch.Generator().manual_seed(0))
+        self._held_out = np.arange(count, count + held_out)
+
+    def train_batches(self, geometry: Any, first: int, last: int, world: World) -> Iterator[Batch]:
+        for piece in geometry.stream(first, last, world):
+            yield self._batch(piece, piece.ids)
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        for piece in evaluation_slices(len(self._held_out), batch_size, world):
+            yield self._batch(piece, self._held_out[piece.ids])
+
+    def _batch(self, piece: Any, rows: Any) -> Batch:
+        points = self._points[torch.tensor(rows)]
+        return Batch(points, points.sum(1).square(), piece.ids, piece)
+
+    def start(self, **_: bool) -> None: ...
+
+    def load(self, report: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def sample_name(self, sample_id: int, **_: bool) -> str:
+        return str(sample_id)
+
+
+class Regression(paceline.Task):
+    """A task of one's own from the ground up."""
+
+    metrics = (Metric(name="loss"), Metric(name="error"))
+
+    def data_facts(self, world: World) -> DataFacts:
+        return DataFacts(train_samples=70, evaluation_samples=19)
+
+    def open_pipeline(self, placement: Any) -> Any:
+        return Points(70, 19)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        return (model(batch.inputs)[:, 0] - batch.targets).square().mean()
+
+    def score(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        gap = model(batch.inputs)[:, 0] - batch.targets
+        return {"loss": gap.square(), "error": gap.abs()}
+
+
+def test_a_task_from_the_ground_up_is_proved(proof: Callable[..., Any], failed: Callable[..., Any]) -> None:
+    checks = proof(task=Regression, overrides={"evaluate.metric": "error", "batch.micro_size": 4})
+    assert failed(checks) == set()
+    assert checks["accumulation"].limit == 1e-12
+    assert checks["metric"].verdict == "passed"
 
 
 @pytest.mark.parametrize(("name", "task"), [("own_task", "BrierScore"), ("own_dataset_and_model", None)])
