@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,16 @@ def test_processes_that_fail_are_told(run: Callable[..., Any], tmp_path: Path) -
     assert "only for one" in checks["processes"]["found"]
     assert checks["processes"]["verdict"] == checks["run"]["verdict"] == "failed"
     assert checks["gradient"]["verdict"] == "passed"
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("place", ["*/one-batch/run", "*/2-processes/run/events.jsonl"])
+def test_a_proof_that_is_ended_leaves_nothing(start: Callable[..., Any], place: str) -> None:
+    launched = start("prove", *DIGITS)
+    launched.wait_for(lambda: list(launched.temporary.glob(f"paceline-prove-{place}")))
+    os.kill(launched.process.pid, signal.SIGTERM)
+    done = launched.wait(60)
+    assert done.code != 0
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []

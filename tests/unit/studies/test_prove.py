@@ -132,6 +132,26 @@ def test_what_draws_numbers_without_end_is_not_compared_with_its_parts(
     assert checks["gradient"].verdict == "passed"
 
 
+def test_what_remembers_earlier_micro_batches_is_not_compared_with_its_parts(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Remembering(perceptron):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.mean += 0.1 * (x.flatten(1).mean(0) - self.mean)
+            return super().forward(x.flatten(1) - self.mean)
+
+    checks = proof(make_network=Remembering)
+    assert failed(checks) == set()
+    assert "earlier micro-batches" in checks["accumulation"].found
+    assert checks["gradient"].verdict == "passed"
+
+
 def test_what_looks_at_the_whole_micro_batch_is_not_compared_with_its_parts(
     proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
 ) -> None:

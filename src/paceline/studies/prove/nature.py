@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.studies.prove.network import dropouts, norms, put_to_rest
-from paceline.studies.prove.notes import tensors_of
+from paceline.studies.prove.notes import copies_of
 from paceline.studies.prove.reference import Plain, difference
 from paceline.studies.prove.runs import Runner, shortened
 
@@ -97,7 +97,7 @@ def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
 
 def _noise(plain: Plain, batch: Batch) -> float:
     """By how much the gradient differs if the batch's samples come in another order."""
-    tensors = {name: each.detach().clone() for name, each in tensors_of(plain.network).items()}
+    tensors = copies_of(plain.network)
     forward = dict(plain.gradients(tensors, [[batch]]))
     backward = plain.gradients(tensors, [[replace(batch, inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))]])
     noise = difference(backward, forward).relative
@@ -105,11 +105,18 @@ def _noise(plain: Plain, batch: Batch) -> float:
 
 
 def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
-    batch = plain.first_batch()
-    with torch.no_grad():
-        draws = {plain.loss(batch, seed).item() for seed in range(3)}
-    if len(draws) > 1:
+    batch, tensors = plain.first_batch(), copies_of(plain.network)
+
+    def loss(seed: int) -> float:
+        plain.load(tensors)
+        with torch.no_grad():
+            return plain.loss(batch, seed).item()
+
+    if len({loss(seed) for seed in range(3)}) > 1:
         return "the network or the loss draws random numbers that cannot be switched off"
+    with torch.no_grad():
+        if plain.loss(batch, 0).item() != loss(0):
+            return "what the network keeps of earlier micro-batches takes part in the loss"
     part = replace(batch, inputs=batch.inputs[:micro_batch], targets=batch.targets[:micro_batch])
     alone = plain.answers(replace(part, ids=batch.ids[:micro_batch]))
     together = plain.answers(batch)

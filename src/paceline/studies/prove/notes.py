@@ -180,6 +180,11 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
+def copies_of(network: nn.Module) -> dict[str, Tensor]:
+    """Copies of them."""
+    return {name: each.detach().clone() for name, each in tensors_of(network).items()}
+
+
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """A hash of the bytes of tensors."""
     total = hashlib.sha256()

@@ -82,6 +82,12 @@ class Plain:
         """The micro-batch that a run begins with."""
         return next(iter(self._prepared.pipeline.train_batches(self._prepared.geometry, 0, 1, World())))
 
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights and buffers, by name."""
+        with torch.no_grad():
+            for name, own in tensors_of(self.network).items():
+                own.copy_(tensors[name])
+
     def loss(self, batch: Batch, seed: int | None = None) -> Tensor:
         """The task's loss of a batch, its random numbers keyed by the batch's place or by ``seed``."""
         place = batch.slice
@@ -101,7 +107,7 @@ class Plain:
         total = sum(len(batch.ids) + len(batch.broken) for group in groups for batch in group)
         self.network.zero_grad(set_to_none=True)
         for group in groups:
-            self._load(tensors)
+            self.load(tensors)
             for batch in group:
                 share = self.loss(batch) * (len(batch.ids) / total)
                 share.backward()  # type: ignore[no-untyped-call]  # torch
@@ -145,11 +151,6 @@ class Plain:
     def shake(self) -> None:
         """Move every weight at random."""
         shake(self.network)
-
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, own in tensors_of(self.network).items():
-                own.copy_(tensors[name])
 
     def _clip(self) -> None:
         asked, parameters = self._recipe.optimizer, list(self.network.parameters())

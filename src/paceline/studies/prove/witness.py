@@ -27,6 +27,7 @@ from paceline.studies.prove.notes import (
     Orders,
     ScoreNote,
     StepNote,
+    copies_of,
     digest_of,
     tensors_of,
 )
@@ -166,7 +167,7 @@ class Witness(Task):
         kept = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone())
         self.batches[part.step, part.logical_rank] = kept
         if self._keeps and not self._before:
-            self._before = {name: each.detach().clone() for name, each in tensors_of(self._network).items()}
+            self._before = copies_of(self._network)
 
     def _note_modes(self, network: nn.Module) -> None:
         """What is in evaluation mode in any forward pass of the micro-batch; before the first, in none."""
@@ -194,7 +195,7 @@ class Witness(Task):
                 self._update_average(network)
 
         if self.recipe.train.ema is not None:
-            self._average = {name: each.detach().clone() for name, each in tensors_of(network).items()}
+            self._average = copies_of(network)
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
