@@ -20,6 +20,7 @@ COMMANDS = {
     "export": "Write trained weights to one file.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
+    "prove": "Prove that a recipe computes what it says, with your own task, network and data.",
     "recipes": "List the shipped recipes, or show one.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore
-from paceline.studies.drill_ground import Again, Disturbed, Ground, SkippedError, said
-from paceline.studies.launches import Launch, last_step
+from paceline.studies.drill_ground import Again, Disturbed, Ground, SkippedError
+from paceline.studies.launches import Launch, last_step, said
 
 _FAILED, _REFUSED, _STOPPED = 1, 2, 75
 _SILENT_SECONDS = 3.0

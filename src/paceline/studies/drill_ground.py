@@ -19,7 +19,7 @@ from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events, read_json, read_plan, without_clock
 from paceline.records.run_directory import RunDirectory
-from paceline.studies.launches import Launch, OverdueError, last_step
+from paceline.studies.launches import Launch, OverdueError, last_step, said
 
 _COMPARED = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
 _ATTEMPTS = 3
@@ -213,20 +213,6 @@ class Ground:
             if _records(found.events, kind) != _records(wanted.events, kind)
         ]
         return lost + _audit(run_dir)
-
-
-def said(launch: Launch) -> str:
-    """What a launch said of its end, in one line."""
-    code = launch.process.poll()
-    told = [line for line in launch.err.splitlines() if line.startswith("paceline: ")]
-    if told:
-        first = told[0].removeprefix("paceline: ")
-        # A traceback's cause is in its last line.
-        return launch.err.strip().splitlines()[-1] if first.endswith(":") else first
-    if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    ended = [line for line in launch.out.splitlines() if line.startswith(("Stopped", "Completed"))]
-    return ended[-1] if ended else ""
 
 
 def resumes(run_dir: Path) -> list[int]:

@@ -163,18 +163,49 @@ class Launch:
         self.kill()
 
 
+def said(launch: Launch) -> str:
+    """What a launch said of its end, in one line."""
+    code = launch.process.poll()
+    told = [line for line in launch.err.splitlines() if line.startswith("paceline: ")]
+    if told:
+        first = told[0].removeprefix("paceline: ")
+        # A traceback's cause is in its last line.
+        return launch.err.strip().splitlines()[-1] if first.endswith(":") else first
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    ended = [line for line in launch.out.splitlines() if line.startswith(("Stopped", "Completed"))]
+    return ended[-1] if ended else ""
+
+
+def can_watch() -> bool:
+    """Whether launches can be watched on this system."""
+    return Path("/proc/self/environ").exists()
+
+
 def check_can_watch() -> None:
-    """Find out whether launches can be watched from here.
+    """Find out whether launches can be disturbed from here.
 
     Raises:
         LaunchError: If this system has no ``/proc``, or this process is one of a launch's.
     """
-    if not Path("/proc/self/environ").exists():
+    if not can_watch():
         raise LaunchError("a drill finds the processes of its runs in /proc, which only Linux has; run it there.")
+    check_alone("a drill")
+
+
+def check_alone(study: str) -> None:
+    """Find out whether this process may start launches.
+
+    Args:
+        study: What wants to, for the message.
+
+    Raises:
+        LaunchError: If this process is one of a launch's itself.
+    """
     source = read_launch(os.environ).source
     if source != "alone":
         raise LaunchError(
-            f"a drill starts processes of its own, but was itself started as one of several (by {source}); run "
+            f"{study} starts processes of its own, but was itself started as one of several (by {source}); run "
             "it alone, with --processes N."
         )
 

@@ -1,0 +1,193 @@
+"""What is written down of a run that is proved, by its own processes, to be judged when it is over?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.weights import read_weights
+from paceline.data.batch import Batch
+from paceline.recipe.schema import Recipe
+
+ORDERS_VARIABLE = "PACELINE_PROVE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a witness is told.
+
+    Attributes:
+        task: The task that the user's recipe names.
+        folder: Where notes are written.
+        samples: Training samples to use.
+        evaluation_samples: Held-out samples to use.
+        kept_steps: Steps, from 0, whose weights and gradients are written down.
+        double: Whether the network computes in float64.
+    """
+
+    task: str
+    folder: str
+    samples: int
+    evaluation_samples: int
+    kept_steps: tuple[int, ...]
+    double: bool
+
+
+@dataclass(kw_only=True)
+class MicroBatchNote:
+    """One forward and backward pass.
+
+    Attributes:
+        contents: A digest of each sample's input and target.
+        generator: A digest of the state of torch's generator before the loss.
+        evaluating: Modules that were in evaluation mode when the network was called.
+        broken: Samples that could not be read.
+    """
+
+    step: int
+    logical_rank: int
+    ids: list[int]
+    contents: list[str]
+    phantom: bool
+    generator: str
+    evaluating: list[str]
+    broken: list[int]
+
+
+@dataclass(kw_only=True)
+class StepNote:
+    """One step of the optimizer.
+
+    Attributes:
+        rates: Learning rate of each group, and the group's own factor.
+        gradient: A digest of the whole gradient.
+        without_gradient: Trainable parameters that have none.
+    """
+
+    rates: list[tuple[float, float]]
+    gradient: str
+    without_gradient: list[str]
+
+
+@dataclass(kw_only=True)
+class ScoreNote:
+    """A set of weights was scored on this process.
+
+    Attributes:
+        position: Optimizer steps taken before.
+        weights: ``model`` or ``ema``.
+        buffers: A digest of the network's buffers.
+        training: Whether it was in training mode.
+    """
+
+    position: int
+    weights: str
+    buffers: str
+    training: bool
+    ids: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Notes:
+    """What one process saw of a run; ``final_buffers`` is a digest of the buffers at its very end."""
+
+    micro_batches: list[MicroBatchNote] = field(default_factory=list)
+    steps: list[StepNote] = field(default_factory=list)
+    scores: list[ScoreNote] = field(default_factory=list)
+    final_buffers: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Notes:
+        """Read what :meth:`Witness.finish` wrote."""
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            micro_batches=[MicroBatchNote(**each) for each in tree["micro_batches"]],
+            steps=[StepNote(**each) for each in tree["steps"]],
+            scores=[ScoreNote(**each) for each in tree["scores"]],
+            final_buffers=tree["final_buffers"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """A run that is over.
+
+    Attributes:
+        name: What it is called in messages.
+        recipe: What it was asked.
+        folder: Where its notes are, and below it its run directory.
+        processes: How many it had.
+        trouble: Why it did not come to its end; empty if it did.
+        batches: The training batches of a run in this process, by step and logical rank.
+    """
+
+    name: str
+    recipe: Recipe
+    folder: Path
+    processes: int = 1
+    trouble: str = ""
+    batches: Mapping[tuple[int, int], Batch] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.folder / "run"
+
+    @cached_property
+    def ranks(self) -> list[Notes]:
+        """The notes of every process that has left some, in order."""
+        paths = (self.folder / f"rank-{rank}.json" for rank in range(self.processes))
+        return [Notes.read(path) for path in paths if path.exists()]
+
+    @cached_property
+    def micro_batches(self) -> list[MicroBatchNote]:
+        """All that was learned from, over all processes, in the order of steps and logical ranks."""
+        found = [each for notes in self.ranks for each in notes.micro_batches if not each.phantom]
+        return sorted(found, key=lambda each: (each.step, each.logical_rank))
+
+    def went_past(self, step: int) -> bool:
+        """Whether a step, from 0, was over: the run is at its end, or in a later one."""
+        return not self.trouble or any(note.step > step for note in self.micro_batches)
+
+    def step(self, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor | None]] | None:
+        """Weights and buffers before a step, and the gradients the optimizer got; None if they were not kept."""
+        path = self.folder / f"step-{number}.pt"
+        if not path.exists():
+            return None
+        kept = torch.load(path, weights_only=True)
+        return kept["weights"], kept["gradients"]
+
+    def average(self) -> dict[str, Tensor] | None:
+        """The moving average as the witness worked it out."""
+        path = self.folder / "average.pt"
+        found: dict[str, Tensor] | None = torch.load(path, weights_only=True) if path.exists() else None
+        return found
+
+    def saved(self, weights: str) -> dict[str, Tensor]:
+        """The run's last checkpoint of ``model`` or ``ema``."""
+        return dict(read_weights(self.run_dir, weights).state)
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, also buffers that are not saved."""
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+def copies_of(network: nn.Module) -> dict[str, Tensor]:
+    """Copies of them."""
+    return {name: each.detach().clone() for name, each in tensors_of(network).items()}
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A hash of the bytes of tensors."""
+    total = hashlib.sha256()
+    for each in tensors:
+        total.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -1,0 +1,279 @@
+"""What does the trainer do with a task? The task of a recipe, unchanged in what it computes, takes notes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.data.batch import Batch, Progress
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.distributed.environment import read_launch
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.studies.prove.notes import (
+    ORDERS_VARIABLE,
+    MicroBatchNote,
+    Notes,
+    Orders,
+    ScoreNote,
+    StepNote,
+    copies_of,
+    digest_of,
+    tensors_of,
+)
+from paceline.tasks.build import build_task
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+REFERENCE = "paceline.studies.prove.witness:witness"
+
+
+def witness(recipe: Recipe) -> Witness:
+    """The witness in a process of a run that was started as a command; its orders are in the environment."""
+    tree = json.loads(os.environ[ORDERS_VARIABLE])
+    orders = Orders(**{**tree, "kept_steps": tuple(tree["kept_steps"])})
+    return Witness(build_task(replace(recipe, task=orders.task)), orders)
+
+
+class Witness(Task):
+    """A task that passes everything on to another one, and notes what it is asked.
+
+    Only three things differ from the task itself: there are fewer samples, the network computes in float64 if told
+    so, and ``alter`` may change the network before it is used.
+
+    Attributes:
+        task: The task itself.
+        batches: Training batches as they came, by step and logical rank.
+    """
+
+    def __init__(self, task: Task, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
+        super().__init__(task.recipe)
+        self.task = task
+        self.metrics = task.metrics
+        self.notes = Notes()
+        self.batches: dict[tuple[int, int], Batch] = {}
+        self._orders = orders
+        self._alter = alter
+        self._world = read_launch(os.environ).world
+        self._network: nn.Module | None = None
+        self._before: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+        self._hooks: list[Any] = []
+        self._has_called = False
+
+    def data_facts(self, world: World) -> DataFacts:
+        """The task's, with fewer samples."""
+        facts = self.task.data_facts(world)
+        self.metrics = self.task.metrics
+        orders = self._orders
+        return replace(facts, train_samples=orders.samples, evaluation_samples=orders.evaluation_samples)
+
+    def description(self) -> dict[str, Any]:
+        """The task's."""
+        return self.task.description()
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """The task's, with fewer samples to score."""
+        return _FewerSamples(self.task.open_pipeline(placement), self._orders.evaluation_samples, self.finish)
+
+    def build_model(self) -> nn.Module:
+        """The task's network, watched."""
+        network = self.task.build_model()
+        if self._orders.double:
+            network.double()
+        if self._alter is not None:
+            self._alter(network)
+
+        # No method of this object: a copy of the network would copy it, and with it everything here.
+        def on_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
+            if module is self._network and torch.is_grad_enabled() and self.notes.micro_batches:
+                self._note_modes(module)
+            return (_double(arguments), _double(options)) if self._orders.double else (arguments, options)
+
+        network.register_forward_pre_hook(on_forward, with_kwargs=True)
+        self._network = network
+        return network
+
+    def prepare_training(self, placement: Placement) -> None:
+        """The task's."""
+        self.task.prepare_training(placement)
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The task's; noted, if it is to be learned from."""
+        if torch.is_grad_enabled():
+            self._note(batch)
+        return self.task.loss(model, batch)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        """The task's, noted."""
+        assert isinstance(model, nn.Module)  # the network or its average, which are not compiled here
+        name = "model" if model is self._network else "ema"
+        position, scores = len(self.notes.steps), self.notes.scores
+        if not any((each.position, each.weights) == (position, name) for each in scores):
+            digest = digest_of(model.buffers())
+            scores.append(ScoreNote(position=position, weights=name, buffers=digest, training=model.training))
+        note = next(each for each in scores if (each.position, each.weights) == (position, name))
+        note.ids += batch.ids.tolist()
+        return self.task.score(model, batch)
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        """The task's."""
+        return self.task.predict(model, batch)
+
+    def finish(self) -> None:
+        """Write the notes down; called when the pipeline is closed, after the last checkpoint."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        folder = Path(self._orders.folder)
+        if self._network is not None:
+            self.notes.final_buffers = digest_of(self._network.buffers())
+        if self._average and self._world.is_first:
+            torch.save(self._average, folder / "average.pt")
+        path = folder / f"rank-{self._world.rank}.json"
+        path.write_text(json.dumps(asdict(self.notes)), encoding="utf-8")
+
+    def _note(self, batch: Batch) -> None:
+        assert self._network is not None
+        if not self.notes.micro_batches:
+            self._begin(self._network)
+        part, notes = batch.slice, self.notes.micro_batches
+        if len(notes) == 1 and (notes[0].step, notes[0].logical_rank) == (part.step, part.logical_rank):
+            notes.clear()  # what went before was the rehearsal, which moves nothing
+        notes.append(
+            MicroBatchNote(
+                step=part.step,
+                logical_rank=part.logical_rank,
+                ids=batch.ids.tolist(),
+                contents=_contents(batch),
+                phantom=part.phantom,
+                generator=hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+                evaluating=_evaluating(self._network),
+                broken=[each.id for each in batch.broken],
+            )
+        )
+        self._has_called = False
+        # Copies: a network may write into what it is given.
+        kept = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone())
+        self.batches[part.step, part.logical_rank] = kept
+        if self._keeps and not self._before:
+            self._before = copies_of(self._network)
+
+    def _note_modes(self, network: nn.Module) -> None:
+        """What is in evaluation mode in any forward pass of the micro-batch; before the first, in none."""
+        before = self.notes.micro_batches[-1].evaluating if self._has_called else []
+        self.notes.micro_batches[-1].evaluating = sorted({*before, *_evaluating(network)})
+        self._has_called = True
+
+    @property
+    def _keeps(self) -> bool:
+        return self._world.is_first and self.notes.micro_batches[-1].step in self._orders.kept_steps
+
+    def _begin(self, network: nn.Module) -> None:
+        """Listen to the optimizer that moves the network."""
+        ours = {id(each) for each in network.parameters()}
+
+        def is_ours(optimizer: torch.optim.Optimizer) -> bool:
+            return any(id(each) in ours for group in optimizer.param_groups for each in group["params"])
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if is_ours(optimizer):
+                self._before_step(network, optimizer)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if is_ours(optimizer) and self._average:
+                self._update_average(network)
+
+        if self.recipe.train.ema is not None:
+            self._average = copies_of(network)
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
+        if self._keeps:
+            path = Path(self._orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
+            torch.save({"weights": self._before, "gradients": gradients}, path)
+        self._before = {}
+        self.notes.steps.append(
+            StepNote(
+                rates=[(float(group["lr"]), float(group.get("lr_factor", 1.0))) for group in optimizer.param_groups],
+                gradient=digest_of(each for each in gradients.values() if each is not None),
+                without_gradient=[name for name, each in gradients.items() if each is None],
+            )
+        )
+
+    @torch.no_grad()
+    def _update_average(self, network: nn.Module) -> None:
+        """The moving average as it is defined, from the weights after each optimizer step."""
+        assert self.recipe.train.ema is not None
+        step = len(self.notes.steps) - 1
+        decay = min(self.recipe.train.ema, (1 + step) / (10 + step))
+        for name, current in tensors_of(network).items():
+            if current.is_floating_point():
+                self._average[name] = decay * self._average[name] + (1 - decay) * current
+            else:
+                self._average[name] = current.clone()
+
+
+class _FewerSamples:
+    """A pipeline of which only the first samples are scored; whoever wants to know is told when it is closed."""
+
+    def __init__(self, pipeline: Pipeline, evaluation_samples: int, closed: Callable[[], None]) -> None:
+        self._pipeline = pipeline
+        self._limit = evaluation_samples
+        self._closed = closed
+
+    def start(self, *, training: bool, evaluation: bool) -> None:
+        self._pipeline.start(training=training, evaluation=evaluation)
+
+    def load(self, report: Progress) -> None:
+        self._pipeline.load(report)
+
+    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
+        return self._pipeline.train_batches(geometry, first, last, world)
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        for batch in self._pipeline.evaluation_batches(batch_size, world):
+            wanted = batch.ids < self._limit
+            if not wanted.any():
+                return
+            rows = torch.from_numpy(wanted.nonzero()[0])
+            yield replace(batch, inputs=batch.inputs[rows], targets=batch.targets[rows], ids=batch.ids[wanted])
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        return self._pipeline.sample_name(sample_id, training=training)
+
+    def close(self) -> None:
+        self._pipeline.close()
+        self._closed()
+
+
+def _contents(batch: Batch) -> list[str]:
+    """What each sample's input and target are, as short digests."""
+    rows = zip(batch.inputs, batch.targets, strict=True)
+    return [digest_of(row)[:16] for row in rows][: len(batch.ids)]
+
+
+def _evaluating(network: nn.Module) -> list[str]:
+    return [name for name, module in network.named_modules() if not module.training]
+
+
+def _double(value: Any) -> Any:
+    """The same with its floating-point tensors in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _double(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_double(each) for each in value)
+    return value

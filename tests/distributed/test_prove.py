@@ -1,0 +1,121 @@
+"""A proof with real processes: it passes what is right, and finds what only several processes get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+    pytest.mark.slow,
+]
+
+DIGITS = ("digits", "model.options={width: 4, stages: 1, dropout: 0.1}", "parallel.threads=1")
+
+# Imported by every process that asks for the task, and by the proof itself.
+PLANTED = """
+import dataclasses
+import torch.distributed
+import paceline
+import paceline.trainer.step as step
+from paceline.distributed.data_parallel import DataParallel
+
+def size():
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+# Each process keeps BatchNorm statistics of its own.
+DataParallel.sync_buffers = lambda self, modules: None
+
+# The rate is scaled by the number of processes.
+settings = step.apply_settings
+
+
+def scaled(optimizer, wanted):
+    settings(optimizer, dataclasses.replace(wanted, learning_rate=wanted.learning_rate * size()))
+
+
+step.apply_settings = scaled
+
+
+class Shared(paceline.ImageClassification):
+    # The loss is divided by the number of processes, which the trainer has done.
+    def loss(self, model, batch):
+        return super().loss(model, batch) / size()
+"""
+
+
+def _checks(done: Any) -> dict[str, dict[str, Any]]:
+    assert done.out, done.err
+    return {check["name"]: check for check in json.loads(done.out)["checks"]}
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[..., Any], tmp_path: Path) -> None:
+    done = run("prove", *DIGITS, "--json")
+    checks = _checks(done)
+    assert done.code == 0, done.out
+    assert {name for name, check in checks.items() if check["verdict"] != "passed"} == set()
+    assert checks["processes"]["difference"] <= 1e-12 == checks["processes"]["limit"]
+    # Nothing is written where the user is, but for what the test itself keeps of the output.
+    assert {path.suffix for path in tmp_path.iterdir()} == {".out", ".err"}
+
+
+@pytest.mark.world_size(2)
+def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED)
+    done = run("prove", *DIGITS, "task=planted:Shared", "--json")
+    checks = _checks(done)
+    assert done.code == 1
+    found = {name for name, check in checks.items() if check["verdict"] == "failed"}
+    # Each process scores with its own statistics: so the metrics are no longer those of what is saved.
+    assert found == {"buffers", "learning-rate", "metric", "processes", "tail"}
+    assert "0.5 times the gradient wanted" in checks["processes"]["found"]
+    assert "2-processes, step 1: 0.1 instead of 0.05" in checks["learning-rate"]["found"]
+    assert "they differ after step 3" in checks["buffers"]["found"]
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(4)
+def test_four_exact_processes(run: Callable[..., Any]) -> None:
+    done = run("prove", *DIGITS, "parallel.exact=true", "--processes", "4", "--json", timeout=200)
+    assert done.code == 0, done.out
+    assert _checks(done)["processes"]["verdict"] == "passed"
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+def test_processes_that_fail_are_told(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(
+        "import os\n"
+        "import paceline\n"
+        "class Alone(paceline.ImageClassification):\n"
+        "    def loss(self, model, batch):\n"
+        "        assert os.environ.get('RANK', '0') == '0', 'only for one'\n"
+        "        return super().loss(model, batch)\n"
+    )
+    done = run("prove", *DIGITS, "task=alone:Alone", "--json")
+    assert done.code == 1
+    checks = _checks(done)
+    assert "only for one" in checks["processes"]["found"]
+    assert checks["processes"]["verdict"] == checks["run"]["verdict"] == "failed"
+    assert checks["gradient"]["verdict"] == "passed"
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("place", ["*/one-batch/run", "*/2-processes/run/events.jsonl"])
+def test_a_proof_that_is_ended_leaves_nothing(start: Callable[..., Any], place: str) -> None:
+    launched = start("prove", *DIGITS)
+    launched.wait_for(lambda: list(launched.temporary.glob(f"paceline-prove-{place}")))
+    os.kill(launched.process.pid, signal.SIGTERM)
+    done = launched.wait(60)
+    assert done.code != 0
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []
