@@ -120,6 +120,10 @@ class DataParallel:
         """DDP reduces in the last micro-batch's backward pass."""
         return nullcontext() if part.is_last else self.model.no_sync()
 
+    def aside(self) -> AbstractContextManager[Any]:
+        """DDP reduces nothing."""
+        return self.model.no_sync()
+
     def combine(self) -> None:
         """DDP's hooks have done it."""
 

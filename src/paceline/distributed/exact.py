@@ -10,7 +10,7 @@ its slice, and hands the result to all: as many bytes as a ring's all-reduce mov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -132,6 +132,10 @@ class ExactDataParallel:
         self._leaf.notes[_SAMPLES] = part.weight
         self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_samples)
         self._free += self._sums.push(part.logical_rank, self._leaf)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is not collected is not reduced."""
+        return nullcontext()
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None

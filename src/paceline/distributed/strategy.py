@@ -64,6 +64,10 @@ class Strategy(Protocol):
         """Around the forward and backward pass of a micro-batch."""
         ...
 
+    def aside(self) -> AbstractContextManager[Any]:
+        """Around passes that belong to no step: nothing is reduced, and nothing kept."""
+        ...
+
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -132,6 +136,10 @@ class SingleProcess:
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Nothing to reduce."""
+        return _NOTHING
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Nothing would be reduced anyway."""
         return _NOTHING
 
     def combine(self) -> None:

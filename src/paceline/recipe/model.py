@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Belongs, Off, Switch
+from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Off, Switch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,6 +32,14 @@ class Model:
     channels_last: Auto | Switch = "auto"
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False
-    """Compile the network with torch.compile before it is wrapped."""
+    """Compile the network with torch.compile, for training and evaluation; before the first step its gradient is
+    compared with the network's own, and both are timed."""
+    compile_mode: Annotated[
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], Applies("compile", (True,))
+    ] = "default"
+    """inductor's: `reduce-overhead` and `max-autotune` record CUDA graphs, the latter two time kernels and take the
+    fastest."""
+    compile_backend: Annotated[str, Applies("compile", (True,))] = "inductor"
+    """`inductor`, or another back-end that torch knows: `aot_eager` tells a fault of inductor's from one of tracing."""
     options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
     """Keyword arguments for the network's factory, e.g. `drop_rate`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
@@ -48,6 +49,7 @@ class MachineFacts:
         fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
         cores: CPU cores this machine lends to the run.
         threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
+        lacks: What it cannot do, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
         reasons: Why, by dotted key or by ``fast_bf16``.
     """
 
@@ -56,6 +58,7 @@ class MachineFacts:
     fast_bf16: bool
     cores: int
     threads: int | None = None
+    lacks: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -88,7 +91,7 @@ class ParameterGroupFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Rates):
+class Plan(Compiled, Rates):
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
@@ -100,6 +103,7 @@ class Plan(Rates):
     device: str
     device_name: str
     precision: str
+    float32_matmul: str
     channels_last: bool
     strategy: str
     threads_per_process: int
@@ -123,6 +127,7 @@ class Plan(Rates):
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
+    fp8_layers: tuple[str, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
 
@@ -168,6 +173,17 @@ def make_plan(
     lengths = Lengths(data.train_samples, batch)
     total = lengths.total(recipe.train.duration)
     rates = plan_schedule(recipe, lengths, total, reasons)
+    evaluation_batch = resolve_evaluation_batch(recipe, reasons)
+    sizes = Sizes(
+        train_samples=data.train_samples,
+        global_batch_size=batch,
+        logical_ranks=batch // micro,
+        evaluation_samples=data.evaluation_samples,
+        evaluation_batch_size=evaluation_batch,
+    )
+    accumulation = batch // (micro * world_size)
+    compiled = plan_compilation(recipe, machine.device, sizes, accumulation_steps=accumulation)
+    check_fp8(recipe, machine.lacks)
     if total >= steps_per_epoch and last_step // (batch // micro) < 2:
         reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
     return Plan(
@@ -176,6 +192,7 @@ def make_plan(
         device=machine.device,
         device_name=machine.device_name,
         precision=resolve_precision(recipe, machine, reasons),
+        float32_matmul=resolve_float32_matmul(recipe, machine.device, machine.lacks, reasons),
         channels_last=resolve_channels_last(recipe, machine, reasons),
         strategy=_strategy(recipe, world_size, batch // micro, reasons),
         threads_per_process=resolve_threads(recipe, machine, local_world_size, reasons),
@@ -184,7 +201,7 @@ def make_plan(
         data=data.description,
         global_batch_size=batch,
         micro_batch_size=micro,
-        accumulation_steps=batch // (micro * world_size),
+        accumulation_steps=accumulation,
         logical_ranks=batch // micro,
         steps_per_epoch=steps_per_epoch,
         last_step_samples=last_step,
@@ -192,8 +209,9 @@ def make_plan(
         total_epochs=total / steps_per_epoch,
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         **vars(rates),
+        **vars(compiled),
         evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
-        evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
+        evaluation_batch_size=evaluation_batch,
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,

@@ -6,9 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from paceline.checkpoint.background import BackgroundWriter
@@ -17,6 +15,7 @@ from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
 from paceline.distributed.sightings import Pulse
 from paceline.distributed.watchdog import Hands, Watchdog
+from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.clipping import Clipping
@@ -59,11 +58,12 @@ def build_run(setting: Setting) -> Run:
     """Build every part of a run on this process."""
     prepared = setting.prepared
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
-    called = _compiled(network, recipe)
+    compiled = _Compiler(recipe, plan)
+    called = compiled("model", network)
     # Before the average is copied: building it gives every process the first one's weights.
     strategy = build_strategy(plan, network, called, setting.collectives, device, parallel=recipe.parallel)
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
-    scored = {"model": called} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
+    scored = {"model": called} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     pulse = Pulse()
@@ -80,6 +80,7 @@ def build_run(setting: Setting) -> Run:
         pipeline=prepared.pipeline,
         network=network,
         scored=scored,
+        compiled=compiled.networks,
         strategy=strategy,
         optimizer=optimizer,
         courses=build_courses(recipe, plan),
@@ -145,8 +146,32 @@ def file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
     }
 
 
-def _compiled(network: nn.Module, recipe: Recipe) -> Any:
-    return torch.compile(network) if recipe.model.compile else network
+class _Compiler:
+    """Compiles sets of weights, if asked to.
+
+    Attributes:
+        networks: Those that were, by the name of their weights.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self.networks: dict[str, CompiledNetwork] = {}
+        self._model, self._plan = recipe.model, plan
+        self._repeats = recipe.train.deterministic or recipe.parallel.exact
+        self._log = CompileLog() if plan.compile != "off" else None
+
+    def __call__(self, name: str, network: nn.Module) -> nn.Module:
+        """What is to be called instead of a network."""
+        if self._log is None:
+            return network
+        self.networks[name] = CompiledNetwork(
+            network,
+            self._model,
+            train_sizes=self._plan.compiled_train_sizes,
+            evaluation_sizes=self._plan.compiled_evaluation_sizes,
+            log=self._log,
+            deterministic=self._repeats,
+        )
+        return self.networks[name]
 
 
 def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:

@@ -21,6 +21,8 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.errors import CheckpointError, ModelError, RecipeError
 from paceline.models.build import parameter_count
+from paceline.models.compiled import check_backend
+from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
@@ -29,6 +31,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.build import task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
+from paceline.trainer.precision import set_float32_matmul
 from paceline.world import World
 
 
@@ -65,6 +68,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     elif device.type == "cuda":
         # Let cuDNN measure which of its kernels is fastest for these shapes, as every reference trainer does.
         torch.backends.cudnn.benchmark = True
+    set_float32_matmul(plan.float32_matmul)
     placement = Placement(device=device, channels_last=plan.channels_last)
     geometry = StepGeometry(
         seed=recipe.seed,
@@ -79,6 +83,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
         network, notices = build_network(recipe, task, placement)
+        if plan.precision == "fp8":
+            network = convert_to_fp8(network)
         task.prepare_training(placement)
         prepared = Prepared(
             recipe=recipe,
@@ -147,9 +153,11 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     Raises:
         ModelError: If it cannot be trained as the recipe asks.
     """
+    check_backend(recipe.model)
     _check_network(network, recipe)
     groups = describe_groups(network, recipe.optimizer)
-    return replace(plan, parameters=parameter_count(network), parameter_groups=groups)
+    layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()
+    return replace(plan, parameters=parameter_count(network), parameter_groups=groups, fp8_layers=layers)
 
 
 def _check_network(network: nn.Module, recipe: Recipe) -> None:
