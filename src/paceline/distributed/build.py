@@ -38,5 +38,6 @@ def build_strategy(
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
     if plan.strategy == "ddp":
-        return DataParallel(network, called, collectives, device, parallel=parallel)
-    return SingleProcess(called)
+        start = plan.powersgd_start_step
+        return DataParallel(network, called, collectives, device, parallel=parallel, powersgd_start_step=start)
+    return SingleProcess(called, network, allows_unused=parallel.unused_parameters == "allow")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.powersgd import PowerSgd
 from paceline.distributed.strategy import Marks, MicroBatch, VoteReader, Wish
 from paceline.recipe.running import Parallel
 
@@ -54,7 +55,6 @@ class _Voting(nn.Module):
 
     Attributes:
         cast: Gives the votes, [3].
-        ballot: A zero to be added to the loss; None before a forward pass.
     """
 
     def __init__(self, network: Callable[..., Any], device: torch.device) -> None:
@@ -62,13 +62,12 @@ class _Voting(nn.Module):
         self.network = network
         self.votes = nn.Parameter(torch.zeros(3, device=device))
         self.cast: Callable[[], torch.Tensor]
-        self.ballot: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+        """Return the network's answer and a zero to be added to the loss; None where there is no gradient."""
         # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
-        if torch.is_grad_enabled():
-            self.ballot = _Ballot.apply(self.votes, self)
-        return self.network(*args, **kwargs)
+        ballot = _Ballot.apply(self.votes, self) if torch.is_grad_enabled() else None
+        return self.network(*args, **kwargs), ballot
 
 
 def has_training_buffers(network: nn.Module) -> bool:
@@ -97,6 +96,7 @@ class DataParallel:
         device: torch.device,
         *,
         parallel: Parallel,
+        powersgd_start_step: int | None = None,
     ) -> None:
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
@@ -106,26 +106,46 @@ class DataParallel:
         self._marks = Marks()
         self._votes = VoteReader(device, count=len(Wish._fields))
         self._synced: list[nn.Module] = []
-        self.model = nn.parallel.DistributedDataParallel(
+        self._ballot: torch.Tensor | None = None
+        self._replica = nn.parallel.DistributedDataParallel(
             self._voting,
             device_ids=[device.index] if device.index is not None else None,
             bucket_cap_mb=parallel.bucket_cap_mb,
             gradient_as_bucket_view=True,
+            static_graph=parallel.static_graph,
+            # A static graph tells which they are.
+            find_unused_parameters=parallel.unused_parameters == "allow" and not parallel.static_graph,
             **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
         )
-        if parallel.gradient_compression != "none":
-            self.model.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
+        self._powersgd: PowerSgd | None = None
+        if parallel.gradient_compression == "powersgd":
+            assert powersgd_start_step is not None  # the plan says when
+            self._powersgd = PowerSgd(network, collectives, rank=parallel.powersgd.rank, start_step=powersgd_start_step)
+            # torch refuses annotations that are text; a lambda has none.
+            self._replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.hook(bucket))
+        elif parallel.gradient_compression != "none":
+            self._replica.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
+
+    def model(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network through DDP."""
+        answer, ballot = self._replica(*args, **kwargs)
+        self._ballot = self._ballot if ballot is None else ballot
+        return answer
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""
-        return nullcontext() if part.is_last else self.model.no_sync()
+        if self._powersgd is not None:
+            self._powersgd.begin_step()
+        return nullcontext() if part.is_last else self._replica.no_sync()
 
     def aside(self) -> AbstractContextManager[Any]:
         """DDP reduces nothing."""
-        return self.model.no_sync()
+        return self._replica.no_sync()
 
     def combine(self) -> None:
         """DDP's hooks have done it."""
+        if self._powersgd is not None:
+            self._powersgd.end_step()
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
@@ -140,7 +160,7 @@ class DataParallel:
             [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
         )
         # Not kept: it would keep the network alive, in a circle that no garbage collector sees.
-        ballot, self._voting.ballot = self._voting.ballot, None
+        ballot, self._ballot = self._ballot, None
         assert ballot is not None  # a loss comes of a forward pass
         return loss + ballot
 
@@ -163,3 +183,12 @@ class DataParallel:
         if modules != self._synced:
             self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
         self._synced = list(modules)
+
+    def gather(self) -> None:
+        """Collect what compression has lost on each process."""
+        if self._powersgd is not None:
+            self._powersgd.gather()
+
+    def components(self) -> Mapping[str, Any]:
+        """What compression remembers."""
+        return {} if self._powersgd is None else {"compression": self._powersgd}

@@ -122,6 +122,7 @@ class CompiledNetwork(nn.Module):
         super().__init__()
         self.network = network
         self.log = log
+        self._model = model
         self._sizes = {True: frozenset(train_sizes), False: frozenset(evaluation_sizes)}
         self._seen: set[tuple[bool, bool, tuple[int, ...]]] = set()
         self._call = torch.compile(
@@ -140,10 +141,22 @@ class CompiledNetwork(nn.Module):
         key = (torch.is_grad_enabled(), self.network.training, shape)
         if key in self._seen:
             return self._call(*args, **kwargs)
-        with self.log.first_call(shape, training=key[0]):
+        with self.log.first_call(shape, training=key[0]), self._explained():
             answer = self._call(*args, **kwargs)
         self._seen.add(key)
         return answer
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            yield
+        except TorchDynamoException as error:  # inductor's too, which dynamo wraps
+            raise ModelError(
+                f"model.compile=true: {self._model.compile_backend} cannot compile {self._model.name} "
+                f"({' '.join(str(error).split())[:300]}); set model.compile=false."
+            ) from error
 
     def compiles(self, shape: tuple[int, ...]) -> bool:
         """Whether a batch of this shape is compiled, now that gradients are computed or not."""

@@ -119,6 +119,7 @@ class Plan(Compiled, Rates):
     total_steps: int
     total_epochs: float
     until_step: int | None
+    powersgd_start_step: int | None
     evaluate_every_steps: int | None
     evaluation_batch_size: int
     checkpoint_every_steps: int | None
@@ -182,6 +183,8 @@ def make_plan(
         evaluation_batch_size=evaluation_batch,
     )
     accumulation = batch // (micro * world_size)
+    powersgd = recipe.parallel.gradient_compression == "powersgd" and world_size > 1
+    _check_unused(recipe)
     compiled = plan_compilation(recipe, machine.device, sizes, accumulation_steps=accumulation)
     check_fp8(recipe, machine.lacks)
     if total >= steps_per_epoch and last_step // (batch // micro) < 2:
@@ -207,6 +210,9 @@ def make_plan(
         last_step_samples=last_step,
         total_steps=total,
         total_epochs=total / steps_per_epoch,
+        powersgd_start_step=(
+            lengths.within("parallel.powersgd.start", recipe.parallel.powersgd.start, total) if powersgd else None
+        ),
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         **vars(rates),
         **vars(compiled),
@@ -289,6 +295,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
     if recipe.parallel.exact or world_size == 1:
         why = f"{'an exact run' if recipe.parallel.exact else 'one process'} has no buckets"
         found |= {"parallel.bucket_cap_mb": why, "parallel.gradient_compression": why}
+        found |= {"parallel.static_graph": why} if recipe.parallel.static_graph else {}
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
         keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
@@ -381,6 +388,15 @@ def _strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons: dict
     if asked == "ddp" and world_size == 1:
         raise RecipeError("parallel.strategy=ddp has no effect with one process; use auto, or --processes 2 or more.")
     return asked
+
+
+def _check_unused(recipe: Recipe) -> None:
+    """Refuse what would let parameters without a gradient decay."""
+    if recipe.parallel.exact and recipe.parallel.unused_parameters == "allow":
+        raise RecipeError(
+            "parallel.unused_parameters=allow does not go with parallel.exact=true, whose tree adds up a gradient of "
+            "every trainable parameter; freeze those that are not used (model.frozen)."
+        )
 
 
 def _cost_of_exact(logical_ranks: int, world_size: int) -> str:

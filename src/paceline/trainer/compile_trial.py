@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +26,7 @@ def try_compiled(trial: Trial) -> MeasurementEvent:
     """Compare one micro-batch's gradient, compiled and not, and time both.
 
     Raises:
-        ModelError: If they differ by more than rounding, or the network cannot be compiled.
+        ModelError: If they differ by more than rounding.
     """
     run = trial.run
     called = run.strategy.model
@@ -34,7 +34,7 @@ def try_compiled(trial: Trial) -> MeasurementEvent:
     if not compiled.compiles(tuple(trial.batch.inputs.shape)):
         message = f"model.compile: micro-batches of {len(trial.batch.inputs)}, as the first one, run uncompiled"
         return MeasurementEvent(**run.progress.here, what="compile", message=message, seconds=0.0)
-    found = _compiled_gradients(trial, called)
+    found = trial.gradients(called)
     expected = trial.gradients(run.network)
     compiled_seconds = sum(each.seconds for each in compiled.log.graphs)
     error = _distance(trial, found, expected)
@@ -52,19 +52,6 @@ def try_compiled(trial: Trial) -> MeasurementEvent:
         seconds=0.0,
         metrics={"gradient_error": error, "speedup": speedup.median},
     )
-
-
-def _compiled_gradients(trial: Trial, called: Callable[..., Any]) -> Gradients:
-    from torch._dynamo.exc import TorchDynamoException
-
-    model = trial.run.recipe.model
-    try:
-        return trial.gradients(called)
-    except TorchDynamoException as error:  # inductor's too, which dynamo wraps
-        raise ModelError(
-            f"model.compile=true: {model.compile_backend} cannot compile {model.name} "
-            f"({' '.join(str(error).split())[:300]}); set model.compile=false."
-        ) from error
 
 
 def _distance(trial: Trial, found: Gradients, expected: Gradients) -> float:

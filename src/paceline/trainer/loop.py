@@ -23,7 +23,7 @@ def fit(run: Run) -> str:
 
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
-    batches = rehearse(run, try_out(run, run.train_batches()))
+    batches = try_out(run, rehearse(run, run.train_batches()))
     ending = run.ending(Wish())
     run.clock.start()
     while not ending:
