@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Off, Switch
+
+# What it was before there was a choice.
+_Full = BeforeValidator(lambda value: "full" if value is True else value)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -26,9 +29,10 @@ class Model:
     frozen: tuple[str, ...] = ()
     """Shell patterns of parameters that are not trained. A later one wins, and `!` takes back: ["*", "!fc.*"] trains
     the classifier alone. Norms without a trained parameter keep their statistics too."""
-    activation_checkpointing: Switch = False
-    """Keep fewer activations for the backward pass and compute them again: less memory, more time (Chen et al.
-    2016)."""
+    activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None
+    """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
+    et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to; or
+    `off`."""
     channels_last: Auto | Switch = "auto"
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False
