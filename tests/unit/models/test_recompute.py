@@ -14,9 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from paceline.errors import ModelError, RecipeError
-from paceline.models.recompute import blocks_of, recompute_blocks
+from paceline.models.recompute import _policy, blocks_of, recompute_blocks
 from paceline.models.small_resnet import small_resnet
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "depth": 3, "num_classes": 3}
@@ -132,10 +133,23 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     network = vit()
     recompute_blocks(network, "full", name="vit")
     other = copy.deepcopy(network).eval()
+    before = other(torch.ones(1, 3, 32, 32))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
-    assert other(torch.ones(1, 3, 32, 32)).abs().sum() > 0
+    assert torch.equal(other(torch.ones(1, 3, 32, 32)), before)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_is_kept_unless_it_drops_out(kind: str) -> None:
+    """What is drawn after it would otherwise be other numbers the second time."""
+    operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
+    names = [each.name for each in operation._schema.arguments]
+    plain = [0.0] * names.index("dropout_p")
+    assert _policy(None, operation, *plain, 0.0) is CheckpointPolicy.MUST_SAVE
+    assert _policy(None, operation, *plain) is CheckpointPolicy.MUST_SAVE
+    assert _policy(None, operation, *plain, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert _policy(None, operation, *plain, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_networks_without_blocks_and_statistics_of_other_norms_are_named() -> None:
