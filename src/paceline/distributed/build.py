@@ -40,10 +40,11 @@ def build_strategy(
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
     if plan.strategy == "ddp":
-        return DataParallel(network, called, collectives, device, parallel=parallel)
+        start = plan.powersgd_start_step
+        return DataParallel(network, called, collectives, device, parallel=parallel, powersgd_start_step=start)
     if plan.strategy == "fsdp":
         # Only where it is used: it takes its time to import.
         from paceline.distributed.fully_sharded import FullySharded
 
         return FullySharded(network, called, average, collectives, device, parallel=parallel)
-    return SingleProcess(called)
+    return SingleProcess(called, network, allows_unused=parallel.unused_parameters == "allow")

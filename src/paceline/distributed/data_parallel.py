@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.powersgd import PowerSgd
 from paceline.distributed.strategy import MicroBatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
 from paceline.recipe.running import Parallel
@@ -63,6 +64,7 @@ class DataParallel:
         device: torch.device,
         *,
         parallel: Parallel,
+        powersgd_start_step: int | None = None,
     ) -> None:
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
@@ -71,24 +73,45 @@ class DataParallel:
         self._collectives = collectives
         self._synced: list[nn.Module] = []
         self.scored = called
-        self.model = nn.parallel.DistributedDataParallel(
+        self._replica = nn.parallel.DistributedDataParallel(
             self._voting,
             device_ids=[device.index] if device.index is not None else None,
             bucket_cap_mb=parallel.bucket_cap_mb,
             gradient_as_bucket_view=True,
             # The network is everyone's already (see build_run), and its average was copied from it.
             init_sync=False,
+            static_graph=parallel.static_graph,
+            # A static graph tells which they are.
+            find_unused_parameters=parallel.unused_parameters == "allow" and not parallel.static_graph,
             **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
         )
-        if parallel.gradient_compression != "none":
-            self.model.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
+        self._powersgd: PowerSgd | None = None
+        if parallel.gradient_compression == "powersgd":
+            assert powersgd_start_step is not None  # the plan says when
+            self._powersgd = PowerSgd(network, collectives, rank=parallel.powersgd.rank, start_step=powersgd_start_step)
+            # torch refuses annotations that are text; a lambda has none.
+            self._replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.hook(bucket))
+        elif parallel.gradient_compression != "none":
+            self._replica.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
+
+    def model(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network through DDP."""
+        return self._poll.take(self._replica(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""
-        return nullcontext() if part.is_last else self.model.no_sync()
+        if self._powersgd is not None:
+            self._powersgd.begin_step()
+        return nullcontext() if part.is_last else self._replica.no_sync()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """DDP reduces nothing."""
+        return self._replica.no_sync()
 
     def combine(self) -> None:
         """DDP's hooks have done it."""
+        if self._powersgd is not None:
+            self._powersgd.end_step()
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
@@ -110,3 +133,12 @@ class DataParallel:
         if modules != self._synced:
             self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
         self._synced = list(modules)
+
+    def gather(self) -> None:
+        """Collect what compression has lost on each process."""
+        if self._powersgd is not None:
+            self._powersgd.gather()
+
+    def components(self) -> Mapping[str, Any]:
+        """What compression remembers."""
+        return {} if self._powersgd is None else {"compression": self._powersgd}

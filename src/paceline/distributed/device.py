@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -98,6 +99,7 @@ def describe_machine(device: torch.device, *, processes: int = 1) -> MachineFact
         cores=available_cores(),
         threads=_threads_asked(),
         memory_bytes=_memory_bytes(device, processes),
+        lacks=_lacks(device, why_no_bf16="" if fast_bf16 else why),
         reasons={"fast_bf16": why},
     )
 
@@ -109,6 +111,25 @@ def _memory_bytes(device: torch.device, processes: int) -> int | None:
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).get_device_properties(device).total_memory)
     return None
+
+
+def _lacks(device: torch.device, *, why_no_bf16: str) -> dict[str, str]:
+    """What this device cannot do, with the reason."""
+    lacks = {"bf16_products": why_no_bf16} if why_no_bf16 else {}
+    if device.type != "cuda":
+        lacks["fp8"] = f"it needs a CUDA device of compute capability 8.9 or more, and this run is on {device.type}"
+        if device.type != "xpu":
+            lacks["tf32"] = f"{device.type} has no TF32 products"
+        return lacks
+    major, minor = torch.cuda.get_device_capability(device)
+    own = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+    if (major, minor) < (8, 0):
+        lacks["tf32"] = f"{own}, and TF32 products come with 8.0"
+    if (major, minor) < (8, 9):
+        lacks["fp8"] = f"{own}, and fp8 products come with 8.9"
+    elif importlib.util.find_spec("torchao") is None:
+        lacks["fp8"] = "the package torchao is not installed (pip install 'paceline[fp8]')"
+    return lacks
 
 
 def _threads_asked() -> int | None:

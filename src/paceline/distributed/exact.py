@@ -10,7 +10,7 @@ its slice, and hands the result to all: as many bytes as a ring's all-reduce mov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -133,6 +133,10 @@ class ExactDataParallel:
         self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_samples)
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
+    def aside(self) -> AbstractContextManager[None]:
+        """What is not collected is not reduced."""
+        return nullcontext()
+
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -167,6 +171,13 @@ class ExactDataParallel:
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy: buffers are the same everywhere."""
+
+    def gather(self) -> None:
+        """Nothing is known to one process alone."""
+
+    def components(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
 
     def _begin(self, part: MicroBatch) -> None:
         self._buffers.begin()

@@ -8,7 +8,7 @@ micro-batch, so that no process ever holds a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,12 +67,15 @@ class FullySharded:
         self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
         self._poll = Poll(self._voting, device)
         fully_shard(self._voting, **options)
-        self.model = self._voting
-        self.scored: Callable[..., Any] = self._voting if parallel.reshard_after_forward else _LettingGo(self._voting)
+        self.scored: Callable[..., Any] = _Answering(self._voting, keeps=not parallel.reshard_after_forward)
         if average is not None:
             # It has no backward pass to keep gathered weights for.
             for module in (*modules_to_shard(average, parallel).values(), average):
                 fully_shard(module, **options | {"reshard_after_forward": True})
+
+    def model(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network through FSDP."""
+        return self._poll.take(self._voting(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Buffers that take part in training are the first process's at each step, as with DDP."""
@@ -81,8 +84,23 @@ class FullySharded:
         self._is_new_step = part.is_last
         return nullcontext()
 
+    def aside(self) -> AbstractContextManager[Any]:
+        """Nothing of a network that is compiled is spread, and nothing else asks for this.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("passes beside the steps of a network that is spread over processes")
+
     def combine(self) -> None:
         """FSDP's hooks have done it."""
+
+    def gather(self) -> None:
+        """Nothing is known to one process alone but its parts, and it saves them itself."""
+
+    def components(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
@@ -110,19 +128,26 @@ class FullySharded:
         return None if gradient is None else gradient.to_local()[0]
 
 
-class _LettingGo(nn.Module):
-    """A network whose gathered weights are let go after each call: no backward pass will ask for them."""
+class _Answering(nn.Module):
+    """The network as evaluation calls it.
 
-    def __init__(self, network: nn.Module) -> None:
+    Args:
+        voting: What FSDP wraps.
+        keeps: Whether gathered weights stay for a backward pass. Here none will ask for them, and they are let go.
+    """
+
+    def __init__(self, voting: Voting, *, keeps: bool) -> None:
         super().__init__()
-        self.network = network
+        self.voting = voting
+        self._keeps = keeps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network and let go."""
-        answer = self.network(*args, **kwargs)
-        for module in self.network.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Call the network."""
+        answer, _ = self.voting(*args, **kwargs)
+        if self._keeps:
+            for module in self.voting.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         return answer
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+
+from paceline.errors import ModelError
 
 # On a GPU the vote is read this many steps late, when its copy has long arrived, so that the host never waits.
 VOTE_LAG = 2
@@ -69,6 +71,10 @@ class Strategy(Protocol):
         """Around the forward and backward pass of a micro-batch."""
         ...
 
+    def aside(self) -> AbstractContextManager[Any]:
+        """Around passes that belong to no step: nothing is reduced, and nothing kept."""
+        ...
+
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -106,8 +112,32 @@ class Strategy(Protocol):
         """Make buffers (BatchNorm statistics) the first rank's, before they are scored or saved."""
         ...
 
+    def gather(self) -> None:
+        """Bring to the first rank what only a process itself knows of :meth:`components`, before they are saved."""
+        ...
+
+    def components(self) -> Mapping[str, Any]:
+        """What a checkpoint must hold of it, by name: anything with ``state_dict`` and ``load_state_dict``."""
+        ...
+
+
+def refuse_unused(network: nn.Module, *, allowed: bool) -> None:
+    """After a backward pass: see to it that all trainable parameters have a gradient.
+
+    Raises:
+        ModelError: With the names of those that have none, unless that is allowed.
+    """
+    unused = [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]
+    if unused and not allowed:
+        raise ModelError(
+            f"{len(unused)} parameter(s) took no part in the loss: {', '.join(unused[:_NAMED])}"
+            f"{', …' if len(unused) > _NAMED else ''}; freeze them (model.frozen), use them, or set "
+            "parallel.unused_parameters=allow."
+        )
+
 
 _NOTHING = nullcontext()
+_NAMED = 5
 
 
 class Marks:
@@ -132,16 +162,24 @@ class SingleProcess:
     is_rehearsed = False
     is_sharded = False
 
-    def __init__(self, called: Callable[..., Any]) -> None:
+    def __init__(self, called: Callable[..., Any], network: nn.Module, *, allows_unused: bool = False) -> None:
         self.model = self.scored = called
         self._marks = Marks()
+        self._unchecked: nn.Module | None = None if allows_unused else network
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Nothing to reduce."""
         return _NOTHING
 
+    def aside(self) -> AbstractContextManager[Any]:
+        """Nothing would be reduced anyway."""
+        return _NOTHING
+
     def combine(self) -> None:
-        """Gradients are the step's as they are."""
+        """Gradients are the step's as they are; of the first step, that none is missing is made sure of."""
+        if self._unchecked is not None:
+            refuse_unused(self._unchecked, allowed=False)
+            self._unchecked = None
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
@@ -160,6 +198,13 @@ class SingleProcess:
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy."""
+
+    def gather(self) -> None:
+        """There is nobody else."""
+
+    def components(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
 
 
 class Arrival(Protocol):

@@ -39,7 +39,6 @@ class Voting(nn.Module):
 
     Attributes:
         cast: Gives the votes, in that shape.
-        ballot: A zero to be added to the loss; None before a forward pass.
     """
 
     def __init__(self, network: Callable[..., Any], shape: tuple[int, ...], like: torch.Tensor) -> None:
@@ -47,14 +46,12 @@ class Voting(nn.Module):
         self.network = network
         self.votes = nn.Parameter(torch.zeros(shape, device=like.device, dtype=like.dtype))
         self.cast: Callable[[], torch.Tensor]
-        self.ballot: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network, with a ballot if there will be a backward pass."""
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+        """Return the network's answer and a zero to be added to the loss; None where there is no gradient."""
         # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
-        if torch.is_grad_enabled():
-            self.ballot = _Ballot.apply(self.votes, self)
-        return self.network(*args, **kwargs)
+        ballot = _Ballot.apply(self.votes, self) if torch.is_grad_enabled() else None
+        return self.network(*args, **kwargs), ballot
 
 
 class Poll:
@@ -71,6 +68,13 @@ class Poll:
         self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
         self._marks = Marks()
         self._reader = VoteReader(device, count=len(Wish._fields))
+        self._ballot: torch.Tensor | None = None
+
+    def take(self, given: tuple[Any, torch.Tensor | None]) -> Any:
+        """Keep the ballot of a forward pass, and hand on the network's answer."""
+        answer, ballot = given
+        self._ballot = self._ballot if ballot is None else ballot
+        return answer
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None
@@ -84,7 +88,7 @@ class Poll:
             [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
         ).expand(self._shape)
         # Not kept: it would keep the network alive, in a circle that no garbage collector sees.
-        ballot, self._voting.ballot = self._voting.ballot, None
+        ballot, self._ballot = self._ballot, None
         assert ballot is not None  # a loss comes of a forward pass
         return loss + ballot
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import ModelError
+from paceline.models.recompute import recompute_blocks
 from paceline.recipe.model import Model
 
 _NAMED = 4
@@ -50,8 +51,8 @@ def adapt(network: nn.Module, model: Model) -> None:
         ModelError: If it has no such parameters, or cannot do what is asked.
     """
     freeze(network, model.frozen)
-    if model.activation_checkpointing:
-        checkpoint_activations(network, model.name)
+    if model.activation_checkpointing is not None:
+        recompute_blocks(network, model.activation_checkpointing, name=model.name, compiled=model.compile)
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
@@ -82,29 +83,6 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
         own = list(module.parameters())
         if isinstance(module, _NormBase) and own and not any(each.requires_grad for each in own):
             module.eval()
-
-
-def checkpoint_activations(network: nn.Module, name: str) -> None:
-    """Let a network compute activations again in the backward pass instead of keeping them.
-
-    Raises:
-        ModelError: If it does not offer that.
-    """
-    switch = getattr(network, "set_grad_checkpointing", None)
-    if not callable(switch):
-        raise ModelError(
-            f"model.activation_checkpointing=true needs a network that offers it (set_grad_checkpointing, as timm's "
-            f"do), and {name} does not; use one that does, or leave it out."
-        )
-    if any(isinstance(module, _NormBase) and module.track_running_stats for module in network.modules()):
-        raise ModelError(
-            f"model.activation_checkpointing=true: {name} has BatchNorm, whose running statistics would take in each "
-            "batch twice; use a network with other norms, a smaller batch.micro_size, or leave it out."
-        )
-    try:
-        switch()
-    except AssertionError as error:
-        raise ModelError(f"model.activation_checkpointing=true: {name} does not offer it ({error}).") from error
 
 
 def _some(names: Sequence[str]) -> str:

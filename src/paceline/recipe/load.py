@@ -112,8 +112,9 @@ _FOR_TRAINING = (
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
-    "parallel.gradient_compression",
-    *("model.pretrained", "model.initialize_", "model.frozen", "model.activation_checkpointing"),
+    *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
+    *("model.pretrained", "model.initialize_", "model.frozen", "model.activation_checkpointing", "model.compile"),
+    "train.float32_matmul",
 )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Belongs, Off, Switch
+from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Off, Switch
+
+# What it was before there was a choice.
+_Full = BeforeValidator(lambda value: "full" if value is True else value)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -26,12 +29,21 @@ class Model:
     frozen: tuple[str, ...] = ()
     """Shell patterns of parameters that are not trained. A later one wins, and `!` takes back: ["*", "!fc.*"] trains
     the classifier alone. Norms without a trained parameter keep their statistics too."""
-    activation_checkpointing: Switch = False
-    """Keep fewer activations for the backward pass and compute them again: less memory, more time (Chen et al.
-    2016)."""
+    activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None
+    """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
+    et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to; or
+    `off`."""
     channels_last: Auto | Switch = "auto"
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False
-    """Compile the network with torch.compile before it is wrapped."""
+    """Compile the network with torch.compile, for training and evaluation; before the first step its gradient is
+    compared with the network's own, and both are timed."""
+    compile_mode: Annotated[
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], Applies("compile", (True,))
+    ] = "default"
+    """inductor's: `reduce-overhead` and `max-autotune` record CUDA graphs, the latter two time kernels and take the
+    fastest."""
+    compile_backend: Annotated[str, Applies("compile", (True,))] = "inductor"
+    """`inductor`, or another back-end that torch knows: `aot_eager` tells a fault of inductor's from one of tracing."""
     options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
     """Keyword arguments for the network's factory, e.g. `drop_rate`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
@@ -50,6 +51,7 @@ class MachineFacts:
         cores: CPU cores this machine lends to the run.
         threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
         memory_bytes: What one process's device has, a CPU's memory shared out among its processes; None if unknown.
+        lacks: What it cannot do, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
         reasons: Why, by dotted key or by ``fast_bf16``.
     """
 
@@ -59,6 +61,7 @@ class MachineFacts:
     cores: int
     threads: int | None = None
     memory_bytes: int | None = None
+    lacks: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -91,7 +94,7 @@ class ParameterGroupFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Rates):
+class Plan(Compiled, Rates):
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
@@ -104,6 +107,7 @@ class Plan(Rates):
     device_name: str
     device_memory_bytes: int | None
     precision: str
+    float32_matmul: str
     channels_last: bool
     strategy: str
     threads_per_process: int
@@ -119,6 +123,7 @@ class Plan(Rates):
     total_steps: int
     total_epochs: float
     until_step: int | None
+    powersgd_start_step: int | None
     evaluate_every_steps: int | None
     evaluation_batch_size: int
     checkpoint_every_steps: int | None
@@ -127,6 +132,7 @@ class Plan(Rates):
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
+    fp8_layers: tuple[str, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
 
@@ -173,6 +179,18 @@ def make_plan(
     total = lengths.total(recipe.train.duration)
     rates = plan_schedule(recipe, lengths, total, reasons)
     strategy = choose_strategy(recipe, world_size, batch // micro, reasons)
+    evaluation_batch = resolve_evaluation_batch(recipe, reasons)
+    sizes = Sizes(
+        train_samples=data.train_samples,
+        global_batch_size=batch,
+        logical_ranks=batch // micro,
+        evaluation_samples=data.evaluation_samples,
+        evaluation_batch_size=evaluation_batch,
+    )
+    accumulation = batch // (micro * world_size)
+    powersgd = recipe.parallel.gradient_compression == "powersgd" and world_size > 1
+    compiled = plan_compilation(recipe, machine.device, sizes, accumulation_steps=accumulation)
+    check_fp8(recipe, machine.lacks)
     if total >= steps_per_epoch and last_step // (batch // micro) < 2:
         reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
     return Plan(
@@ -182,6 +200,7 @@ def make_plan(
         device_name=machine.device_name,
         device_memory_bytes=machine.memory_bytes,
         precision=resolve_precision(recipe, machine, reasons),
+        float32_matmul=resolve_float32_matmul(recipe, machine.device, machine.lacks, reasons),
         channels_last=resolve_channels_last(recipe, machine, reasons),
         strategy=strategy,
         threads_per_process=resolve_threads(recipe, machine, local_world_size, reasons),
@@ -190,16 +209,20 @@ def make_plan(
         data=data.description,
         global_batch_size=batch,
         micro_batch_size=micro,
-        accumulation_steps=batch // (micro * world_size),
+        accumulation_steps=accumulation,
         logical_ranks=batch // micro,
         steps_per_epoch=steps_per_epoch,
         last_step_samples=last_step,
         total_steps=total,
         total_epochs=total / steps_per_epoch,
+        powersgd_start_step=(
+            lengths.within("parallel.powersgd.start", recipe.parallel.powersgd.start, total) if powersgd else None
+        ),
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         **vars(rates),
+        **vars(compiled),
         evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
-        evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
+        evaluation_batch_size=evaluation_batch,
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,

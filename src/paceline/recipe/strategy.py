@@ -53,6 +53,11 @@ def choose_strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons
                 f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={asked} does not; "
                 "leave the strategy at auto, or turn exactness off."
             )
+        if recipe.parallel.unused_parameters == "allow":
+            raise RecipeError(
+                "parallel.unused_parameters=allow does not go with parallel.exact=true, whose tree adds up a gradient "
+                "of every trainable parameter; freeze those that are not used (model.frozen)."
+            )
         reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
         reasons["parallel.exact"] = _cost_of_exact(logical_ranks, world_size)
         return "exact"
@@ -117,6 +122,16 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
             f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a "
             "divisor of their number, or all for one group."
         )
+    if recipe.model.compile:
+        raise RecipeError(
+            "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in "
+            "the midst of what would be compiled; turn it off, or use parallel.strategy=ddp."
+        )
+    if recipe.parallel.gradient_compression == "powersgd":
+        raise RecipeError(
+            "parallel.gradient_compression=powersgd takes whole matrices apart, of which each process has a part with "
+            "parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp."
+        )
     if recipe.optimizer.name in ("adafactor", "muon"):
         raise RecipeError(
             f"optimizer.name={recipe.optimizer.name} needs whole matrices, of which each process has a part with "
@@ -145,6 +160,8 @@ def unused_by(recipe: Recipe, strategy: str) -> dict[str, str]:
     name = {"exact": "an exact run", "single": "one process"}.get(strategy, strategy)
     if strategy != "ddp":
         found["parallel.bucket_cap_mb"] = f"{name} has no buckets"
+        if recipe.parallel.static_graph:
+            found["parallel.static_graph"] = f"{name} has no graph of DDP's"
     if strategy not in ("ddp", "fsdp"):
         found["parallel.gradient_compression"] = f"{name} has no buckets"
     if strategy != "fsdp" and recipe.parallel.strategy == "auto":

@@ -53,8 +53,11 @@ class Train:
     """Length of the run."""
     until: Annotated[Length | None, Off] = None
     """Stop here with a checkpoint, as if asked to, although the run is longer; it can go on (`--until`)."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward passes; weights stay fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Arithmetic of forward and backward passes; weights stay fp32. `fp8` is bf16 with linear layers in fp8."""
+    float32_matmul: Literal["auto", "highest", "high", "medium"] = "auto"
+    """How fp32 numbers are multiplied: `highest` in fp32, `high` in TF32, `medium` in bf16 (convolutions on CUDA in
+    TF32); `auto` leaves torch's default."""
     grad_scaler: Annotated[GradScaler, Applies("precision", ("fp16",))] = GradScaler()
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
@@ -70,4 +73,5 @@ class Train:
     max_nonfinite: Annotated[PositiveInt, Applies("nonfinite", ("skip",))] = 10
     """Steps of a run that may be left out for this; one more ends it."""
     deterministic: Switch = False
-    """Insist on deterministic kernels where the device has a choice (CUDA); slower."""
+    """Insist on deterministic kernels where the device has a choice (CUDA), and refuse operations that have none; what
+    it costs is measured before the first step."""

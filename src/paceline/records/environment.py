@@ -33,6 +33,7 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
     "nvidia-cudnn-cu13",
     "triton",
+    "torchao",
 )
 _GIT_LIMIT_SECONDS = 2.0
 

@@ -163,7 +163,7 @@ class IncidentEvent(Event):
 
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
-            ``nonfinite_gradient``, ``slow_rank``, ``restart``.
+            ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``.
         message: One sentence for a person.
     """
 
@@ -172,6 +172,25 @@ class IncidentEvent(Event):
     incident: str
     message: str
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementEvent(Event):
+    """Something was measured on the run's own network before its first step, and left no trace there.
+
+    Attributes:
+        what: ``compile`` or ``deterministic``.
+        message: One sentence for a person.
+        seconds: What the measurement took.
+        metrics: The figures.
+    """
+
+    kind: ClassVar[str] = "measurement"
+
+    what: str
+    message: str
+    seconds: float
+    metrics: Numbers = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +228,7 @@ EVENT_KINDS: tuple[str, ...] = tuple(
         EvaluationEvent,
         CheckpointEvent,
         IncidentEvent,
+        MeasurementEvent,
         StopEvent,
         FinishEvent,
     )

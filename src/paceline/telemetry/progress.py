@@ -115,6 +115,8 @@ def describe(event: Mapping[str, Any]) -> str | None:
             return _evaluation(event)
         case "incident":
             return f"step {event['step']}  {event['incident'].replace('_', ' ')}: {event['message']}"
+        case "measurement":
+            return f"{event['message']} (measured in {event['seconds']:.1f} s)"
         case "resume":
             return f"resumed from {event['checkpoint']}"
         case "stop":

@@ -26,7 +26,7 @@ def train(
     """Train a recipe, or go on with the run in ``run_dir``.
 
     Joins the world it finds (torchrun, Slurm), else trains in this process. Signal handlers, and torch's number of
-    threads and settings of determinism, are afterwards what they were; torch's generator has been seeded.
+    threads and settings of determinism and precision, are afterwards what they were; torch's generator has been seeded.
 
     Args:
         recipe: A shipped recipe's name or the path of a YAML file.
@@ -51,12 +51,16 @@ def train(
 def _torch_as_it_was() -> Iterator[None]:
     """Give back what a run sets for the whole process; a command ends after it, a caller goes on."""
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    matmul, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
+        if (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) != (matmul, tf32):
+            torch.set_float32_matmul_precision(matmul)
+            torch.backends.cudnn.allow_tf32 = tf32
         if torch.are_deterministic_algorithms_enabled() != deterministic[0]:
             # Only then: the call imports torch's compiler, which takes seconds.
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from paceline.checkpoint.background import BackgroundWriter
@@ -18,6 +17,7 @@ from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
 from paceline.distributed.sightings import Pulse
 from paceline.distributed.watchdog import Hands, Watchdog
+from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.clipping import Clipping
@@ -63,12 +63,13 @@ def build_run(setting: Setting) -> Run:
     # Code of the user's own may have drawn other weights on another process.
     setting.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
+    compiled = _Compiler(recipe, plan)
     strategy = build_strategy(
-        *(plan, network, _compiled(network, recipe), setting.collectives, device),
+        *(plan, network, compiled("model", network), setting.collectives, device),
         parallel=recipe.parallel,
         average=None if ema is None else ema.module,
     )
-    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": _compiled(ema.module, recipe)})
+    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     pulse = Pulse()
@@ -85,6 +86,7 @@ def build_run(setting: Setting) -> Run:
         pipeline=prepared.pipeline,
         network=network,
         scored=scored,
+        compiled=compiled.networks,
         strategy=strategy,
         optimizer=optimizer,
         courses=build_courses(recipe, plan),
@@ -153,8 +155,32 @@ def file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
     }
 
 
-def _compiled(network: nn.Module, recipe: Recipe) -> Any:
-    return torch.compile(network) if recipe.model.compile else network
+class _Compiler:
+    """Compiles sets of weights, if asked to.
+
+    Attributes:
+        networks: Those that were, by the name of their weights.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self.networks: dict[str, CompiledNetwork] = {}
+        self._model, self._plan = recipe.model, plan
+        self._repeats = recipe.train.deterministic or recipe.parallel.exact
+        self._log = CompileLog() if plan.compile != "off" else None
+
+    def __call__(self, name: str, network: nn.Module) -> nn.Module:
+        """What is to be called instead of a network."""
+        if self._log is None:
+            return network
+        self.networks[name] = CompiledNetwork(
+            network,
+            self._model,
+            train_sizes=self._plan.compiled_train_sizes,
+            evaluation_sizes=self._plan.compiled_evaluation_sizes,
+            log=self._log,
+            deterministic=self._repeats,
+        )
+        return self.networks[name]
 
 
 def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
@@ -186,3 +212,5 @@ def _register(run: Run) -> None:
     run.components.add("progress", run.progress)
     run.components.add("window", run.window)
     run.components.add("clock", run.clock)
+    for name, component in run.strategy.components().items():
+        run.components.add(name, component)

@@ -9,6 +9,7 @@ from paceline.trainer.evaluate import evaluate_run
 from paceline.trainer.rehearsal import rehearse
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
+from paceline.trainer.trial import try_out
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -22,7 +23,7 @@ def fit(run: Run) -> str:
 
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
-    batches = rehearse(run, run.train_batches())
+    batches = try_out(run, rehearse(run, run.train_batches()))
     ending = run.ending(Wish())
     run.clock.start()
     while not ending:

@@ -32,6 +32,10 @@ _FREE_DATA = (
     "train.nonfinite",
     "train.max_nonfinite",
     "model.channels_last",
+    "model.compile",
+    "model.compile_mode",
+    "model.compile_backend",
+    "model.activation_checkpointing",
     "distillation.teacher",
 )
 # Numbers of the plan that must be the same for the run to go on with the same arithmetic and samples.
@@ -47,6 +51,7 @@ _FIXED_IF_EXACT = {
     "strategy": "parallel.exact",
     "logical_ranks": "parallel.logical_ranks",
     "threads_per_process": "parallel.threads",
+    "compile": "model.compile",
 }
 
 # What decides no bits where another device computes.
@@ -58,6 +63,7 @@ _BITS = {
     "world_size": "processes",
     "device": "device",
     "threads_per_process": "threads per process",
+    "compile": "compiled",
 }
 
 
@@ -197,7 +203,9 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
     for number, key in fixed.items():
         if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
             continue
-        old, new = plan[number], getattr(asked.plan, number)
+        # A key that the plan lacks is younger than the run.
+        new = getattr(asked.plan, number)
+        old = plan.get(number, new)
         if old != new:
             raise RunDirectoryError(
                 f"the run in '{directory.root}' has {number}={old}, but here it comes to {new}; it can only go on as "
@@ -230,7 +238,8 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
             continue
         if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
             continue
-        before, now = plan[number], getattr(asked.plan, number)
+        now = getattr(asked.plan, number)
+        before = plan.get(number, now)
         if before != now:
             pairs = ", otherwise mixed" * (number == "logical_ranks" and _mixes(asked.recipe))
             notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")

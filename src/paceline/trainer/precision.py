@@ -13,7 +13,7 @@ from paceline.recipe.training import GradScaler
 # Below it every gradient that fp16 could hold is lost: the overflow is in the forward pass, and nothing is learned.
 _USELESS_SCALE = 2.0**-24
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Precision:
@@ -76,3 +76,11 @@ class Precision:
     def scale(self) -> float:
         """The current loss scale; 1 without scaling."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+
+def set_float32_matmul(name: str) -> None:
+    """Choose how exactly this process multiplies fp32 numbers; ``default`` changes nothing."""
+    if name == "default":
+        return
+    torch.set_float32_matmul_precision(name)
+    torch.backends.cudnn.allow_tf32 = name != "highest"

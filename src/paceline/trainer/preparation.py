@@ -22,6 +22,8 @@ from paceline.distributed.device import choose_device, describe_machine, reserve
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, ModelError, RecipeError
 from paceline.models.build import parameter_count
+from paceline.models.compiled import check_backend
+from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
@@ -31,6 +33,7 @@ from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.build import task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
+from paceline.trainer.precision import set_float32_matmul
 from paceline.world import World
 
 
@@ -67,6 +70,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     elif device.type == "cuda":
         # Let cuDNN measure which of its kernels is fastest for these shapes, as every reference trainer does.
         torch.backends.cudnn.benchmark = True
+    set_float32_matmul(plan.float32_matmul)
     placement = Placement(device=device, channels_last=plan.channels_last)
     pipeline = task.open_pipeline(placement)
     with contextlib.ExitStack() as undo:
@@ -74,6 +78,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
         network, notices = build_network(recipe, task, placement)
+        if plan.precision == "fp8":
+            network = convert_to_fp8(network)
         task.prepare_training(placement)
         plan = plan_network(plan, network, recipe)
         prepared = Prepared(
@@ -154,12 +160,14 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     Raises:
         ModelError: If it cannot be trained as the recipe asks.
     """
+    check_backend(recipe.model)
     _check_network(network, recipe)
     numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
     plan = with_network(plan, recipe, numbers)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
-    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer))
+    layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()
+    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer), fp8_layers=layers)
 
 
 def _check_network(network: nn.Module, recipe: Recipe) -> None:

@@ -36,8 +36,9 @@ class Recorder:
     def write_step(self, run: Run) -> None:
         """Write a step record: the one place of the loop where the host waits for the device."""
         timings = run.clock.drain()
-        drained = run.window.drain([timings[f"{phase}_seconds"] or 0.0 for phase in PHASES])
-        slowest = find_slowest(drained.seconds, waits_in_backward=run.plan.strategy == "ddp")
+        surprises = self._surprises(run)
+        drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
+        slowest = find_slowest([each[:-1] for each in drained.seconds], waits_in_backward=run.plan.strategy == "ddp")
         norm = run.window.grad_norm
         plan, progress = run.plan, run.progress
         event = StepEvent(
@@ -54,6 +55,8 @@ class Recorder:
         )
         self.write(event)
         self._report_slow(run, slowest)
+        if any(each[-1] for each in drained.seconds):
+            self._report_recompiles(run, surprises)
         self._report_broken(run, drained.broken)
         self.flush()
         check_finite(drained.loss, progress.step)
@@ -99,6 +102,21 @@ class Recorder:
             files.callback(self._ledger.close)
             if self._writer is not None:
                 files.callback(self._writer.close)
+
+    @staticmethod
+    def _surprises(run: Run) -> list[str]:
+        return [each for network in run.compiled.values() for each in network.log.surprises()]
+
+    def _report_recompiles(self, run: Run, reasons: list[str]) -> None:
+        """Say what was compiled in vain on any process; a collective."""
+        for rank, each in enumerate(run.collectives.gather(reasons)):
+            if each:
+                message = (
+                    f"rank {rank} has compiled the network {len(each)} time{'s' * (len(each) > 1)} more than planned, "
+                    f"since what it was compiled for has changed ({each[-1]}), and may do so again."
+                )
+                details = {"rank": rank, "count": len(each)}
+                self.write(IncidentEvent(**run.progress.here, incident="recompile", message=message, details=details))
 
     def _report_slow(self, run: Run, slowest: Slowest | None) -> None:
         if slowest is None or not self._slow.is_news(slowest):

@@ -10,8 +10,7 @@ import torch
 
 from paceline.data.batch import Batch
 from paceline.distributed.exact_buffers import buffers_of, put_back
-from paceline.distributed.strategy import Wish
-from paceline.errors import ModelError
+from paceline.distributed.strategy import Wish, refuse_unused
 from paceline.trainer.step import seed_forward
 
 if TYPE_CHECKING:
@@ -39,16 +38,12 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         loss = run.task.loss(run.strategy.model, first)
     run.pulse.enter("backward", last=True)
     run.strategy.with_vote(loss * 0, Wish, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
-    unused = [name for name, p in run.network.named_parameters() if p.requires_grad and p.grad is None]
-    run.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for module, name, buffer, before in buffers:
-            put_back(module, name, buffer)
-            buffer.copy_(before)
-    if unused:
-        raise ModelError(
-            f"{len(unused)} parameter(s) took no part in the loss: {', '.join(unused[:5])}"
-            f"{', …' if len(unused) > 5 else ''}; with several processes, or parallel.exact, every trainable parameter "
-            "must: remove them, use them, or set requires_grad=False."
-        )
+    try:
+        refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
+    finally:
+        run.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                put_back(module, name, buffer)
+                buffer.copy_(before)
     return chain([first], batches)

@@ -22,6 +22,7 @@ from paceline.distributed.sightings import NO_SAMPLES, Pulse
 from paceline.distributed.strategy import VOTE_LAG, Strategy, Wish
 from paceline.distributed.watchdog import Watchdog
 from paceline.metrics.accumulator import Metric
+from paceline.models.compiled import CompiledNetwork
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.clipping import Clipping
 from paceline.optim.schedules import Courses
@@ -49,6 +50,7 @@ class Run:
     Attributes:
         network: The bare network; what the optimizer, checkpoints and digests see.
         scored: What evaluation calls, by set of weights: the network and its average, compiled if asked.
+        compiled: Of these, the compiled ones.
         strategy: Holds the network as the step calls it, compiled and wrapped.
         components: What a checkpoint holds, by name.
         writer: Writes checkpoints, on the first rank, or its part of them.
@@ -68,6 +70,7 @@ class Run:
     pipeline: Pipeline
     network: nn.Module
     scored: Mapping[str, Any]
+    compiled: Mapping[str, CompiledNetwork]
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     courses: Courses

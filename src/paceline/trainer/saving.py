@@ -41,8 +41,9 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.
         run.recorder.flush(durable=True)
-        # The one state that differs between ranks is gathered; of the rest, the first rank's stands for all.
+        # What differs between ranks is gathered; of the rest, the first rank's stands for all.
         run.window.gather()
+        run.strategy.gather()
         _submit(run)
         run.saved_position = run.progress.position
     if news := run.cadence.saved(time.perf_counter() - begun):

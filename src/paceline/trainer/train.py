@@ -413,6 +413,8 @@ def _device_facts(device: torch.device, launch: Launch) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": str(device),
         "cuda": torch.version.cuda,
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "world_size": launch.world.world_size,
         "launched_by": launch.source,
     }

@@ -50,7 +50,7 @@ def test_no_process_group_is_formed_alone() -> None:
 
 def test_one_process_votes_for_itself() -> None:
     network = nn.Linear(2, 2)
-    strategy = SingleProcess(network)
+    strategy = SingleProcess(network, network)
     assert strategy.model is network
     loss = torch.ones(())
     with strategy.micro_batch(MicroBatch(0, 8, 4, is_last=False)):

@@ -156,7 +156,9 @@ def test_statistics_of_norms_are_no_training_buffers_and_all_others_are(network:
 def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group: Collectives, kind: str) -> None:
     network = net()
     strategy = (
-        SingleProcess(network) if kind == "alone" else DataParallel(network, network, group, CPU, parallel=Parallel())
+        SingleProcess(network, network)
+        if kind == "alone"
+        else DataParallel(network, network, group, CPU, parallel=Parallel())
     )
     batch, heard = torch.randn(6, 4), []
     for marked in (None, 0, 1, None):

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, ModelError
-from paceline.models.transfer import checkpoint_activations, freeze, load_fitting
+from paceline.models.transfer import freeze, load_fitting
 
 
 def net(classes: int = 3) -> nn.Module:
@@ -63,31 +63,6 @@ def test_patterns_freeze_and_take_back(patterns: tuple[str, ...], left: set[str]
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"no parameter's name matches '!fc.\*'.*3\.weight, 3\.bias"):
         freeze(net(), ("*", "!fc.*"))
-
-
-def test_recomputed_activations_change_no_gradient() -> None:
-    timm = pytest.importorskip("timm")
-
-    def gradients(*, recompute: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        network = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3, drop_rate=0.1)
-        if recompute:
-            checkpoint_activations(network, "vit")
-        generator = torch.Generator().manual_seed(1)
-        torch.manual_seed(2)
-        network.train()(torch.randn(4, 3, 32, 32, generator=generator)).square().sum().backward()
-        return [each.grad for each in network.parameters()]
-
-    for plain, recomputed in zip(gradients(recompute=False), gradients(recompute=True), strict=True):
-        assert torch.equal(plain, recomputed)
-
-
-def test_networks_that_cannot_recompute_are_named() -> None:
-    timm = pytest.importorskip("timm")
-    with pytest.raises(ModelError, match="set_grad_checkpointing"):
-        checkpoint_activations(net(), "mine:net")
-    with pytest.raises(ModelError, match="resnet10t has BatchNorm"):
-        checkpoint_activations(timm.create_model("resnet10t", num_classes=2), "resnet10t")
 
 
 def test_a_run_begins_from_weights_for_other_classes(

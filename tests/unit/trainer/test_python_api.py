@@ -20,6 +20,7 @@ def settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
+        "products": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
         "handlers": [signal.getsignal(number) for number in STOP_SIGNALS],
     }
 
@@ -29,11 +30,13 @@ def of_ones_own() -> Iterator[dict[str, Any]]:
     """Settings that no run would choose; undone in the end."""
     threads, handlers = torch.get_num_threads(), [signal.getsignal(number) for number in STOP_SIGNALS]
     torch.set_num_threads(3)
+    torch.set_float32_matmul_precision("high")
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     yield settings()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(mode=False)
+    torch.set_float32_matmul_precision("highest")
     for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
         signal.signal(number, handler)
 
@@ -44,12 +47,13 @@ def test_settings_of_the_process_are_the_caller_s_again(
     seen: list[dict[str, Any]] = []
     paceline.train(
         tiny_recipe,
-        overrides={"train.duration": "1 steps", "train.deterministic": True},
+        overrides={"train.duration": "1 steps", "train.deterministic": True, "train.float32_matmul": "highest"},
         run_dir=tmp_path,
         task=tiny_task(on_loss=lambda *_: seen.append(settings())),
         quiet=True,
     )
     assert (seen[0]["threads"], seen[0]["deterministic"]) == (1, True)
+    assert seen[0]["products"] == ("highest", False)
     assert seen[0]["handlers"] != of_ones_own["handlers"]
     assert settings() == of_ones_own
 

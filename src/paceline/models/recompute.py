@@ -1,0 +1,171 @@
+"""Which activations are kept for the backward pass, and which are computed once more?
+
+A network is cut into its repeated blocks. Each keeps its input, and computes the rest again when the backward pass
+comes to it (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016); a selective one keeps the results of
+matrix products and convolutions too, and computes again what costs little: norms, activations, dropout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from paceline.errors import ModelError
+
+Recompute = Literal["full", "selective"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class _Recomputed(nn.Module):
+    """Mixed into a block's class: parameters, names and copies stay as they are, and only the forward pass changes."""
+
+    _recompute: Recompute = "full"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the block, and when a gradient is asked for keep as little of it as was asked."""
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        norms = [each for each in self.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+        if norms:
+            contexts = partial(_contexts_with_norms, self._recompute, norms)
+            return checkpoint(super().forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # In so many words, since the compiler must know them without looking into a variable.
+        if self._recompute == "selective":
+            return checkpoint(super().forward, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled: bool = False) -> list[str]:
+    """Let a network's blocks compute their activations once more; returns the blocks' names.
+
+    Raises:
+        ModelError: If it has no blocks, or some that cannot.
+    """
+    paths = blocks_of(network)
+    if not paths:
+        raise ModelError(
+            f"model.activation_checkpointing={how}: {name} has no repeated blocks (modules of several layers in a "
+            "Sequential, ModuleList or ModuleDict) that could be computed again; leave it out."
+        )
+    classes: dict[type[Any], type[Any]] = {}
+    for path in paths:
+        block = network.get_submodule(path)
+        _check(block, path, how, compiled=compiled)
+        # One for all blocks of a kind: so they are compiled as one kind too.
+        classes.setdefault(type(block), _recomputed_class(type(block), how))
+        block.__class__ = classes[type(block)]
+    return paths
+
+
+def blocks_of(network: nn.Module) -> list[str]:
+    """Names of the blocks: those that a timm network names itself, or else the outermost ones in containers."""
+    matcher = getattr(network, "group_matcher", None)
+    if callable(matcher):
+        patterns = matcher(coarse=False).get("blocks", ())
+        listed = [patterns] if isinstance(patterns, str) else [each[0] for each in patterns or ()]
+        numbered = [each for each in listed if r"\d" in each]
+        named = [path for path, module in network.named_modules() if _is_block(module) and _matches(path, numbered)]
+        if named:
+            return _outermost(named)
+    found = (
+        f"{path}.{child}" if path else child
+        for path, module in network.named_modules()
+        if isinstance(module, _CONTAINERS)
+        for child, block in module.named_children()
+        if _is_block(block)
+    )
+    return _outermost(sorted(found, key=lambda each: each.count(".")))
+
+
+def _matches(path: str, patterns: list[str]) -> bool:
+    return any(re.fullmatch(each.removeprefix("^"), path) for each in patterns)
+
+
+def _is_block(module: nn.Module) -> bool:
+    own = [each for each in module.modules() if any(True for _ in each.parameters(recurse=False))]
+    return not isinstance(module, _CONTAINERS) and len(own) > 1
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    kept: list[str] = []
+    for path in paths:
+        if not any(path.startswith(f"{each}.") for each in kept):
+            kept.append(path)
+    return kept
+
+
+def _check(block: nn.Module, path: str, how: Recompute, *, compiled: bool) -> None:
+    norms = [each for each in block.modules() if isinstance(each, _NormBase) and each.track_running_stats]
+    said = f"model.activation_checkpointing={how}: {path} has {type(norms[0]).__name__ if norms else ''}, "
+    if any(not isinstance(each, _BatchNorm) for each in norms):
+        raise ModelError(f"{said}whose running statistics would take in each batch twice; leave it out.")
+    if norms and compiled:
+        raise ModelError(
+            f"{said}whose running statistics a compiled block would take in twice; set model.compile=false, or leave "
+            "it out: a compiled network keeps less anyway."
+        )
+
+
+def _recomputed_class(block: type[nn.Module], how: Recompute) -> type[nn.Module]:
+    return type(block.__name__, (_Recomputed, block), {"_recompute": how, "__module__": block.__module__})
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # torch
+
+
+def _contexts_with_norms(
+    how: Recompute, norms: list[_BatchNorm]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first, again = _selective() if how == "selective" else (nullcontext(), nullcontext())
+    return first, _without_statistics(norms, again)
+
+
+@contextmanager
+def _without_statistics(norms: list[_BatchNorm], inside: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let BatchNorm write to copies of its running statistics, which have taken in this batch already."""
+    kept = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
+    for norm, buffers in kept:
+        for name, buffer in buffers.items():
+            setattr(norm, name, buffer.clone())
+    try:
+        with inside:
+            yield
+    finally:
+        for norm, buffers in kept:
+            for name, buffer in buffers.items():
+                setattr(norm, name, buffer)
+
+
+@cache
+def _kept_operations() -> frozenset[Any]:
+    aten = torch.ops.aten
+    names = (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    )
+    return frozenset(getattr(aten, name).default for name in names if hasattr(aten, name))
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operation in _kept_operations() and not _draws(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it drops out: were it not done again, what is drawn after it would be other numbers."""
+    for index, argument in enumerate(operation._schema.arguments):  # noqa: SLF001  # there is no other way to ask
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(given) > 0
+    return False

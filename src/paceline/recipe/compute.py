@@ -1,0 +1,150 @@
+"""How does a run compute: in which numbers, compiled for which sizes, and what can this machine not do?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import RecipeError
+from paceline.recipe.schema import Recipe
+
+# A size that fewer forward passes have than this is not worth the wait for its graph.
+_WORTH_COMPILING = 0.05
+
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+_WITH_TIMING = ("max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What of a run is compiled.
+
+    Attributes:
+        compile: Back-end and mode of torch.compile, or ``off``.
+        compiled_train_sizes: Samples of the micro-batches that are; others run uncompiled.
+        compiled_evaluation_sizes: The same for evaluation.
+    """
+
+    compile: str = "off"
+    compiled_train_sizes: tuple[int, ...] = ()
+    compiled_evaluation_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Into what epochs and evaluations are cut, all in samples but for ``logical_ranks``."""
+
+    train_samples: int
+    global_batch_size: int
+    logical_ranks: int
+    evaluation_samples: int
+    evaluation_batch_size: int
+
+    def of_training(self) -> Counter[int]:
+        """How many micro-batches of an epoch have each size, over all processes."""
+        full, left = divmod(self.train_samples, self.global_batch_size)
+        sizes = Counter({self.global_batch_size // self.logical_ranks: full * self.logical_ranks})
+        part, larger = divmod(left, self.logical_ranks)
+        sizes.update({part + 1: larger, part: self.logical_ranks - larger})
+        return _that_occur(sizes)
+
+    def of_evaluation(self) -> Counter[int]:
+        """How many evaluation batches have each size, over all processes."""
+        full, left = divmod(self.evaluation_samples, self.evaluation_batch_size)
+        return _that_occur(Counter({self.evaluation_batch_size: full, left: 1}))
+
+
+def _that_occur(sizes: Counter[int]) -> Counter[int]:
+    return Counter({size: count for size, count in sizes.items() if size and count})
+
+
+def plan_compilation(recipe: Recipe, device: str, sizes: Sizes, *, accumulation_steps: int) -> Compiled:
+    """Work out what is compiled.
+
+    Raises:
+        RecipeError: If the mode cannot be had here, or not with the rest of the recipe.
+    """
+    model = recipe.model
+    if not model.compile:
+        return Compiled()
+    if model.compile_backend != "inductor" and model.compile_mode != "default":
+        raise RecipeError(
+            f"model.compile_mode={model.compile_mode} is a mode of inductor, and has no effect with "
+            f"model.compile_backend={model.compile_backend}; leave one of the two out."
+        )
+    _check_graphs(recipe, device, accumulation_steps)
+    if model.compile_mode in _WITH_TIMING and (recipe.train.deterministic or recipe.parallel.exact):
+        asked = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
+        raise RecipeError(
+            f"model.compile_mode={model.compile_mode} takes the kernels that were fastest when they were tried, at "
+            f"another launch perhaps others, and {asked}=true wants the same sums each time; use "
+            "model.compile_mode=default."
+        )
+    evaluated = recipe.evaluate.every is not None
+    return Compiled(
+        compile=f"{model.compile_backend}, {model.compile_mode}",
+        compiled_train_sizes=_worth_compiling(sizes.of_training()),
+        compiled_evaluation_sizes=_worth_compiling(sizes.of_evaluation()) if evaluated else (),
+    )
+
+
+def _worth_compiling(sizes: Mapping[int, int]) -> tuple[int, ...]:
+    enough = _WORTH_COMPILING * sum(sizes.values())
+    return tuple(sorted((size for size, count in sizes.items() if count >= enough), reverse=True))
+
+
+def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
+    """Refuse CUDA graphs where there are none, or where they would overwrite what is still needed."""
+    mode = recipe.model.compile_mode
+    if mode not in _WITH_GRAPHS:
+        return
+    instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
+    said = f"model.compile_mode={mode} records CUDA graphs, "
+    if device != "cuda":
+        raise RecipeError(
+            f"{said}which need a CUDA device, and this run is on {device}; use model.compile_mode={instead}."
+        )
+    if accumulation_steps > 1:
+        raise RecipeError(
+            f"{said}and each replay writes its gradients where the last one's are: those of {accumulation_steps} "
+            f"micro-batches per step cannot be added up; use model.compile_mode={instead}, or a larger "
+            "batch.micro_size."
+        )
+    if recipe.data.progressive.start_size is not None:
+        raise RecipeError(
+            f"{said}each of which holds memory for one size of image, and data.progressive has several; use "
+            f"model.compile_mode={instead}, or data.progressive.start_size=off."
+        )
+    if recipe.parallel.exact:
+        raise RecipeError(
+            f"{said}and parallel.exact collects each gradient in memory of its own; use model.compile_mode={instead}."
+        )
+
+
+def resolve_float32_matmul(recipe: Recipe, device: str, lacks: Mapping[str, str], reasons: dict[str, str]) -> str:
+    """How exactly fp32 numbers are multiplied: ``train.float32_matmul``, or ``default`` for torch's own.
+
+    Raises:
+        RecipeError: If this machine multiplies no other way.
+    """
+    asked = recipe.train.float32_matmul
+    if asked == "auto":
+        reasons["train.float32_matmul"] = (
+            "torch's default: TF32 for convolutions, fp32 for matrix products" if device == "cuda" else "fp32"
+        )
+        return "default"
+    missing = {"high": "tf32", "medium": "bf16_products"}.get(asked, "")
+    if why := lacks.get(missing):
+        raise RecipeError(f"train.float32_matmul={asked} has no effect here: {why}; use auto or highest.")
+    return asked
+
+
+def check_fp8(recipe: Recipe, lacks: Mapping[str, str]) -> None:
+    """Refuse fp8 where it cannot be had.
+
+    Raises:
+        RecipeError: With the reason.
+    """
+    if recipe.train.precision == "fp8" and (why := lacks.get("fp8")):
+        raise RecipeError(f"train.precision=fp8 cannot be had here: {why}; use bf16, or auto.")
