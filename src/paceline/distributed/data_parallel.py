@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,6 +54,7 @@ class DataParallel:
     so that neither evaluating nor saving can change them.
     """
 
+    waits_in: Collection[str] = ("backward",)
     is_sharded = False
 
     def __init__(

@@ -9,7 +9,7 @@ its slice, and hands the result to all: as many bytes as a ring's all-reduce mov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
@@ -88,6 +88,7 @@ class ExactDataParallel:
         logical_ranks: Micro-batches per step over all processes; a multiple of their number.
     """
 
+    waits_in: Collection[str] = ()
     averages_over = 1
     is_rehearsed = True
     is_sharded = False

@@ -8,7 +8,7 @@ micro-batch, so that no process ever holds a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,7 @@ class FullySharded:
         parallel: How many processes share a copy, and what they gather.
     """
 
+    waits_in: Collection[str] = ("forward", "backward")
     is_rehearsed = True
     is_sharded = True
 

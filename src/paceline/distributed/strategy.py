@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -55,8 +55,10 @@ class Strategy(Protocol):
         is_sharded: Whether each process holds a part of the weights: whoever calls the network, or copies its state,
             does so on all of them.
         scored: What evaluation calls; its modules are the network's.
+        waits_in: Phases of a step in which processes wait for one another.
     """
 
+    waits_in: Collection[str]
     averages_over: int
     is_rehearsed: bool
     is_sharded: bool
@@ -158,6 +160,7 @@ class Marks:
 class SingleProcess:
     """One process: nothing to agree on."""
 
+    waits_in: Collection[str] = ()
     averages_over = 1
     is_rehearsed = False
     is_sharded = False

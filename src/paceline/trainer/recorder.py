@@ -38,7 +38,7 @@ class Recorder:
         timings = run.clock.drain()
         surprises = self._surprises(run)
         drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
-        slowest = find_slowest([each[:-1] for each in drained.seconds], waits_in_backward=run.plan.strategy == "ddp")
+        slowest = find_slowest([each[:-1] for each in drained.seconds], waits_in=run.strategy.waits_in)
         norm = run.window.grad_norm
         plan, progress = run.plan, run.progress
         event = StepEvent(

@@ -6,7 +6,7 @@ of the step in which nobody waits; that it is slow shows in the others' reductio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,21 +33,22 @@ class Slowest:
     factor: float
 
 
-def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in_backward: bool) -> Slowest | None:
+def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str]) -> Slowest | None:
     """Find it from each process's mean seconds per step and phase, in the order of ``PHASES``.
 
     Args:
         seconds: By rank and phase.
-        waits_in_backward: Whether gradients are reduced while the backward pass goes on. Then the shortest one
-            counts for all, since who comes last does not wait.
+        waits_in: Phases in which processes wait for one another, because they exchange gradients or weights there.
+            Of these the shortest one counts for all, since who comes last does not wait.
 
     Returns:
         None for a single process, and where nothing was measured.
     """
     if len(seconds) < 2:
         return None
-    shortest = min(each[_BACKWARD] for each in seconds)
-    own = [(each[_DATA_WAIT], each[_FORWARD], shortest if waits_in_backward else each[_BACKWARD]) for each in seconds]
+    phases = (_DATA_WAIT, _FORWARD, _BACKWARD)
+    shortest = {phase: min(each[phase] for each in seconds) for phase in phases if PHASES[phase] in waits_in}
+    own = [[shortest.get(phase, each[phase]) for phase in phases] for each in seconds]
     totals = [sum(each) for each in own]
     rank = max(range(len(own)), key=lambda number: totals[number])
     others = [number for number in range(len(own)) if number != rank]
@@ -55,7 +56,7 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in_backward: bool)
     if usual <= 0:
         return None
     excess = [own[rank][part] - median(own[number][part] for number in others) for part in range(len(own[rank]))]
-    phase = PHASES[(_DATA_WAIT, _FORWARD, _BACKWARD)[excess.index(max(excess))]]
+    phase = PHASES[phases[excess.index(max(excess))]]
     return Slowest(rank, phase, totals[rank] / usual)
 
 

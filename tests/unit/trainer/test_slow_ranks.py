@@ -12,21 +12,21 @@ IN_DATA = [[0.5, 1.0, 7.0, 0.1], [6.5, 1.0, 1.0, 0.1]]
 
 
 def test_in_the_forward_pass() -> None:
-    assert find_slowest(IN_FORWARD, waits_in_backward=True) == Slowest(1, "forward", 5 / 3)
+    assert find_slowest(IN_FORWARD, waits_in=("backward",)) == Slowest(1, "forward", 5 / 3)
 
 
 def test_in_waiting_for_data() -> None:
-    assert find_slowest(IN_DATA, waits_in_backward=True) == Slowest(1, "data_wait", 8.5 / 2.5)
+    assert find_slowest(IN_DATA, waits_in=("backward",)) == Slowest(1, "data_wait", 8.5 / 2.5)
 
 
 def test_in_the_backward_pass_where_nobody_waits_in_it() -> None:
     seconds = [[0.0, 1.0, 2.0, 5.0], [0.0, 1.0, 5.0, 2.0], [0.0, 1.0, 2.0, 5.0]]
-    assert find_slowest(seconds, waits_in_backward=False) == Slowest(1, "backward", 2.0)
+    assert find_slowest(seconds, waits_in=()) == Slowest(1, "backward", 2.0)
 
 
 @pytest.mark.parametrize("seconds", [[[1.0] * 4], [[0.0] * 4, [0.0] * 4]], ids=["alone", "nothing measured"])
 def test_nobody(seconds: list[list[float]]) -> None:
-    assert find_slowest(seconds, waits_in_backward=True) is None
+    assert find_slowest(seconds, waits_in=("backward",)) is None
 
 
 def test_told_once_when_it_stays_so() -> None:
