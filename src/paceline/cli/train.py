@@ -243,7 +243,15 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "evaluation": evaluation,
         "checkpoint": _checkpoint_line(plan, every(plan.checkpoint_every_steps)),
         "step record": every(plan.log_every_steps),
+        **_profile_line(plan),
     }
+
+
+def _profile_line(plan: Plan) -> dict[str, str]:
+    if plan.profile_steps is None:
+        return {}
+    before, last = plan.profile_steps
+    return {"profile": f"steps {format_count(before + 1)} to {format_count(last)}"}
 
 
 def _checkpoint_line(plan: Plan, by_steps: str) -> str:

@@ -15,6 +15,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
+from paceline.recipe.profile import plan_profile, unused_in_profile
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -120,6 +121,7 @@ class Plan(Rates):
     checkpoint_every_steps: int | None
     checkpoint_every_seconds: float | None
     log_every_steps: int
+    profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
@@ -197,6 +199,7 @@ def make_plan(
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
+        profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=unused_keys(recipe, data, world_size) | unused_in_schedule(recipe, rates),
     )
@@ -265,7 +268,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
     for key in ("data.validation_fraction", "evaluate.top_k"):
         if key in data.reasons:
             found[key] = data.reasons[key]
-    found |= _unused_in_data(recipe.data)
+    found |= _unused_in_data(recipe.data) | unused_in_profile(recipe.telemetry.profile)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.parallel.exact or world_size == 1:

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
+from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
 
 
@@ -73,3 +74,5 @@ class Telemetry:
     """Time between step records; the only moments the host waits for the device."""
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Where records go beside events.jsonl."""
+    profile: Profile = Profile()
+    """Some steps looked at closely."""

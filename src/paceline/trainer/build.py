@@ -35,6 +35,7 @@ from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
+from paceline.trainer.profiling import with_profile
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
@@ -103,6 +104,7 @@ def build_run(setting: Setting) -> Run:
         file_metadata=file_metadata(recipe, plan, prepared.task),
     )
     _register(run)
+    run.clock = with_profile(run)
     return run
 
 

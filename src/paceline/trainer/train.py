@@ -237,7 +237,8 @@ def _wait_for_save(run: Run, error: BaseException) -> None:
 
 def _fit(run: Run) -> TrainResult:
     try:
-        ending = fit(run)
+        with contextlib.closing(run.clock):
+            ending = fit(run)
         reasons = {
             "signal": run.stop.signal_name or "another process was asked",
             "patience": "no better evaluation",
