@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.distributed.affinity import OwnCores
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cpu_name
 from paceline.recipe.plan import MachineFacts
@@ -83,16 +84,18 @@ def reserve_deterministic_workspace() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def describe_machine(device: torch.device) -> MachineFacts:
-    """Facts the plan needs; the same on every rank of a uniform cluster."""
+def describe_machine(device: torch.device, own: OwnCores | None = None) -> MachineFacts:
+    """Facts the plan needs; the same on every rank of a uniform cluster, but for ``own``, this process's cores."""
     fast_bf16, why = _fast_bf16(device)
+    reasons = {"fast_bf16": why} if own is None else {"fast_bf16": why, "parallel.affinity": own.why}
     return MachineFacts(
         device=device.type,
         device_name=_device_name(device),
         fast_bf16=fast_bf16,
         cores=available_cores(),
         threads=_threads_asked(),
-        reasons={"fast_bf16": why},
+        own_cores=None if own is None else own.threads,
+        reasons=reasons,
     )
 
 

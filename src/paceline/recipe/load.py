@@ -112,7 +112,7 @@ _FOR_TRAINING = (
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
-    "parallel.gradient_compression",
+    *("parallel.gradient_compression", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.frozen", "model.activation_checkpointing"),
 )
 

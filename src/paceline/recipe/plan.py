@@ -49,6 +49,7 @@ class MachineFacts:
         fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
         cores: CPU cores this machine lends to the run.
         threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
+        own_cores: Physical cores that ``parallel.affinity`` gives this process, if it does.
         reasons: Why, by dotted key or by ``fast_bf16``.
     """
 
@@ -57,6 +58,7 @@ class MachineFacts:
     fast_bf16: bool
     cores: int
     threads: int | None = None
+    own_cores: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -227,6 +229,7 @@ _ALWAYS_TOLD = (
     "evaluate.every",
     "data.validation",
     "parallel.exact",
+    "parallel.affinity",
 )
 
 
@@ -390,6 +393,9 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
     if recipe.parallel.exact and machine.device == "cpu":
         reasons["parallel.threads"] = "parallel.exact: sums over one thread do not depend on the number of processes"
         return 1
+    if machine.own_cores is not None:
+        reasons["parallel.threads"] = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
+        return min(machine.own_cores, machine.threads or machine.own_cores)
     share = max(1, machine.cores // local_world_size)
     if machine.threads not in (None, share):
         reasons["parallel.threads"] = "as OMP_NUM_THREADS says"

@@ -62,6 +62,10 @@ class Parallel:
     65504 or tiny."""
     threads: Auto | PositiveInt = "auto"
     """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
+    affinity: Literal["none", "socket", "single", "single_unique", "interleaved", "contiguous"] = "none"
+    """Which cores a process and its loader processes run on: `none` leaves it to the system, `socket` are all near its
+    GPU, `single` one of them for all, `single_unique` one for each; `interleaved` and `contiguous` deal them out
+    evenly. Without GPUs, sockets are dealt out in order."""
     timeout: Time = TimeSpan(10, "minutes")
     """How long processes wait for one another, when they meet and in every exchange, before the run ends."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.errors import CheckpointError, ModelError, RecipeError
 from paceline.models.build import parameter_count
@@ -44,6 +46,7 @@ class Prepared:
     network: nn.Module
     pipeline: Pipeline
     geometry: StepGeometry
+    cores: OwnCores | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -57,7 +60,9 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         reserve_deterministic_workspace()
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
-    plan = plan_run(recipe, task, describe_machine(device), world)
+    cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
+    plan = plan_run(recipe, task, describe_machine(device, cores), world)
+    bind(cores)  # before loader processes and threads are begun, which inherit it
     torch.set_num_threads(plan.threads_per_process)
     if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
         # Only when asked: the call imports torch's compiler, which takes seconds.
@@ -89,7 +94,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network=network,
             pipeline=pipeline,
             geometry=geometry,
-            notices=notices,
+            cores=cores,
+            notices=notices if cores is None else (*notices, cores.why),
         )
         _check_tail(prepared)
         undo.pop_all()
