@@ -147,11 +147,8 @@ def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[in
     shared = max(1, len(mine) // len(sharing)) if mode == "socket" else len(chosen)
     nodes = [str(node) for node, cores in topology.nodes.items() if set(cores) & set(chosen)]
     where = f"NUMA node{'s' * (len(nodes) > 1)} {' and '.join(nodes)}"
-    return OwnCores(
-        cpus,
-        shared,
-        f"process {local_rank} here runs on CPU{'s' * (len(cpus) > 1)} {format_cpus(cpus)} of {where} ({mode})",
-    )
+    on = f"CPU{'s' * (len(cpus) > 1)} {format_cpus(cpus)} of {where}"
+    return OwnCores(cpus, shared, f"process {local_rank} here runs on {on} ({mode})")
 
 
 def _near(topology: Topology, homes: Sequence[int | None]) -> list[tuple[Core, ...]]:
