@@ -32,9 +32,10 @@ def add_adapters(network: nn.Module, adapters: Adapters) -> None:
             f"model.adapters.rank={adapters.rank} needs peft ({error}); install it with: "
             "pip install 'paceline[adapters]'."
         ) from error
+    alpha: Any = adapters.alpha  # peft says whole numbers, and takes all
     config: Any = LoraConfig(
         r=adapters.rank or 0,
-        lora_alpha=adapters.alpha,
+        lora_alpha=alpha,
         target_modules=_targets(network, adapters),
         lora_dropout=adapters.dropout,
         bias="none",

@@ -143,7 +143,10 @@ def test_digits_with_adapters_score_as_they_did_in_training(tmp_path: Path) -> N
     overrides = {
         **ADAPTED,
         "model.options.width": 4,
-        "train.duration": "12 steps",
+        "train.duration": "30 steps",
+        "train.ema": "off",
+        "schedule.name": "constant",
+        "optimizer.lr": 0.05,
         "train.precision": "fp32",
         "telemetry.trackers": [],
     }
