@@ -74,26 +74,39 @@ class DataParallel:
         self._collectives = collectives
         self._synced: list[nn.Module] = []
         self.scored = called
-        self._replica = nn.parallel.DistributedDataParallel(
-            self._voting,
-            device_ids=[device.index] if device.index is not None else None,
-            bucket_cap_mb=parallel.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-            # The network is everyone's already (see build_run), and its average was copied from it.
-            init_sync=False,
-            static_graph=parallel.static_graph,
+        self._options: dict[str, Any] = {
+            "device_ids": [device.index] if device.index is not None else None,
+            "bucket_cap_mb": parallel.bucket_cap_mb,
+            "gradient_as_bucket_view": True,
+            # The network is everyone's already (see build_run), and its average was copied from it; later on, each
+            # process keeps its own norms' statistics.
+            "init_sync": False,
+            "static_graph": parallel.static_graph,
             # A static graph tells which they are.
-            find_unused_parameters=parallel.unused_parameters == "allow" and not parallel.static_graph,
-            **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
-        )
+            "find_unused_parameters": parallel.unused_parameters == "allow" and not parallel.static_graph,
+            _BUFFER_SYNC: has_training_buffers(network),
+        }
+        self._compression = parallel.gradient_compression
         self._powersgd: PowerSgd | None = None
-        if parallel.gradient_compression == "powersgd":
+        if self._compression == "powersgd":
             assert powersgd_start_step is not None  # the plan says when
             self._powersgd = PowerSgd(network, collectives, rank=parallel.powersgd.rank, start_step=powersgd_start_step)
+        self._replica = self._wrapped()
+
+    def _wrapped(self) -> nn.parallel.DistributedDataParallel:
+        wrapped = nn.parallel.DistributedDataParallel(self._voting, **self._options)
+        if self._powersgd is not None:
             # torch refuses annotations that are text; a lambda has none.
-            self._replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.hook(bucket))
-        elif parallel.gradient_compression != "none":
-            self._replica.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
+            wrapped.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.hook(bucket))
+        elif self._compression != "none":
+            wrapped.register_comm_hook(None, _COMPRESSIONS[self._compression])
+        return wrapped
+
+    def gradients_changed(self) -> None:
+        """Wrap the network anew: DDP waits for the gradients of those parameters that need one when it is built."""
+        # The old one would go on counting gradients until it is collected.
+        self._replica._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch has no other way
+        self._replica = self._wrapped()
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through DDP."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.distributed.affinity import OwnCores
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cpu_name, memory_bytes
 from paceline.recipe.plan import MachineFacts
@@ -84,23 +85,26 @@ def reserve_deterministic_workspace() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def describe_machine(device: torch.device, *, processes: int = 1) -> MachineFacts:
-    """Facts the plan needs; the same on every rank of a uniform cluster.
+def describe_machine(device: torch.device, own: OwnCores | None = None, *, processes: int = 1) -> MachineFacts:
+    """Facts the plan needs; the same on every rank of a uniform cluster, but for ``own``.
 
     Args:
         device: This process's.
+        own: The cores that are this process's, if it has some of its own.
         processes: How many share this machine, and so the memory of its CPU.
     """
     fast_bf16, why = _fast_bf16(device)
+    reasons = {"fast_bf16": why} if own is None else {"fast_bf16": why, "parallel.affinity": own.why}
     return MachineFacts(
         device=device.type,
         device_name=_device_name(device),
         fast_bf16=fast_bf16,
         cores=available_cores(),
         threads=_threads_asked(),
+        own_cores=None if own is None else own.threads,
         memory_bytes=_memory_bytes(device, processes),
         lacks=_lacks(device, why_no_bf16="" if fast_bf16 else why),
-        reasons={"fast_bf16": why},
+        reasons=reasons,
     )
 
 

@@ -93,6 +93,14 @@ class FullySharded:
         """
         raise NotImplementedError("passes beside the steps of a network that is spread over processes")
 
+    def gradients_changed(self) -> None:
+        """A recipe that trains parameters later on does not spread them.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("other gradients of a network that is spread over processes")
+
     def combine(self) -> None:
         """FSDP's hooks have done it."""
 

@@ -113,8 +113,9 @@ _FOR_TRAINING = (
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
     *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
-    *("model.pretrained", "model.initialize_", "model.frozen", "model.activation_checkpointing", "model.compile"),
-    "train.float32_matmul",
+    *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
+    *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),
+    *("model.frozen", "model.unfreeze", "model.adapters.", "train.float32_matmul"),
 )
 
 
@@ -342,6 +343,8 @@ _RULES = {
     "int_parsing": "Input should be a whole number",
     "int_type": "Input should be a whole number",
     "bool_type": "Input should be true or false",
+    "dict_type": "Input should be a mapping, as {name: value}",
+    "too_short": "Input should be a list of one or more",
     "missing": "Input should be a list with two numbers",
 }
 

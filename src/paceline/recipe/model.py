@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Off, Switch
+from paceline.recipe.adapters import Adapters
+from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, Off, Switch
 
 # What it was before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if value is True else value)
@@ -29,6 +30,11 @@ class Model:
     frozen: tuple[str, ...] = ()
     """Shell patterns of parameters that are not trained. A later one wins, and `!` takes back: ["*", "!fc.*"] trains
     the classifier alone. Norms without a trained parameter keep their statistics too."""
+    unfreeze: dict[str, Length] = Field(default_factory=dict)
+    """Patterns of frozen parameters that are trained after all, and after how long, by the earliest that matches:
+    {"layer4.*": "2 epochs", "*": "4 epochs"}."""
+    adapters: Adapters = Adapters()
+    """Low-rank matrices that are trained instead of the network's own weights."""
     activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None
     """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
     et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to; or

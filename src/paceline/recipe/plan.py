@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import RecipeError
+from paceline.recipe.adapters import unused_in_adapters
 from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
+from paceline.recipe.profile import plan_profile, unused_in_profile
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -52,6 +54,7 @@ class MachineFacts:
         threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
         memory_bytes: What one process's device has, a CPU's memory shared out among its processes; None if unknown.
         lacks: What it cannot do, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
+        own_cores: Physical cores that ``parallel.affinity`` gives this process, if it does.
         reasons: Why, by dotted key or by ``fast_bf16``.
     """
 
@@ -62,6 +65,7 @@ class MachineFacts:
     threads: int | None = None
     memory_bytes: int | None = None
     lacks: dict[str, str] = field(default_factory=dict)
+    own_cores: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -84,6 +88,7 @@ class ParameterGroupFacts:
         numbers: How many numbers they hold.
         lr_factor: Factor on the schedule's learning rate.
         weight_decay: Their weight decay.
+        first_step: The first step that trains them, from 1.
     """
 
     parameters: str
@@ -91,6 +96,7 @@ class ParameterGroupFacts:
     numbers: int
     lr_factor: float
     weight_decay: float
+    first_step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +135,8 @@ class Plan(Compiled, Rates):
     checkpoint_every_steps: int | None
     checkpoint_every_seconds: float | None
     log_every_steps: int
+    unfreeze_steps: dict[str, int] = field(default_factory=dict)
+    profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
@@ -226,6 +234,8 @@ def make_plan(
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
+        unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
+        profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=unused_keys(recipe, data) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates),
     )
@@ -253,6 +263,23 @@ def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:
     )
 
 
+def _unfreeze_steps(recipe: Recipe, lengths: Lengths, total: int) -> dict[str, int]:
+    found = {}
+    if recipe.model.unfreeze and (recipe.model.compile or recipe.parallel.gradient_compression == "powersgd"):
+        other = "model.compile=true" if recipe.model.compile else "parallel.gradient_compression=powersgd"
+        raise RecipeError(
+            f"model.unfreeze does not go with {other}, which settles at the start what has a gradient; leave one out."
+        )
+    for pattern, length in recipe.model.unfreeze.items():
+        found[pattern] = steps = lengths.steps(length, total)
+        if not 0 < steps < total:
+            raise RecipeError(
+                f"model.unfreeze: '{pattern}' stays frozen for '{length}', which is {steps} of the run's {total} "
+                "steps; it must be some of them, and not all."
+            )
+    return found
+
+
 def _in_steps(every: Duration | TimeSpan | str | None) -> Duration | None:
     return every if isinstance(every, Duration) else None
 
@@ -275,6 +302,7 @@ _ALWAYS_TOLD = (
     "evaluate.every",
     "data.validation",
     "parallel.exact",
+    "parallel.affinity",
 )
 
 
@@ -316,7 +344,7 @@ def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
     for key in ("data.validation_fraction", "evaluate.top_k"):
         if key in data.reasons:
             found[key] = data.reasons[key]
-    found |= _unused_in_data(recipe.data)
+    found |= _unused_in_data(recipe.data) | unused_in_profile(recipe.telemetry.profile)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
@@ -329,8 +357,11 @@ def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
 
 
 def _unused_weights(recipe: Recipe) -> dict[str, str]:
+    found = unused_in_adapters(recipe.model.adapters)
     partly = recipe.model.initialize_partly and recipe.model.initialize_from is None
-    return {"model.initialize_partly": "there is nothing to take (model.initialize_from)"} if partly else {}
+    if partly:
+        found["model.initialize_partly"] = "there is nothing to take (model.initialize_from)"
+    return found
 
 
 def _unused_in_data(data: Data) -> dict[str, str]:
@@ -400,6 +431,9 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
     if recipe.parallel.exact and machine.device == "cpu":
         reasons["parallel.threads"] = "parallel.exact: sums over one thread do not depend on the number of processes"
         return 1
+    if machine.own_cores is not None:
+        reasons["parallel.threads"] = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
+        return min(machine.own_cores, machine.threads or machine.own_cores)
     share = max(1, machine.cores // local_world_size)
     if machine.threads not in (None, share):
         reasons["parallel.threads"] = "as OMP_NUM_THREADS says"

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
+from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
 
 
@@ -33,7 +34,7 @@ class Checkpoint:
 
     every: Annotated[Interval | None, Off] = Duration(1, "epochs")
     """Steps or time between checkpoints, `auto`: time by what a save costs and `mtbf`, or `off`; the end of the run and
-    a requested stop are always saved."""
+    a requested stop are always saved, and the best evaluation unless `keep_best` is off."""
     mtbf: Annotated[Time, Applies("every", ("auto",))] = TimeSpan(24, "hours")
     """Mean time between failures of the whole job; `auto` is Young's optimum for it."""
     keep: PositiveInt = 2
@@ -89,6 +90,10 @@ class Parallel:
     are, for which DDP looks for them in every step."""
     threads: Auto | PositiveInt = "auto"
     """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
+    affinity: Literal["none", "socket", "single", "single_unique", "interleaved", "contiguous"] = "none"
+    """Which cores a process and its loader processes run on: `none` leaves it to the system, `socket` are all near its
+    GPU, `single` one of them for all, `single_unique` one for each; `interleaved` and `contiguous` deal them out
+    evenly. Without GPUs, sockets are dealt out in order."""
     timeout: Time = TimeSpan(10, "minutes")
     """How long processes wait for one another, when they meet and in every exchange, before the run ends."""
 
@@ -101,3 +106,5 @@ class Telemetry:
     """Time between step records; the only moments the host waits for the device."""
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Where records go beside events.jsonl."""
+    profile: Profile = Profile()
+    """Some steps looked at closely."""

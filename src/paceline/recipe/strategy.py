@@ -127,6 +127,11 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
             "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in "
             "the midst of what would be compiled; turn it off, or use parallel.strategy=ddp."
         )
+    if recipe.model.unfreeze or recipe.model.adapters.rank is not None:
+        key = "unfreeze" if recipe.model.unfreeze else "adapters"
+        raise RecipeError(
+            f"model.{key} does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
+        )
     if recipe.parallel.gradient_compression == "powersgd":
         raise RecipeError(
             "parallel.gradient_compression=powersgd takes whole matrices apart, of which each process has a part with "

@@ -158,12 +158,31 @@ class CheckpointEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileEvent(Event):
+    """Some steps were profiled.
+
+    Attributes:
+        first_step: The first of them, from 1.
+        last_step: The last.
+        tool: With what: ``torch``, or ``nsys``, which keeps what it finds itself.
+        folder: Where it is, relative to the run directory; None with ``nsys``.
+    """
+
+    kind: ClassVar[str] = "profile"
+
+    first_step: int
+    last_step: int
+    tool: str
+    folder: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class IncidentEvent(Event):
     """Something went wrong that the run survives, or did not.
 
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
-            ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``.
+            ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``.
         message: One sentence for a person.
     """
 
@@ -227,6 +246,7 @@ EVENT_KINDS: tuple[str, ...] = tuple(
         StepEvent,
         EvaluationEvent,
         CheckpointEvent,
+        ProfileEvent,
         IncidentEvent,
         MeasurementEvent,
         StopEvent,

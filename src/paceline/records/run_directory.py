@@ -78,6 +78,10 @@ class RunDirectory:
         """The folder of TensorBoard files."""
         return self.root / "tensorboard"
 
+    def profile(self, step: int) -> Path:
+        """The folder of what was profiled from there on, where so many steps were done."""
+        return self.root / "profile" / f"step-{step:08d}"
+
     def create(self) -> None:
         """Make the directory if need be and prove that files can be written in it.
 

@@ -84,6 +84,9 @@ class StepClock(abc.ABC):
         """Go on from a saved state."""
         self._meter.load_state_dict(state)
 
+    def close(self) -> None:  # noqa: B027  # most clocks hold nothing
+        """Measure no more: the run is over, or it failed."""
+
 
 def build_step_clock(device_type: str, *, warmup_steps: int = WARMUP_STEPS) -> StepClock:
     """Return the clock for a device type: the CPU gets the host's time, all others events of their own."""

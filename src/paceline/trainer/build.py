@@ -19,6 +19,7 @@ from paceline.distributed.sightings import Pulse
 from paceline.distributed.watchdog import Hands, Watchdog
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.thawing import Thawing, first_steps
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.clipping import Clipping
 from paceline.recipe.load import recipe_digest, to_tree
@@ -36,6 +37,7 @@ from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
+from paceline.trainer.profiling import with_profile
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
@@ -94,6 +96,9 @@ def build_run(setting: Setting) -> Run:
         geometry=prepared.geometry,
         precision=precision,
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
+        thawing=Thawing(
+            network, first_steps(network, recipe.model, plan.unfreeze_steps), changed=strategy.gradients_changed
+        ),
         ema=ema,
         evaluator=_evaluator(setting, precision, pulse),
         progress=Progress(begun=setting.started),
@@ -110,6 +115,7 @@ def build_run(setting: Setting) -> Run:
         file_metadata=file_metadata(recipe, plan, prepared.task),
     )
     _register(run)
+    run.clock = with_profile(run)
     return run
 
 

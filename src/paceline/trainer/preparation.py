@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +20,15 @@ from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, ModelError, RecipeError
+from paceline.models.adapters import described
 from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
+from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
@@ -49,6 +54,7 @@ class Prepared:
     network: nn.Module
     pipeline: Pipeline
     geometry: StepGeometry
+    cores: OwnCores | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -62,7 +68,9 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         reserve_deterministic_workspace()
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
-    plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
+    cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
+    plan = plan_run(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
+    bind(cores)  # before loader processes and threads are begun, which inherit it
     torch.set_num_threads(plan.threads_per_process)
     if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
         # Only when asked: the call imports torch's compiler, which takes seconds.
@@ -91,7 +99,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network=network,
             pipeline=pipeline,
             geometry=_geometry(recipe, plan),
-            notices=notices,
+            cores=cores,
+            notices=notices if cores is None else (*notices, cores.why),
         )
         _check_tail(prepared)
         undo.pop_all()
@@ -131,20 +140,22 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     if asked.initialize_from is not None:
         notices += _take_weights(network, Path(asked.initialize_from), partly=asked.initialize_partly)
     adapt(network, asked)
+    if asked.adapters.rank is not None:
+        notices.append(described(network))
     return place(network, placement), tuple(notices)
 
 
 def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
     saved = read_weights(source)
     if partly:
-        return [load_fitting(network, saved.state, source=str(saved.path))]
+        return [load_fitting(network, saved.plain, source=str(saved.path))]
     try:
-        check_inventory(network.state_dict(), saved.state, where="model.initialize_from")
+        check_inventory(network.state_dict(), saved.plain, where="model.initialize_from")
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} Or take what fits, and let the rest begin anew, with model.initialize_partly=true."
         ) from None
-    network.load_state_dict(saved.state)
+    network.load_state_dict(saved.plain)
     return []
 
 
@@ -161,18 +172,21 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
         ModelError: If it cannot be trained as the recipe asks.
     """
     check_backend(recipe.model)
-    _check_network(network, recipe)
+    late = first_steps(network, recipe.model, plan.unfreeze_steps)
+    _check_network(network, recipe, late)
     numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
     plan = with_network(plan, recipe, numbers)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()
-    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer), fp8_layers=layers)
+    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer, late), fp8_layers=layers)
 
 
-def _check_network(network: nn.Module, recipe: Recipe) -> None:
+def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str]) -> None:
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+    if all(name in late for name, each in network.named_parameters() if each.requires_grad):
+        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
     synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if recipe.parallel.exact and synced:
         raise ModelError(

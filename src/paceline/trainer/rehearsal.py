@@ -31,6 +31,14 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
+    _send_through(run, first)
+    # What is frozen until later, as it was in the step before: a change with the first step comes with that step.
+    if run.thawing.at(max(run.progress.step - 1, 0)):
+        _send_through(run, first)
+    return chain([first], batches)
+
+
+def _send_through(run: Run, first: Batch) -> None:
     buffers = [(*place, place[-1].clone()) for place in buffers_of(run.network)]
     run.pulse.enter("forward", samples=first.ids)
     seed_forward(run.recipe.seed, first.slice, run.device)
@@ -46,4 +54,3 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             for module, name, buffer, before in buffers:
                 put_back(module, name, buffer)
                 buffer.copy_(before)
-    return chain([first], batches)

@@ -16,6 +16,7 @@ import torch
 
 from paceline import __version__
 from paceline.data.pipeline import Placement
+from paceline.distributed.affinity import affinity_restored, choose_cores
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
@@ -99,7 +100,9 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     device = choose_device(loaded.recipe.parallel.device, world)
     # A run that goes on, or that others will start where there are weights to be had, needs none to be planned.
     task = build_task(_without_initial_weights(loaded.recipe))
-    plan = plan_run(loaded.recipe, task, describe_machine(device, processes=world.local_world_size), world)
+    cores = choose_cores(loaded.recipe.parallel.affinity, world, device, os.environ)
+    machine = describe_machine(device, cores, processes=world.local_world_size)
+    plan = plan_run(loaded.recipe, task, machine, world)
     network = task.build_model()
     adapt(network, loaded.recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
@@ -129,7 +132,7 @@ def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: floa
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
     task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
-    with StopRequest() as stop:
+    with StopRequest() as stop, affinity_restored():
         prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
         with (
@@ -237,7 +240,8 @@ def _wait_for_save(run: Run, error: BaseException) -> None:
 
 def _fit(run: Run) -> TrainResult:
     try:
-        ending = fit(run)
+        with contextlib.closing(run.clock):
+            ending = fit(run)
         reasons = {
             "signal": run.stop.signal_name or "another process was asked",
             "patience": "no better evaluation",
@@ -332,7 +336,7 @@ def _write_finish(run: Run, summary: Summary, **details: str) -> None:
 
 
 def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:
-    facts = _device_facts(prepared.device, launch)
+    facts = _device_facts(prepared, launch)
     return Asked(recipe=prepared.recipe, plan=prepared.plan, resume=options.resume, device_facts=facts)
 
 
@@ -408,10 +412,11 @@ def _first_of(world_size: int) -> World:
     return World(world_size=world_size, local_world_size=world_size)
 
 
-def _device_facts(device: torch.device, launch: Launch) -> dict[str, Any]:
+def _device_facts(prepared: Prepared, launch: Launch) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
-        "device": str(device),
+        "device": str(prepared.device),
+        "affinity": None if prepared.cores is None else prepared.cores.why,
         "cuda": torch.version.cuda,
         "float32_matmul": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,

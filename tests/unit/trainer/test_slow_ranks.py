@@ -19,6 +19,11 @@ def test_in_waiting_for_data() -> None:
     assert find_slowest(IN_DATA, waits_in=("backward",)) == Slowest(1, "data_wait", 8.5 / 2.5)
 
 
+def test_not_in_passes_in_which_all_wait() -> None:
+    assert find_slowest(IN_FORWARD, waits_in=("forward", "backward")) == Slowest(0, "data_wait", 1.0)
+    assert find_slowest(IN_DATA, waits_in=("forward", "backward")) == Slowest(1, "data_wait", 8.5 / 2.5)
+
+
 def test_in_the_backward_pass_where_nobody_waits_in_it() -> None:
     seconds = [[0.0, 1.0, 2.0, 5.0], [0.0, 1.0, 5.0, 2.0], [0.0, 1.0, 2.0, 5.0]]
     assert find_slowest(seconds, waits_in=()) == Slowest(1, "backward", 2.0)

@@ -1,0 +1,240 @@
+"""Which of the machine's cores may this process run on?
+
+A GPU hangs on one socket's memory (its NUMA node). A process that feeds it from another one reaches both over the
+link between the sockets, and processes that wander share caches with nobody twice. The choice is a function of the
+machine's layout, the mode and the process's number on the machine; loader processes and threads inherit it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import RecipeError
+from paceline.world import World
+
+_SYS = Path("/sys")
+_THREADS = Path("/proc/self/task")
+
+Core = tuple[int, ...]
+"""A physical core: the numbers of its logical CPUs."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What of the machine this process may use.
+
+    Attributes:
+        nodes: The physical cores of each NUMA node, in the order of their first logical CPU.
+    """
+
+    nodes: Mapping[int, tuple[Core, ...]]
+
+    @property
+    def cores(self) -> tuple[Core, ...]:
+        """All of them."""
+        return tuple(sorted(core for cores in self.nodes.values() for core in cores))
+
+
+@dataclass(frozen=True)
+class OwnCores:
+    """The cores of one process.
+
+    Attributes:
+        cpus: Logical CPUs it may run on.
+        threads: Physical cores that are its own, or its share of those it has in common with others; at least one.
+        why: In words.
+    """
+
+    cpus: frozenset[int]
+    threads: int
+    why: str
+
+
+def read_topology(allowed: frozenset[int], sys: Path = _SYS) -> Topology:
+    """The cores that hold the allowed CPUs, by NUMA node; all on node 0 where the system does not tell.
+
+    Args:
+        allowed: Logical CPUs that this process may use: a container or a batch system may lend it some only.
+        sys: Where Linux describes the machine.
+    """
+    nodes: dict[int, tuple[Core, ...]] = {}
+    known: frozenset[int] = frozenset()
+    for path in (sys / "devices/system/node").glob("node[0-9]*"):
+        here = parse_cpus(_read(path / "cpulist")) & allowed
+        if here:
+            nodes[int(path.name.removeprefix("node"))] = _cores(here, sys)
+            known |= here
+    if rest := allowed - known:
+        nodes[0] = tuple(sorted((*nodes.get(0, ()), *_cores(rest, sys))))
+    return Topology(dict(sorted(nodes.items())))
+
+
+def _cores(cpus: frozenset[int], sys: Path) -> tuple[Core, ...]:
+    found = set()
+    for cpu in cpus:
+        siblings = parse_cpus(_read(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        found.add(tuple(sorted((siblings & cpus) | {cpu})))
+    return tuple(sorted(found))
+
+
+def node_of_device(bus: str, sys: Path = _SYS) -> int | None:
+    """The NUMA node of a PCI device such as ``0000:17:00.0``; None where the system does not tell."""
+    text = _read(sys / "bus/pci/devices" / bus.lower() / "numa_node").strip()
+    return int(text) if text.isdigit() else None  # it is -1 where there is one node only, or none is known
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Read Linux's list of CPUs, such as ``0-3,8``."""
+    found: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def format_cpus(cpus: frozenset[int]) -> str:
+    """Write CPUs as Linux does: ``0-3,8``."""
+    runs = [[cpu for _, cpu in run] for _, run in groupby(enumerate(sorted(cpus)), lambda item: item[1] - item[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[int | None]) -> OwnCores:
+    """Choose the cores of one process.
+
+    Args:
+        mode: ``socket``: all near its device; ``single``: the first of those; ``single_unique``: one of those that
+            nobody else has; ``interleaved``, ``contiguous``: as many of those as everyone else, and nobody else's.
+        topology: What may be used.
+        local_rank: The process's number on this machine.
+        homes: For each process on this machine, the NUMA node of its device; None where there is none.
+
+    Raises:
+        RecipeError: If there are not enough cores.
+    """
+    near = _near(topology, homes)
+    mine = near[local_rank]
+    sharing = [rank for rank, cores in enumerate(near) if cores == mine]
+    turn = sharing.index(local_rank)
+    per_process = min(len(cores) // near.count(cores) for cores in near)
+    if mode in ("single_unique", "interleaved", "contiguous") and per_process == 0:
+        raise RecipeError(
+            f"parallel.affinity={mode} gives each process a core of its own, and there are {len(mine)} near "
+            f"{len(sharing)} of them; use parallel.affinity=socket, or fewer processes."
+        )
+    chosen = {
+        "socket": mine,
+        "single": mine[:1],
+        "single_unique": mine[turn : turn + 1],
+        "interleaved": mine[: per_process * len(sharing)][turn :: len(sharing)],
+        "contiguous": mine[turn * per_process : (turn + 1) * per_process],
+    }[mode]
+    cpus = frozenset(cpu for core in chosen for cpu in core)
+    shared = max(1, len(mine) // len(sharing)) if mode == "socket" else len(chosen)
+    nodes = [str(node) for node, cores in topology.nodes.items() if set(cores) & set(chosen)]
+    where = f"NUMA node{'s' * (len(nodes) > 1)} {' and '.join(nodes)}"
+    on = f"CPU{'s' * (len(cpus) > 1)} {format_cpus(cpus)} of {where}"
+    return OwnCores(cpus, shared, f"process {local_rank} here runs on {on} ({mode})")
+
+
+def _near(topology: Topology, homes: Sequence[int | None]) -> list[tuple[Core, ...]]:
+    """The cores near each process of this machine; two processes have the same or none in common."""
+    count = len(homes)
+    if all(home is None for home in homes):  # no devices, or a machine that does not tell: in equal parts
+        nodes = list(topology.nodes.values())
+        parts = [nodes[_part(rank, count, len(nodes))] for rank in range(count)]
+        near = [tuple(sorted(core for node in part for core in node)) for part in parts]
+    else:
+        near = [topology.nodes.get(-1 if home is None else home, topology.cores) for home in homes]
+    apart = all(a == b or not set(a) & set(b) for a in near for b in near)
+    return near if apart else [topology.cores] * count
+
+
+def _part(rank: int, count: int, nodes: int) -> slice:
+    """Which nodes are a process's: at least one, in order, several where there are fewer processes."""
+    first = rank * nodes // count
+    return slice(first, max(first + 1, (rank + 1) * nodes // count))
+
+
+def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping[str, str]) -> OwnCores | None:
+    """The cores that ``parallel.affinity`` gives this process; None where it leaves them to the system.
+
+    Raises:
+        RecipeError: If there are none to give, or others have given them out already.
+    """
+    if mode == "none":
+        return None
+    if not hasattr(os, "sched_setaffinity"):
+        raise RecipeError(f"parallel.affinity={mode} needs Linux; use parallel.affinity=none.")
+    bound = environ.get("SLURM_CPU_BIND_TYPE", "none")
+    if "SLURM_STEP_ID" in environ and not bound.startswith("none") and world.local_world_size > 1:
+        raise RecipeError(
+            f"parallel.affinity={mode}: Slurm has bound each task to cores of its own (SLURM_CPU_BIND_TYPE={bound}); "
+            "use parallel.affinity=none, or start the tasks with srun --cpu-bind=none."
+        )
+    topology = read_topology(frozenset(os.sched_getaffinity(0)))
+    return own_cores(mode, topology, world.local_rank, _homes(world, device, mode))
+
+
+def _homes(world: World, device: torch.device, mode: str) -> list[int | None]:
+    """Where each local process's device is; for GPUs, as :func:`choose_device` deals them out."""
+    if device.type != "cuda":
+        return [None] * world.local_world_size
+    visible = torch.cuda.device_count()
+    if visible < world.local_world_size:
+        raise RecipeError(
+            f"parallel.affinity={mode} must know where the devices of all {world.local_world_size} processes here "
+            f"are, and this one sees {visible}; let every task see all (srun --gpu-bind=none), or use "
+            "parallel.affinity=none."
+        )
+    return [node_of_device(_bus(index)) for index in range(world.local_world_size)]
+
+
+def _bus(index: int) -> str:
+    facts: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI numbers
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+
+
+def bind(cores: OwnCores | None) -> None:
+    """Let all threads of this process run there alone; those that they start, and processes, inherit it."""
+    if cores is not None:
+        _set(lambda _: cores.cpus)
+
+
+@contextmanager
+def affinity_restored() -> Iterator[None]:
+    """Afterwards every thread may run where it could before, and one that was begun since, where this one could."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    mine = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        if os.sched_getaffinity(0) != mine:
+            _set(lambda thread: before.get(thread, mine))
+
+
+def _set(cpus: Callable[[int], frozenset[int] | set[int]]) -> None:
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, cpus(thread))
+
+
+def _threads() -> list[int]:
+    return [int(path.name) for path in _THREADS.iterdir()]

@@ -1,0 +1,264 @@
+"""Where does the time of a few steps go, operator by operator?
+
+A profile is taken by the step clock itself: around it lies another one, which names what the clock times. The loop
+knows nothing of it, and a run without a profile has the plain clock. Nothing here draws random numbers or touches a
+tensor, so the weights are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, final
+
+import torch
+
+from paceline.telemetry.clock import ErrorType, StepClock
+from paceline.telemetry.meter import Totals
+from paceline.telemetry.operator_table import AROUND_THE_STEP, operator_table
+
+
+class Tool(Protocol):
+    """What takes a profile."""
+
+    def warm_up(self) -> None:
+        """Get ready; what is slow the first time is over after one step more."""
+
+    def begin(self) -> None:
+        """Record from here."""
+
+    def end(self) -> None:
+        """Record no more. On a GPU this waits for the device."""
+
+    def range(self, name: str) -> AbstractContextManager[Any, Any]:
+        """Give what happens inside a name."""
+
+    def write(self, folder: Path, title: str) -> None:
+        """Put what was recorded there."""
+
+
+@final
+class TorchTool:
+    """torch.profiler: a trace for Perfetto or Chrome, and a table.
+
+    Args:
+        device_type: Where the network is.
+        rank: This process's, for the names of files.
+        memory: Whether to record allocations.
+    """
+
+    def __init__(self, device_type: str, rank: int, *, memory: bool) -> None:
+        activity = torch.profiler.ProfilerActivity
+        devices = {"cuda": [activity.CUDA], "xpu": [activity.XPU]}.get(device_type, [])
+        self._rank = rank
+        self._memory = memory
+        self._profile = torch.profiler.profile(
+            activities=[activity.CPU, *devices], record_shapes=True, profile_memory=memory
+        )
+
+    def warm_up(self) -> None:
+        """Start the device's tracing, whose records of this step are thrown away."""
+        self._profile.prepare_trace()
+
+    def begin(self) -> None:
+        """Record from here."""
+        self._profile.start_trace()
+
+    def end(self) -> None:
+        """Record no more."""
+        self._profile.stop_trace()
+
+    def range(self, name: str) -> AbstractContextManager[Any, Any]:
+        """A range of that name in the trace."""
+        return torch.profiler.record_function(name)
+
+    def write(self, folder: Path, title: str) -> None:
+        """Write ``trace-rank0.json.gz`` and ``operators-rank0.md``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        table = operator_table(self._profile, title, memory=self._memory)
+        (folder / f"operators-rank{self._rank}.md").write_text(table, encoding="utf-8")
+        # A reader sees a whole trace or none; the name's end asks for compression.
+        hidden = folder / f".trace-rank{self._rank}.json.gz"
+        self._profile.export_chrome_trace(str(hidden))
+        hidden.replace(folder / f"trace-rank{self._rank}.json.gz")
+
+
+@final
+class NsightTool:
+    """NVTX ranges, and the start and stop that ``nsys profile -c cudaProfilerApi`` waits for."""
+
+    def warm_up(self) -> None:
+        """Nothing: nsys is there from the start."""
+
+    def begin(self) -> None:
+        """Let nsys record."""
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch
+
+    def end(self) -> None:
+        """Let nsys stop, once the device has done what belongs to the steps."""
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch
+
+    def range(self, name: str) -> AbstractContextManager[Any, Any]:
+        """An NVTX range."""
+        return torch.cuda.nvtx.range(name)
+
+    def write(self, folder: Path, title: str) -> None:
+        """Nothing: nsys writes its own report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What became of a profile.
+
+    Attributes:
+        first: The first step that was recorded, from 1.
+        last: The last.
+        problem: Why there is none, if there is none.
+    """
+
+    first: int
+    last: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What is to be profiled, and who wants to know.
+
+    Attributes:
+        first: The first global batch, from 0.
+        end: The one after the last.
+        position: Tells how many global batches are used up.
+        folder: Gives the place for a profile that begins after so many.
+        report: Is told what became of it, once.
+    """
+
+    first: int
+    end: int
+    position: Callable[[], int]
+    folder: Callable[[int], Path]
+    report: Callable[[Profiled], None]
+
+
+class _NamedSpan(AbstractContextManager[None, None]):
+    """A span of the clock inside a range of the tool."""
+
+    def __init__(self, named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> None:
+        self._named = named
+        self._span = span
+
+    def __enter__(self) -> None:
+        self._named.__enter__()
+        self._span.__enter__()
+
+    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._span.__exit__(kind, error, trace)
+        self._named.__exit__(kind, error, trace)
+
+
+@final
+class ProfilingClock(StepClock):
+    """A step clock that lets a tool record some of the steps it times; everything else is the clock's own.
+
+    The step before the first is the tool's warm-up. A run that goes on inside the window profiles what is left of it,
+    but for the step that warms up.
+    """
+
+    def __init__(self, clock: StepClock, tool: Tool, assignment: Assignment) -> None:
+        self._clock = clock
+        self._tool = tool
+        self._asked = assignment
+        self._first = assignment.first
+        self._state: Literal["waiting", "warm", "recording", "over"] = "waiting"
+        self._step = ExitStack()
+
+    def start(self) -> None:
+        """Begin the first step here."""
+        position = self._asked.position()
+        self._first = max(self._first, position + 1)
+        if self._first >= self._asked.end:
+            self._finish(f"they lie before step {position + 1}, where this launch begins")
+        self._arrive(position)
+        self._clock.start()
+
+    def span(self, phase: str) -> AbstractContextManager[None, None]:
+        """Count the time inside as a phase of this step."""
+        return self._named(phase, self._clock.span(phase))
+
+    def paused(self) -> AbstractContextManager[None, None]:
+        """Leave the time inside out of the step."""
+        return self._named(AROUND_THE_STEP, self._clock.paused())
+
+    def end_step(self, samples: int) -> None:
+        """Close the step and begin the next; what the tool does in between belongs to neither."""
+        self._step.close()
+        self._clock.end_step(samples)
+        position = self._asked.position()
+        if self._state != "over" and position in (self._first - 1, self._first, self._asked.end):
+            with self._clock.paused():
+                self._arrive(position)
+        if self._state == "recording":
+            self._step.enter_context(self._tool.range(f"step {position + 1}"))
+
+    def drain(self) -> dict[str, float | None]:
+        """Return what the clock does."""
+        return self._clock.drain()
+
+    @property
+    def totals(self) -> Totals:
+        """What the clock has."""
+        return self._clock.totals
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock's."""
+        return self._clock.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The clock's."""
+        self._clock.load_state_dict(state)
+
+    def close(self) -> None:
+        """End a profile under way without writing it: the run has ended before its last step."""
+        self._step.close()
+        if self._state == "warm":
+            self._tool.begin()  # torch's cannot end what has not begun
+        if self._state in ("warm", "recording"):
+            self._tool.end()
+            self._finish("the run ended before the last of them")
+
+    def _settle(self) -> None:
+        """The clock does it."""
+
+    def _arrive(self, position: int) -> None:
+        match self._state:
+            case "waiting" if position == self._first - 1:
+                self._tool.warm_up()
+                self._state = "warm"
+            case "warm" if position == self._first:
+                self._tool.begin()
+                self._state = "recording"
+            case "recording" if position == self._asked.end:
+                self._tool.end()
+                self._write()
+
+    def _write(self) -> None:
+        title = f"Steps {self._first + 1} to {self._asked.end}"
+        try:
+            self._tool.write(self._asked.folder(self._first), title)
+        except (OSError, RuntimeError) as error:
+            self._finish(f"the profile could not be written ({error})")
+        else:
+            self._finish(None)
+
+    def _finish(self, problem: str | None) -> None:
+        self._state = "over"
+        first = self._asked.first if self._first >= self._asked.end else self._first
+        self._asked.report(Profiled(first=first + 1, last=self._asked.end, problem=problem))
+
+    def _named(self, name: str, span: AbstractContextManager[None, None]) -> AbstractContextManager[None, None]:
+        return _NamedSpan(self._tool.range(name), span) if self._state == "recording" else span

@@ -1,0 +1,46 @@
+"""Several processes begin to train more of the network at the same step, and a resume around it changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECIPE = """
+model:
+  name: small_resnet
+  options: {width: 4, stages: 1, depth: 1}
+  frozen: ["*", "!classifier.*"]
+  unfreeze: {"stages.*": 2 steps, "*": 4 steps}
+data: {dataset: digits}
+batch: {global_size: 96, micro_size: 8}
+optimizer: {lr: 0.05, weight_decay: 0.1}
+schedule: {name: constant}
+train: {duration: 6 steps, precision: fp32, ema: 0.5}
+evaluate: {every: off}
+checkpoint: {every: 1 steps, keep: 10}
+parallel: {device: cpu, threads: 1, bucket_cap_mb: 1}
+telemetry: {log_every: 1 steps, trackers: []}
+"""
+
+
+def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
+    """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
+    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]
+    done = train_in_ranks(tmp_path, RECIPE, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
+    assert done["whole"][2] == 6
+    assert {name: found for name, found in done.items() if found != done["whole"]} == {}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [2])
+def test_an_exact_run_does_not_depend_on_the_processes(
+    tmp_path: Path, processes: int, train_in_ranks: Callable[..., Any]
+) -> None:
+    exact = {"parallel.exact": True, "parallel.logical_ranks": 4, "batch.micro_size": "auto"}
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "together").mkdir()
+    alone = train_in_ranks(tmp_path / "alone", RECIPE, 1, ("run", exact))
+    assert train_in_ranks(tmp_path / "together", RECIPE, processes, ("run", exact)) == alone
