@@ -94,7 +94,10 @@ def test_what_was_asked_for_stays() -> None:
         (["model.compile=true"], "model.compile=true does not go with parallel.strategy=fsdp yet"),
         (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not go with"),
         (["model.adapters.rank=4"], "model.adapters does not go with parallel.strategy=fsdp yet"),
-        (["parallel.gradient_compression=powersgd"], "parallel.gradient_compression=powersgd takes whole matrices"),
+        (
+            ["parallel.gradient_compression=powersgd", "parallel.powersgd.start=9 steps"],
+            "parallel.gradient_compression=powersgd takes whole matrices",
+        ),
         (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
     ],
 )
