@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from paceline.data.slices import SampleIds, SampleSlice
+from paceline.data.slices import SampleIds, SampleShapes, SampleSlice
 from paceline.world import World
 
 
@@ -116,12 +116,28 @@ def _parts(size: int, logical_ranks: int, world: World) -> tuple[_Part, ...]:
     )
 
 
-def evaluation_slices(samples: int, batch_size: int, world: World) -> Iterator[SampleSlice]:
+def evaluation_slices(
+    samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None
+) -> Iterator[SampleSlice]:
     """Evaluation batches of one process: each sample once, in batches that no world size changes.
 
     Batch *j* holds samples ``[j * batch_size, (j + 1) * batch_size)`` and goes whole to process
-    ``j mod world_size``, so that a sample is always scored in the same company.
+    ``j mod world_size``, so that a sample is always scored in the same company. With shapes, int64 [samples, 2], the
+    samples are first sorted by theirs, and a batch holds samples of one.
     """
-    for index in range(world.rank, -(-samples // batch_size), world.world_size):
-        ids = np.arange(index * batch_size, min((index + 1) * batch_size, samples))
-        yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids))
+    batches = [
+        (shape, ids[at : at + batch_size])
+        for shape, ids in _alike(samples, shapes)
+        for at in range(0, len(ids), batch_size)
+    ]
+    for index in range(world.rank, len(batches), world.world_size):
+        shape, ids = batches[index]
+        yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids), shape=shape)
+
+
+def _alike(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
+    """The samples of each shape, in order."""
+    if shapes is None:
+        return [(None, np.arange(samples))]
+    distinct, which = np.unique(shapes, axis=0, return_inverse=True)
+    return [((int(h), int(w)), np.flatnonzero(which.ravel() == index)) for index, (h, w) in enumerate(distinct)]

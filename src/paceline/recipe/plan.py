@@ -262,10 +262,8 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
             found["data.workers"] = why
     elif data.description.get("workers") == 0:
         found["data.prefetch"] = "there are no loader processes (see data.workers)"
-    for key in ("data.validation_fraction", "evaluate.top_k"):
-        if key in data.reasons:
-            found[key] = data.reasons[key]
-    found |= _unused_in_data(recipe.data)
+    found |= unused_in_data(data)
+    found |= _unused_in_augmentation(recipe.data)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.parallel.exact or world_size == 1:
@@ -273,8 +271,8 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
         found |= {"parallel.bucket_cap_mb": why, "parallel.gradient_compression": why}
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
-        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
-        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) != "auto"}
+        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size", "evaluate.augment")
+        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) not in ("auto", "none")}
         if recipe.evaluate.every is not None:
             found["evaluate.every"] = f"nothing is evaluated ({why})"
     return found
@@ -285,7 +283,13 @@ def _unused_weights(recipe: Recipe) -> dict[str, str]:
     return {"model.initialize_partly": "there is nothing to take (model.initialize_from)"} if partly else {}
 
 
-def _unused_in_data(data: Data) -> dict[str, str]:
+def unused_in_data(data: DataFacts) -> dict[str, str]:
+    """Keys that have no effect on this data, with the reason."""
+    keys = ("data.validation_fraction", "data.evaluation_shape", "evaluate.top_k")
+    return {key: data.reasons[key] for key in keys if key in data.reasons}
+
+
+def _unused_in_augmentation(data: Data) -> dict[str, str]:
     """Keys that say more of what is not done at all."""
     found: dict[str, str] = {}
     mix, augment, jitter = data.mix, data.augment, data.augment.jitter

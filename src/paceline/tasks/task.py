@@ -74,6 +74,10 @@ class Task(ABC):
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """One value per sample, [N], for each metric; called in evaluation mode, without gradients."""
 
+    def evaluated(self, model: Model) -> Model:
+        """What evaluation and prediction call in the network's place; by default the network itself."""
+        return model
+
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """One entry per sample, [N, ...], for a predictions file; by default nothing."""
         return {}

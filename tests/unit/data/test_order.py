@@ -181,6 +181,24 @@ def test_a_sample_is_scored_in_the_same_company(samples: int, batch: int, world_
     assert apart == alone
 
 
+@given(
+    shapes=st.lists(st.sampled_from([(8, 8), (8, 12), (12, 8), (8, 16)]), max_size=120),
+    batch=st.integers(1, 16),
+    world_size=st.sampled_from([1, 2, 3, 8]),
+)
+def test_a_batch_has_one_shape_and_a_sample_its_own(shapes: list[tuple[int, int]], batch: int, world_size: int) -> None:
+    table = np.array(shapes, dtype=np.int64).reshape(-1, 2)
+    alone = list(evaluation_slices(len(shapes), batch, World(), table))
+    apart = [each for world in worlds(world_size) for each in evaluation_slices(len(shapes), batch, world, table)]
+    assert sorted(sample for each in apart for sample in each.ids.tolist()) == list(range(len(shapes)))
+    assert all(shapes[sample] == each.shape for each in apart for sample in each.ids.tolist())
+    assert all(0 < len(each.ids) <= batch for each in apart)
+    by_number = {each.step: (each.ids.tolist(), each.shape) for each in apart}
+    assert by_number == {each.step: (each.ids.tolist(), each.shape) for each in alone}
+    # As many batches as there must be: only the last one of a shape is smaller.
+    assert len(alone) == sum(-(-shapes.count(shape) // batch) for shape in set(shapes))
+
+
 @given(st.integers(1, 60), st.integers(2, 5), st.integers(1, 64), st.integers(0, 3))
 def test_repeats_stand_side_by_side_and_each_id_comes_once(samples: int, repeats: int, batch: int, epoch: int) -> None:
     order = epoch_order(4, epoch, samples * repeats, repeats)
