@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice
+from paceline.recipe.phases import Epochs
 from paceline.world import World
 
 
@@ -43,8 +44,9 @@ class StepGeometry:
     Attributes:
         seed: The run's seed.
         samples: Samples per epoch.
-        global_batch_size: Samples per step; an epoch's last step takes what is left.
-        logical_ranks: Micro-batch slots per step, over all processes.
+        global_batch_size: Samples per step in the first epoch; an epoch's last step takes what is left.
+        logical_ranks: Micro-batch slots per step then, over all processes.
+        growth: (Epoch, global batch size, logical ranks) of each later size, and the epoch that it begins with.
         repeats: How often each image is among the samples.
     """
 
@@ -53,18 +55,19 @@ class StepGeometry:
     global_batch_size: int
     logical_ranks: int
     repeats: int = 1
+    growth: tuple[tuple[int, int, int], ...] = ()
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps in an epoch, the smaller last one included."""
-        return -(-self.samples // self.global_batch_size)
+    @cached_property
+    def epochs(self) -> Epochs:
+        """Where in the epochs each step lies."""
+        return Epochs.cut(self.samples, [(0, self.global_batch_size, self.logical_ranks), *self.growth])
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
         """The micro-batches of one step on one process, in logical order; never empty."""
-        epoch, position = divmod(step, self.steps_per_epoch)
+        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
         order = epoch_order(self.seed, epoch, self.samples, self.repeats)
-        ids = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-        parts = _parts(len(ids), self.logical_ranks, world)
+        ids = order[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
+        parts = _parts(len(ids), phase.logical_ranks, world)
         return [
             SampleSlice(
                 step=step,
@@ -73,6 +76,7 @@ class StepGeometry:
                 ids=ids[part.begin : part.end],
                 is_last=part.is_last,
                 step_weight=len(ids),
+                logical_ranks=phase.logical_ranks,
                 phantom=part.phantom,
             )
             for part in parts
@@ -83,10 +87,11 @@ class StepGeometry:
         for step in range(first_step, last_step):
             yield from self.slices(step, world)
 
-    def smallest_part(self) -> int:
-        """Samples in the smallest non-empty micro-batch of an epoch's last step."""
-        left = self.samples - (self.steps_per_epoch - 1) * self.global_batch_size
-        return max(1, left // self.logical_ranks)
+    def smallest_part(self, steps: int) -> int:
+        """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""
+        epochs = self.epochs
+        parts = (epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps))
+        return max(1, min(parts, default=self.samples))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def build_strategy(
     """Build the strategy the plan chose.
 
     Args:
-        plan: Says which, and how many logical ranks there are.
+        plan: Says which.
         network: The bare network.
         called: What a step calls: the network, compiled if asked.
         collectives: The processes.
@@ -36,7 +36,7 @@ def build_strategy(
         parallel: How DDP is to send gradients.
     """
     if plan.strategy == "exact":
-        return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
+        return ExactDataParallel(network, called, collectives)
     if plan.strategy == "ddp":
         return DataParallel(network, called, collectives, device, parallel=parallel)
     return SingleProcess(called)

@@ -85,18 +85,15 @@ class ExactDataParallel:
         network: The bare network.
         called: What the step calls: the network, compiled if asked.
         collectives: The processes.
-        logical_ranks: Micro-batches per step over all processes; a multiple of their number.
     """
 
     averages_over = 1
     is_rehearsed = True
 
-    def __init__(
-        self, network: nn.Module, called: Callable[..., Any], collectives: Collectives, *, logical_ranks: int
-    ) -> None:
+    def __init__(self, network: nn.Module, called: Callable[..., Any], collectives: Collectives) -> None:
         self.model = called
         self._world = collectives.world
-        self._logical_ranks = logical_ranks
+        self._logical_ranks = 1
         self._parameters = [each for each in network.parameters() if each.requires_grad]
         collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
         self._buffers = StepBuffers(network, collectives)
@@ -173,7 +170,8 @@ class ExactDataParallel:
         if self._combined is not None:
             self._free.append(self._combined)
             self._combined = None
-        self._leaves = min(self._logical_ranks, part.step_samples)
+        self._logical_ranks = part.logical_ranks
+        self._leaves = min(part.logical_ranks, part.step_samples)
         self._begun = True
 
     def _make_leaf(self) -> Leaf:

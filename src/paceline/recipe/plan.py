@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
+from paceline.recipe.phases import BatchPhase, Epochs
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
+
+Occasion = Literal["evaluate", "checkpoint", "log"]
+"""What is done now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,9 @@ class Plan(Rates):
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
+    Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
+    are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
+
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
 
@@ -120,6 +130,8 @@ class Plan(Rates):
     checkpoint_every_steps: int | None
     checkpoint_every_seconds: float | None
     log_every_steps: int
+    batch_phases: tuple[BatchPhase, ...]
+    moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
@@ -130,19 +142,35 @@ class Plan(Rates):
         """The plan as JSON values."""
         return dataclasses.asdict(self)
 
+    @cached_property
+    def epochs(self) -> Epochs:
+        """Where in the epochs each step lies."""
+        return Epochs(self.train_samples, self.batch_phases)
+
     def epoch_of(self, step: int) -> int:
         """Epoch that the step numbered ``step`` (from 0) belongs to."""
-        return step // self.steps_per_epoch
+        return self.epochs.place(step)[0]
 
     def step_samples(self, position: int) -> int:
         """Samples in the global batch numbered ``position`` (from 0)."""
-        is_tail = (position + 1) % self.steps_per_epoch == 0
-        return self.last_step_samples if is_tail else self.global_batch_size
+        return self.epochs.step_samples(position)
 
     def samples_before(self, step: int) -> int:
         """Training samples used by the first ``step`` steps."""
-        epochs, within = divmod(step, self.steps_per_epoch)
-        return epochs * self.train_samples + within * self.global_batch_size
+        return self.epochs.samples_before(step)
+
+    def is_due(self, occasion: Occasion, position: int) -> bool:
+        """Whether something done now and then, and at the run's end, is due after ``position`` global batches."""
+        every: int | None = getattr(self, f"{occasion}_every_steps")
+        if every is None:
+            return False
+        if position == self.total_steps:
+            return True
+        if occasion not in self.moments:
+            return position % every == 0
+        moments = self.moments[occasion]
+        following = bisect_left(moments, position)
+        return following < len(moments) and moments[following] == position
 
 
 def make_plan(
@@ -163,13 +191,14 @@ def make_plan(
     _check_evaluation(recipe, data, reasons)
     if batch > data.train_samples:
         reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
-    steps_per_epoch = math.ceil(data.train_samples / batch)
-    last_step = data.train_samples - (steps_per_epoch - 1) * batch
-    lengths = Lengths(data.train_samples, batch)
+    epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
+    lengths = Lengths(epochs)
     total = lengths.total(recipe.train.duration)
+    _check_growth(epochs, total)
     rates = plan_schedule(recipe, lengths, total, reasons)
-    if total >= steps_per_epoch and last_step // (batch // micro) < 2:
+    if any(epochs.last_step_samples(each) // each.logical_ranks < 2 for each in epochs.finished_phases(total)):
         reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
+    occasions = _occasions(recipe)
     return Plan(
         world_size=world_size,
         local_world_size=local_world_size,
@@ -177,7 +206,7 @@ def make_plan(
         device_name=machine.device_name,
         precision=resolve_precision(recipe, machine, reasons),
         channels_last=resolve_channels_last(recipe, machine, reasons),
-        strategy=_strategy(recipe, world_size, batch // micro, reasons),
+        strategy=_strategy(recipe, world_size, max(each.logical_ranks for each in epochs.phases), reasons),
         threads_per_process=resolve_threads(recipe, machine, local_world_size, reasons),
         train_samples=data.train_samples,
         evaluation_samples=data.evaluation_samples,
@@ -186,20 +215,51 @@ def make_plan(
         micro_batch_size=micro,
         accumulation_steps=batch // (micro * world_size),
         logical_ranks=batch // micro,
-        steps_per_epoch=steps_per_epoch,
-        last_step_samples=last_step,
+        steps_per_epoch=epochs.phases[0].steps_per_epoch,
+        last_step_samples=epochs.last_step_samples(epochs.phases[0]),
         total_steps=total,
-        total_epochs=total / steps_per_epoch,
+        total_epochs=epochs.length(total),
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         **vars(rates),
-        evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
+        evaluate_every_steps=lengths.interval("evaluate.every", occasions["evaluate"], total),
         evaluation_batch_size=resolve_evaluation_batch(recipe, reasons),
-        checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
+        checkpoint_every_steps=lengths.interval("checkpoint.every", occasions["checkpoint"], total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
-        log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
+        log_every_steps=lengths.interval("telemetry.log_every", occasions["log"], total) or 1,
+        batch_phases=epochs.phases,
+        moments={each: found for each, every in occasions.items() if every and (found := epochs.moments(every, total))},
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=unused_keys(recipe, data, world_size) | unused_in_schedule(recipe, rates),
     )
+
+
+def _occasions(recipe: Recipe) -> dict[Occasion, Duration | None]:
+    """What is done now and then, and how often; None if it is not done so."""
+    return {
+        "evaluate": recipe.evaluate.every,
+        "checkpoint": _in_steps(recipe.checkpoint.every),
+        "log": recipe.telemetry.log_every,
+    }
+
+
+def _check_growth(epochs: Epochs, total: int) -> None:
+    """Refuse a size that no step has.
+
+    Raises:
+        RecipeError: Naming it.
+    """
+    for before, phase in pairwise(epochs.phases):
+        said = f"batch.growth.{phase.first_epoch}={phase.global_batch_size}"
+        if phase.first_step >= total:
+            raise RecipeError(
+                f"{said} begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, or "
+                "lengthen train.duration."
+            )
+        if min(before.global_batch_size, phase.global_batch_size) >= epochs.samples:
+            raise RecipeError(
+                f"{said} has no effect: an epoch has only {epochs.samples} samples, and each step used all of them "
+                "before; leave it out."
+            )
 
 
 def _in_steps(every: Duration | TimeSpan | str | None) -> Duration | None:
@@ -218,6 +278,7 @@ def _in_seconds(checkpoint: Checkpoint, reasons: dict[str, str]) -> float | None
 # Reasons that are told although the key was not left open.
 _ALWAYS_TOLD = (
     "batch.global_size",
+    "batch.growth",
     "batch.tail",
     "optimizer.lr",
     "evaluate.top_k",

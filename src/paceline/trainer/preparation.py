@@ -72,6 +72,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         global_batch_size=plan.global_batch_size,
         logical_ranks=plan.logical_ranks,
         repeats=recipe.data.augment.repeats,
+        growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
     )
     pipeline = task.open_pipeline(placement)
     with contextlib.ExitStack() as undo:
@@ -168,8 +169,7 @@ def _check_tail(prepared: Prepared) -> None:
     """Find out before training whether BatchNorm can take a single sample, if an epoch's last batch will bring one."""
     plan, network = prepared.plan, prepared.network
     normalised = any(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for m in network.modules())
-    reached = plan.total_steps >= plan.steps_per_epoch and plan.evaluation_samples > 0
-    if not normalised or not reached or prepared.geometry.smallest_part() > 1:
+    if not normalised or plan.evaluation_samples == 0 or prepared.geometry.smallest_part(plan.total_steps) > 1:
         return
     sample = next(iter(prepared.pipeline.evaluation_batches(1, World())))
     trial = copy.deepcopy(network).train()
@@ -177,7 +177,14 @@ def _check_tail(prepared: Prepared) -> None:
         with torch.no_grad():
             prepared.task.loss(trial, sample)
     except ValueError as error:
+        samples, ranks = _shortest_tail(plan)
         raise RecipeError(
-            f"an epoch's last batch has {plan.last_step_samples} sample(s) over {plan.logical_ranks} micro-batch(es), "
+            f"an epoch's last batch has {samples} sample(s) over {ranks} micro-batch(es), "
             f"and this model cannot train on a single one ({error}); choose another batch.global_size."
         ) from None
+
+
+def _shortest_tail(plan: Plan) -> tuple[int, int]:
+    """Samples and logical ranks of the epochs' last step that has the smallest micro-batches."""
+    tails = [(plan.epochs.last_step_samples(p), p.logical_ranks) for p in plan.epochs.finished_phases(plan.total_steps)]
+    return min(tails, key=lambda tail: tail[0] // tail[1])
