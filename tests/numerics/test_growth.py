@@ -129,3 +129,13 @@ def test_a_tail_of_single_samples_is_found_in_every_size(
         train_tiny("odd", {"train.duration": "2 epochs", "batch.growth": {1: 32}}, task=task)
     # Where that epoch is not finished, there is no such step.
     assert train_tiny("cut", {"train.duration": "4 steps", "batch.growth": {1: 32}}, task=task).status == "completed"
+
+
+def test_a_run_in_its_second_size_knows_which_epochs_are_over(train_tiny: Callable[..., Any]) -> None:
+    """One step of all samples, and then two of four: one epoch is over, and the next one lacks nothing yet."""
+    sizes = {"batch.global_size": 64, "batch.growth": {1: 16}, "train.duration": "3 epochs", "train.until": "3 steps"}
+    result = train_tiny("run", sizes)
+    facts = result.summary.ledger
+    assert (facts.epochs_complete, facts.missing, facts.duplicates) == (1, 0, 0)
+    assert (result.summary.epoch, result.summary.samples) == (2, 52 + 32)
+    assert audit_run(result.run_dir).passed

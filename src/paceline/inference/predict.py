@@ -139,6 +139,7 @@ class Predictor:
 
     def _build(self, task: Task) -> nn.Module:
         network = task.build_model()
+        task.check_network(network)
         check_inventory(network.state_dict(), self._saved.state, where=str(self._saved.path))
         network.load_state_dict(self._saved.state)
         return network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -57,18 +58,17 @@ def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: in
         ModelError: If it does not; says what to change.
     """
     height, width = (size, size) if isinstance(size, int) else size
-    was_training = network.training
     try:
-        network.eval()(torch.zeros(1, channels, height, width))
+        # A copy: a network of one's own may write into its buffers even in evaluation.
+        copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
     except (AssertionError, RuntimeError, ValueError) as error:
         shown = f"{height}" if height == width else f"{height}x{width}"
         raise ModelError(
-            f"model.name={name} does not take images of {shown} pixels ({' '.join(str(error).split())[:200]}); "
+            f"the network {type(network).__name__} (model.name={name}) does not take images of {shown} pixels "
+            f"({' '.join(str(error).split())[:200]}); "
             f"{_how_to_take_any_size(network)}, or see data.image_size, data.evaluation_size, data.evaluation_shape "
             "and data.progressive."
         ) from error
-    finally:
-        network.train(was_training)
 
 
 def _how_to_take_any_size(network: nn.Module) -> str:

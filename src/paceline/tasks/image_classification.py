@@ -132,14 +132,17 @@ class ImageClassification(Task):
 
     def build_model(self) -> nn.Module:
         """The recipe's network, as wide as the classes and as deep as the images' channels."""
+        found = self.dataset
+        return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
+
+    def check_network(self, network: nn.Module) -> None:
+        """Try each size that training or evaluation shows, beside the one that the network was built for."""
         found, data = self.dataset, self.recipe.data
-        network = build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
         sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
         shapes = {(side, side) for side in sides} | ({} if self._shapes is None else distinct(self._shapes)).keys()
         for shape in sorted(shapes):
             check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
-        return network
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """The recipe's loss."""

@@ -128,9 +128,11 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
     tasks = [_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
-    # The weights are the same for all sizes; each has its own look at whether the network takes it.
-    networks = [task.build_model() for task in tasks]
-    network = _with_weights(networks[0], saved, placement)
+    # The network is the same for all sizes; each has its own look at whether it is taken.
+    network = tasks[0].build_model()
+    for task in tasks:
+        task.check_network(network)
+    network = _with_weights(network, saved, placement)
     with contextlib.ExitStack() as opened:
         opened.callback(leave)
         pipelines = [opened.enter_context(contextlib.closing(task.open_pipeline(placement))) for task in tasks]

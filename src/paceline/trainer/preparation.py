@@ -115,6 +115,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     """The network with its first weights, on the device, the same on every rank; and what is to be said of them."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
+    task.check_network(network)
     asked, notices = task.recipe.model, []
     if asked.initialize_from is not None:
         notices += _take_weights(network, Path(asked.initialize_from), partly=asked.initialize_partly)

@@ -101,6 +101,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     task = build_task(_without_initial_weights(loaded.recipe))
     plan = plan_run(loaded.recipe, task, describe_machine(device), world)
     network = task.build_model()
+    task.check_network(network)
     adapt(network, loaded.recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
     return plan_network(plan, network, loaded.recipe)

@@ -203,7 +203,7 @@ def test_a_broken_picture_is_left_out_of_its_batch(photos: Path, tmp_path: Path,
         ({"data.backend": "memory"}, r"evaluation_shape=rectangular .* memory back-end .* data\.backend=pytorch"),
         (
             {"model.name": "vit_tiny_patch16_224", "model.options": None, "data.image_size": 224},
-            r"model\.name=vit_tiny_patch16_224 does not take images of 224x\d+ pixels .*dynamic_img_size: true",
+            r"model\.name=vit_tiny_patch16_224\) does not take images of 224x\d+ pixels .*dynamic_img_size: true",
         ),
         (
             {"model.name": "torchvision:vit_b_32", "model.options": None, "data.image_size": 224},
@@ -243,6 +243,13 @@ def test_evaluation_refuses_it_where_all_images_are_square(train_tiny: Callable[
     request = EvaluationRequest(target=run_dir, overrides=["data.evaluation_shape=rectangular"])
     with pytest.raises(PacelineError, match=r"'data\.evaluation_shape=rectangular' has no effect: every .* square"):
         evaluate_target(request)
+
+
+def test_a_network_of_ones_own_is_tried_too(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+    """Before training, not at the first evaluation."""
+    task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+    with pytest.raises(PacelineError, match=r"the network Sequential .* 12 pixels .* global average pooling"):
+        train_tiny("run", {"data.evaluation_size": 12}, task=task)
 
 
 def test_a_transformer_that_interpolates_its_positions_is_taken(photos: Path, tmp_path: Path) -> None:
