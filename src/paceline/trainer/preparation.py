@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import read_weights
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
@@ -176,13 +177,22 @@ def _check_tail(prepared: Prepared) -> None:
     trial = copy.deepcopy(network).train()
     try:
         with torch.no_grad():
-            prepared.task.loss(trial, sample)
+            prepared.task.loss(trial, _as_small_as_in_training(sample, prepared))
     except ValueError as error:
         samples, ranks = _shortest_tail(plan)
         raise RecipeError(
             f"an epoch's last batch has {samples} sample(s) over {ranks} micro-batch(es), "
             f"and this model cannot train on a single one ({error}); choose another batch.global_size."
         ) from None
+
+
+def _as_small_as_in_training(sample: Batch, prepared: Prepared) -> Batch:
+    """An evaluation's image cut to the smallest that training shows: of a larger one, BatchNorm would see more."""
+    size = prepared.plan.data.get("image_size")
+    if not isinstance(size, int) or sample.inputs.ndim != 4:
+        return sample
+    smallest = prepared.recipe.data.progressive.size_at(0, size)
+    return replace(sample, inputs=sample.inputs[:, :, :smallest, :smallest])
 
 
 def _shortest_tail(plan: Plan) -> tuple[int, int]:
