@@ -371,6 +371,32 @@ def test_evaluate_the_best(paceline_here: Callable[..., Any], finished: Path) ->
     assert strict_json(done.out)[best["metric"]] == best["value"]
 
 
+def test_evaluate_at_several_sizes(
+    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert paceline_here("train", "digits", *tiny, "data.holdout_fraction=0.1", "--run-dir", "run").code == 0
+    told = paceline_here("evaluate", "run", "--sizes", "8,12,16")
+    assert (told.code, told.err) == (0, "")
+    assert "on 143 training images that were held out" in told.out
+    document = strict_json(paceline_here("evaluate", "run", "--sizes", "8,12,16", "--json").out)
+    assert [row["size"] for row in document["sizes"]] == [8, 12, 16]
+    assert f"best by top1_accuracy: data.evaluation_size={document['best_size']}" in told.out
+    for row in document["sizes"]:
+        assert f"{row['top1_accuracy']:.2f} %" in told.out
+    on_validation = paceline_here("evaluate", finished, "--sizes", "8,12", "--on", "validation")
+    assert "on 359 validation images" in on_validation.out
+    assert "note: a size chosen on the validation images is fitted to them" in on_validation.out
+    for arguments, message in (
+        (("--sizes", "8,12"), "held no training images out"),
+        (("--sizes", "8,big"), "'8,big' is no list of sizes in pixels"),
+        (("--sizes", "8,0"), "'8,0' is no list of sizes in pixels"),
+        (("--sizes", "8", "--predictions", "x.csv"), "--predictions is for one evaluation"),
+    ):
+        done = paceline_here("evaluate", finished, *arguments)
+        assert (done.code, done.out) == (2, "")
+        assert message in done.err
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_predictions_file(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"predictions.{suffix}"

@@ -101,6 +101,50 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
 
 
+# 90 samples in steps of 16, then 32, then 48: micro-batches of 4, of which there are 4, 8 and 12.
+SCALED = ("optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
+GROWING = ("batch.growth={1: 32, 2: 48}", "train.duration=3 epochs", "evaluate.every=1 epochs", *SCALED)
+GROWING_LONGER = ("batch.growth={2: 32, 4: 48}", "train.duration=6 epochs", "checkpoint.every=0.5 epochs", *SCALED)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
+    studio: Path, run: Callable[..., Any], alone: Callable[..., Any], outcome: Callable[[Path], Any]
+) -> None:
+    run_dir = studio / "exact-growing"
+    done = run(*EXACT, *GROWING, "--processes", 2, "--run-dir", run_dir, where=studio)
+    assert done.code == 0, done.err
+    facts, records = outcome(run_dir)
+    assert [facts, records] == alone("exact-growing-1", *GROWING)
+    assert (facts["step"], facts["samples"]) == (6 + 3 + 2, 3 * 90)
+    assert [each["step"] for each in records if each["event"] == "evaluation"] == [6, 6, 9, 9, 11, 11]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+def test_a_batch_that_grows_is_resumed_in_any_world(
+    studio: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    alone: Callable[..., Any],
+    outcome: Callable[[Path], Any],
+    steps_recorded: Callable[[Path], int],
+) -> None:
+    """Killed in the first size by two processes and in the second by four, and ended by two."""
+    run_dir = studio / "exact-growing-longer"
+    for processes, step in ((2, 9), (4, 15)):
+        launched = start(*EXACT, *GROWING_LONGER, "--processes", processes, "--run-dir", run_dir, where=studio)
+        launched.wait_for(lambda step=step: steps_recorded(run_dir) >= step)
+        launched.kill()
+    done = run(*EXACT, *GROWING_LONGER, "--processes", 2, "--run-dir", run_dir, where=studio)
+    assert done.code == 0, done.err
+    assert outcome(run_dir) == alone("exact-growing-longer-1", *GROWING_LONGER)
+    audit = run("audit", run_dir, "--json", where=studio)
+    assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+
+
 # Buffers of every awkward kind: infinite, replaced by each forward pass, numbers and flags that depend on the batch.
 AWKWARD = """
 import torch

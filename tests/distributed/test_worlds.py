@@ -125,6 +125,33 @@ def test_fewer_samples_than_processes(
 
 
 @linux
+@pytest.mark.world_size(3)
+@pytest.mark.slow
+def test_images_of_many_shapes_and_views_are_exact_in_any_world(
+    studio: Path, tmp_path: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any]
+) -> None:
+    """Two sizes, three shapes each, every image and its mirror, over 1 and 3 processes: the same numbers."""
+    for split in ("train", "val"):
+        for level, name in enumerate(("blue", "green", "red")):
+            (tmp_path / "oblong" / split / name).mkdir(parents=True)
+            for number, (height, width) in enumerate([(12, 12), (12, 20), (20, 12), (12, 19)]):
+                pixels = np.random.default_rng([level, number]).integers(0, 256, (height, width, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "oblong" / split / name / f"{number}.png")
+    shown = (f"data.path={tmp_path / 'oblong'}", "data.evaluation_shape=rectangular", "data.evaluation_multiple=4")
+    command = ("evaluate", undisturbed, *shown, "evaluate.augment=flip", "--sizes", "12,16", "--on", "validation")
+    answers = []
+    for processes in (1, 3):
+        arguments = (*command, "--json")
+        done = run_here(*arguments) if processes == 1 else run(*arguments, "--processes", processes, where=studio)
+        assert done.code == 0, done.err
+        answers.append(json.loads(done.out))
+        for row in answers[-1]["sizes"]:
+            assert row.pop("seconds") > 0 < row.pop("samples_per_second")
+    assert answers[0]["samples"] == 12
+    assert answers[1] == answers[0]
+
+
+@linux
 @pytest.mark.world_size(2)
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(

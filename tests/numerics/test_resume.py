@@ -46,6 +46,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "telemetry.log_every": "4 steps",
         "evaluate.patience": 3,
     },
+    # Four steps of 16 and the tail, then two of up to 32, then one of all: what comes every epoch follows.
+    "growing": {
+        **EVERYTHING,
+        "batch.growth": {1: 32, 2: 64},
+        "optimizer.lr_scaling": "sqrt",
+        "optimizer.lr_reference_batch": 16,
+        "evaluate.every": "1 epochs",
+        "checkpoint.every": "1 epochs",
+    },
 }
 
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from paceline.cli.options import (
     best_option,
     choose_processes,
+    chosen_images,
+    chosen_sizes,
     is_first_process,
     is_one_of_several,
     json_option,
     launch,
+    on_option,
     overrides_argument,
     present_gpus,
     processes_option,
+    sizes_option,
     trust_code_option,
     usable_gpus,
     weights_option,
 )
-from paceline.cli.output import print_json, print_pairs
+from paceline.cli.output import print_json, print_pairs, print_table
 from paceline.recipe.load import refuse_training_overrides, stored_recipe
+
+if TYPE_CHECKING:
+    from paceline.trainer.evaluate_target import EvaluationRequest, Split
 
 
 @click.command("evaluate", short_help="Score the weights of a run, a checkpoint or a file.")
@@ -38,6 +46,8 @@ from paceline.recipe.load import refuse_training_overrides, stored_recipe
 @weights_option
 @best_option
 @trust_code_option
+@sizes_option
+@on_option
 @json_option
 def command(
     target: Path,
@@ -54,13 +64,20 @@ def command(
     The recipe the weights were trained with says on what; overrides change it. Every held-out sample is scored once,
     with any number of processes.
 
+    --sizes tries several sizes of images instead, on those that the run held out of training
+    (data.holdout_fraction), and says which is best.
+
     \b
     Examples:
       paceline evaluate runs/digits --best
+      paceline evaluate runs/photos evaluate.augment=flip
+      paceline evaluate runs/photos --sizes 192,224,256,288
       paceline evaluate runs/photos data.path=more-photos --predictions answers.csv
     """
     refuse_training_overrides(overrides)
-    arguments = ["evaluate", str(target), *overrides, "--weights", weights]
+    sizes, on = _sweep(predictions)
+    arguments = ["evaluate", str(target), *overrides, "--weights", weights, "--on", on]
+    arguments += ["--sizes", ",".join(map(str, sizes))] if sizes else []
     arguments += ["--predictions", str(predictions)] if predictions else []
     arguments += ["--best"] if best else []
     arguments += ["--trust-code"] if trust_code else []
@@ -69,34 +86,81 @@ def command(
         launched = launch(choose_processes(processes, gpus), [*arguments, "--json"] if as_json else arguments)
         if launched is not None:
             return launched
-    from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+    from paceline.trainer.evaluate_target import EvaluationRequest
 
-    report = evaluate_target(
-        EvaluationRequest(
-            target=target,
-            overrides=overrides,
-            weights=weights,
-            best=best,
-            trust_code=trust_code,
-            predictions=predictions,
-        )
+    request = EvaluationRequest(
+        target=target,
+        overrides=overrides,
+        weights=weights,
+        best=best,
+        trust_code=trust_code,
+        predictions=predictions,
+        on=on,
     )
+    if sizes:
+        _sweep_here(request, sizes, as_json=as_json)
+    else:
+        _evaluate_here(request, as_json=as_json)
+    return 0
+
+
+def _evaluate_here(request: EvaluationRequest, *, as_json: bool) -> None:
+    from paceline.trainer.evaluate_target import evaluate_target
+
+    report = evaluate_target(request)
     if not is_first_process():
-        return 0
+        return
     if as_json:
         fields = dataclasses.asdict(report)
-        nested = {"metrics", "counts"}
-        print_json({k: v for k, v in fields.items() if k not in nested} | fields["metrics"] | fields["counts"])
-        return 0
+        apart = {"metrics", "counts", "seconds"}
+        print_json({k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"])
+        return
     click.echo(f"{report.path} ({report.weights} weights)")
-    lines = {
-        name: f"{value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
-        for name, value in report.metrics.items()
-    }
+    lines = {name: _in_words(name, value) for name, value in report.metrics.items()}
     print_pairs({"samples": f"{report.samples:,}", **lines, **report.counts})
     for path in report.broken:
         click.echo(f"  not scored, unreadable: {path}")
-    return 0
+
+
+def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:
+    from paceline.studies.evaluation_sizes import sweep_sizes
+
+    sweep = sweep_sizes(request, sizes)
+    if not is_first_process():
+        return
+    if as_json:
+        print_json(sweep.to_json())
+        return
+    first = sweep.trials[0].report
+    images = "training images that were held out" if sweep.on == "holdout" else "validation images"
+    click.echo(f"{first.path} ({first.weights} weights) on {first.samples:,} {images}")
+    names = tuple(first.metrics)
+    rows = [
+        (
+            f"{trial.size}{' *' * (trial is sweep.best)}",
+            *(_in_words(name, trial.report.metrics[name]) for name in names),
+            f"{trial.samples_per_second:,.0f}",
+        )
+        for trial in sweep.trials
+    ]
+    print_table(("size", *names, "images/s"), rows)
+    click.echo(f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}")
+    if sweep.on == "validation":
+        click.echo(
+            "note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out"
+        )
+
+
+def _in_words(name: str, value: float) -> str:
+    return f"{value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _sweep(predictions: Path | None) -> tuple[tuple[int, ...], Split]:
+    """The sizes to try, if any, and on which images."""
+    sizes, on = chosen_sizes(), chosen_images()
+    if sizes and predictions is not None:
+        raise click.UsageError("--predictions is for one evaluation, and --sizes makes several; leave one of them out.")
+    return sizes, on or ("holdout" if sizes else "validation")
 
 
 def _usable_gpus(target: Path, overrides: tuple[str, ...], *, weights: str, best: bool) -> int:

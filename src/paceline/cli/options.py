@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -90,6 +90,48 @@ best_option: Callable[[Any], Any] = click.option(
 trust_code_option: Callable[[Any], Any] = click.option(
     "--trust-code", is_flag=True, help="Let the weights' own recipe import code of its own (package.module:factory)."
 )
+
+
+def _sizes(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    parts = [] if value is None else value.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of sizes in pixels; give whole numbers, for example 192,224.")
+    context.meta[_SIZES] = tuple(map(int, parts))
+
+
+def _remember_images(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    context.meta[_IMAGES] = value
+
+
+_SIZES, _IMAGES = "paceline.sizes", "paceline.images"
+# Not among the command's arguments either: they say what else to do with the others.
+sizes_option: Callable[[Any], Any] = click.option(
+    "--sizes",
+    metavar="PIXELS,...",
+    expose_value=False,
+    callback=_sizes,
+    help="Evaluate at each of these sizes, in place of data.evaluation_size, and say which is best.",
+)
+on_option: Callable[[Any], Any] = click.option(
+    "--on",
+    type=click.Choice(["validation", "holdout"]),
+    expose_value=False,
+    callback=_remember_images,
+    help="Which images: the held-out ones of the evaluation (the default), or those that data.holdout_fraction kept "
+    "out of training (the default with --sizes).",
+)
+
+
+def chosen_sizes() -> tuple[int, ...]:
+    """What ``--sizes`` of the command at hand says; empty if nothing."""
+    sizes: tuple[int, ...] = click.get_current_context().meta[_SIZES]
+    return sizes
+
+
+def chosen_images() -> Literal["validation", "holdout"] | None:
+    """What ``--on`` of the command at hand says, if anything."""
+    images: Literal["validation", "holdout"] | None = click.get_current_context().meta[_IMAGES]
+    return images
 
 
 def until_override() -> tuple[str, ...]:

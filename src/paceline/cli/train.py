@@ -30,10 +30,12 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.distributed.restarts import Restarts
-    from paceline.recipe.plan import ParameterGroupFacts, Plan
+    from paceline.recipe.phases import BatchPhase
+    from paceline.recipe.plan import Occasion, ParameterGroupFacts, Plan
     from paceline.trainer.train import TrainResult
 
 _STOPPED = 75
+_TOLD = 5
 
 
 @click.command("train", short_help="Train a recipe, or go on with a run.")
@@ -225,10 +227,13 @@ def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:
 
 
 def _plan_lines(plan: Plan) -> dict[str, str]:
-    def every(steps: int | None) -> str:
+    def every(occasion: Occasion, steps: int | None) -> str:
+        if moments := plan.moments.get(occasion, ()):
+            first = ", ".join(map(format_count, moments[:_TOLD]))
+            return f"after step {first}{', …' * (len(moments) > _TOLD)} ({len(moments)} in all)"
         return "off" if steps is None else "every step" if steps == 1 else f"every {format_count(steps)} steps"
 
-    evaluation = every(plan.evaluate_every_steps)
+    evaluation = every("evaluate", plan.evaluate_every_steps)
     if plan.evaluate_every_steps is not None:
         evaluation += f", in batches of {plan.evaluation_batch_size}"
     if plan.evaluation_samples == 0:
@@ -243,14 +248,15 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
         "global batch": f"{format_count(plan.global_batch_size)} = {_counted(plan.world_size, 'process')} x "
         f"{_counted(plan.accumulation_steps, 'micro-batch')} x {_counted(plan.micro_batch_size, 'sample')}",
+        **{f"from epoch {p.first_epoch + 1}": _phase_line(plan, p) for p in plan.batch_phases[1:]},
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
         "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
         "last step of an epoch": _counted(plan.last_step_samples, "sample"),
         "warm-up": _counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,
-        "checkpoint": _checkpoint_line(plan, every(plan.checkpoint_every_steps)),
-        "step record": every(plan.log_every_steps),
+        "checkpoint": _checkpoint_line(plan, every("checkpoint", plan.checkpoint_every_steps)),
+        "step record": every("log", plan.log_every_steps),
         **_profile_line(plan),
     }
 
@@ -260,6 +266,16 @@ def _profile_line(plan: Plan) -> dict[str, str]:
         return {}
     before, last = plan.profile_steps
     return {"profile": f"steps {format_count(before + 1)} to {format_count(last)}"}
+
+
+def _phase_line(plan: Plan, phase: BatchPhase) -> str:
+    parts = (
+        _counted(plan.world_size, "process"),
+        _counted(phase.logical_ranks // plan.world_size, "micro-batch"),
+        _counted(plan.micro_batch_size, "sample"),
+    )
+    steps = _counted(phase.steps_per_epoch, "step")
+    return f"global batch {format_count(phase.global_batch_size)} = {' x '.join(parts)}, {steps} per epoch"
 
 
 def _checkpoint_line(plan: Plan, by_steps: str) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from paceline.data.slices import SampleIds, SampleSlice
+from paceline.data.slices import SampleIds, SampleShapes, SampleSlice
+from paceline.recipe.phases import Epochs
 from paceline.world import World
 
 
@@ -44,8 +45,9 @@ class StepGeometry:
     Attributes:
         seed: The run's seed.
         samples: Samples per epoch.
-        global_batch_size: Samples per step; an epoch's last step takes what is left.
-        logical_ranks: Micro-batch slots per step, over all processes.
+        global_batch_size: Samples per step in the first epoch; an epoch's last step takes what is left.
+        logical_ranks: Micro-batch slots per step then, over all processes.
+        growth: (Epoch, global batch size, logical ranks) of each later size, and the epoch that it begins with.
         repeats: How often each image is among the samples.
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
@@ -57,18 +59,19 @@ class StepGeometry:
     logical_ranks: int
     repeats: int = 1
     in_step: bool = False
+    growth: tuple[tuple[int, int, int], ...] = ()
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps in an epoch, the smaller last one included."""
-        return -(-self.samples // self.global_batch_size)
+    @cached_property
+    def epochs(self) -> Epochs:
+        """Where in the epochs each step lies."""
+        return Epochs.cut(self.samples, [(0, self.global_batch_size, self.logical_ranks), *self.growth])
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
         """The micro-batches of one step on one process, in logical order, phantoms first; never empty."""
-        epoch, position = divmod(step, self.steps_per_epoch)
+        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
         order = epoch_order(self.seed, epoch, self.samples, self.repeats)
-        ids = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-        parts = _parts(len(ids), self.logical_ranks, world, in_step=self.in_step)
+        ids = order[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
+        parts = _parts(len(ids), phase.logical_ranks, world, in_step=self.in_step)
         return [
             SampleSlice(
                 step=step,
@@ -77,6 +80,7 @@ class StepGeometry:
                 ids=ids[part.begin : part.end],
                 is_last=part.is_last,
                 step_weight=len(ids),
+                logical_ranks=phase.logical_ranks,
                 phantom=part.phantom,
             )
             for part in parts
@@ -87,10 +91,11 @@ class StepGeometry:
         for step in range(first_step, last_step):
             yield from self.slices(step, world)
 
-    def smallest_part(self) -> int:
-        """Samples in the smallest non-empty micro-batch of an epoch's last step."""
-        left = self.samples - (self.steps_per_epoch - 1) * self.global_batch_size
-        return max(1, left // self.logical_ranks)
+    def smallest_part(self, steps: int) -> int:
+        """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""
+        epochs = self.epochs
+        parts = (epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps))
+        return max(1, min(parts, default=self.samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +131,34 @@ def _parts(size: int, logical_ranks: int, world: World, *, in_step: bool) -> tup
     return (*phantoms, *parts)
 
 
-def evaluation_rounds(samples: int, batch_size: int, world: World) -> int:
+def evaluation_rounds(samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None) -> int:
     """Most evaluation batches that any process has."""
-    return math.ceil(math.ceil(samples / batch_size) / world.world_size)
+    batches = sum(math.ceil(len(ids) / batch_size) for _, ids in _alike(samples, shapes))
+    return math.ceil(batches / world.world_size)
 
 
-def evaluation_slices(samples: int, batch_size: int, world: World) -> Iterator[SampleSlice]:
+def evaluation_slices(
+    samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None
+) -> Iterator[SampleSlice]:
     """Evaluation batches of one process: each sample once, in batches that no world size changes.
 
     Batch *j* holds samples ``[j * batch_size, (j + 1) * batch_size)`` and goes whole to process
-    ``j mod world_size``, so that a sample is always scored in the same company.
+    ``j mod world_size``, so that a sample is always scored in the same company. With shapes, int64 [samples, 2], the
+    samples are first sorted by theirs, and a batch holds samples of one.
     """
-    for index in range(world.rank, -(-samples // batch_size), world.world_size):
-        ids = np.arange(index * batch_size, min((index + 1) * batch_size, samples))
-        yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids))
+    batches = [
+        (shape, ids[at : at + batch_size])
+        for shape, ids in _alike(samples, shapes)
+        for at in range(0, len(ids), batch_size)
+    ]
+    for index in range(world.rank, len(batches), world.world_size):
+        shape, ids = batches[index]
+        yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids), shape=shape)
+
+
+def _alike(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
+    """The samples of each shape, in order."""
+    if shapes is None:
+        return [(None, np.arange(samples))]
+    distinct, which = np.unique(shapes, axis=0, return_inverse=True)
+    return [((int(h), int(w)), np.flatnonzero(which.ravel() == index)) for index, (h, w) in enumerate(distinct)]

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SampleIds = NDArray[np.int64]
+SampleShapes = NDArray[np.int64]
+"""Height and width for each sample, [N, 2]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class SampleSlice:
         ids: Sample ids, int64 [N].
         is_last: True on the rank's last micro-batch of the step: gradients are reduced after it.
         step_weight: Samples in the whole global step, over all ranks and micro-batches.
+        logical_ranks: Slots for micro-batches in the step, over all ranks.
+        shape: Height and width at which these samples are shown, where that is not the same for all.
         phantom: True where a rank has no samples in an epoch's last step and forwards one with weight
             zero, only so that its collectives match the other ranks'.
     """
@@ -31,4 +35,6 @@ class SampleSlice:
     ids: SampleIds
     is_last: bool = True
     step_weight: int
+    logical_ranks: int = 1
+    shape: tuple[int, int] | None = None
     phantom: bool = False

@@ -29,7 +29,7 @@ def build_strategy(
     """Build the strategy the plan chose.
 
     Args:
-        plan: Says which, and how many logical ranks there are.
+        plan: Says which.
         network: The bare network, with the same weights and buffers on every process.
         called: What a step calls: the network, compiled if asked.
         collectives: The processes.
@@ -38,7 +38,7 @@ def build_strategy(
         average: The average of the network's weights, if there is one.
     """
     if plan.strategy == "exact":
-        return ExactDataParallel(network, called, collectives, logical_ranks=plan.logical_ranks)
+        return ExactDataParallel(network, called, collectives)
     if plan.strategy == "ddp":
         start = plan.powersgd_start_step
         return DataParallel(network, called, collectives, device, parallel=parallel, powersgd_start_step=start)

@@ -85,7 +85,6 @@ class ExactDataParallel:
         network: The bare network.
         called: What the step calls: the network, compiled if asked.
         collectives: The processes.
-        logical_ranks: Micro-batches per step over all processes; a multiple of their number.
     """
 
     waits_in: Collection[str] = ()
@@ -93,12 +92,10 @@ class ExactDataParallel:
     is_rehearsed = True
     is_sharded = False
 
-    def __init__(
-        self, network: nn.Module, called: Callable[..., Any], collectives: Collectives, *, logical_ranks: int
-    ) -> None:
+    def __init__(self, network: nn.Module, called: Callable[..., Any], collectives: Collectives) -> None:
         self.model = self.scored = called
         self._world = collectives.world
-        self._logical_ranks = logical_ranks
+        self._logical_ranks = 1
         self._parameters = [each for each in network.parameters() if each.requires_grad]
         self._buffers = StepBuffers(network, collectives)
         self._sums: PartialSums[Leaf] = PartialSums(Leaf.add)
@@ -188,7 +185,8 @@ class ExactDataParallel:
         if self._combined is not None:
             self._free.append(self._combined)
             self._combined = None
-        self._leaves = min(self._logical_ranks, part.step_samples)
+        self._logical_ranks = part.logical_ranks
+        self._leaves = min(part.logical_ranks, part.step_samples)
         self._begun = True
 
     def _make_leaf(self) -> Leaf:

@@ -25,12 +25,14 @@ class MicroBatch:
         step_samples: Samples of the whole step, over all processes.
         weight: Samples of the micro-batch that count; 0 for one that is only there to match others' collectives.
         is_last: Whether it is the last one of the step on this process.
+        logical_ranks: Micro-batches of the step over all processes; a multiple of their number.
     """
 
     logical_rank: int
     step_samples: int
     weight: int
     is_last: bool = True
+    logical_ranks: int = 1
 
 
 class Wish(NamedTuple):

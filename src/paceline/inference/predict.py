@@ -14,16 +14,18 @@ from torch import nn
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.decode import BrokenImageError, decode, upright_size
 from paceline.data.image.folder import EXTENSIONS
+from paceline.data.image.shapes import rectangle
 from paceline.data.image.source import ArraySource
-from paceline.data.image.transforms import evaluation_image
+from paceline.data.image.transforms import Shape, evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
+from paceline.tasks.averaging import CROPS, shown_for_crops
 from paceline.tasks.build import TASKS, build_task, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
@@ -70,8 +72,15 @@ class Predictor:
         self._channels: int = data["channels"]
         self._crop: float = data["evaluation_crop"]
         self._interpolation: str = data.get("interpolation", "bilinear")
+        # Only where images keep their aspect ratio.
+        self._multiple: int | None = data.get("evaluation_multiple")
         self._normalize = Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=device))
-        self._network = self._build(make_task).to(device).eval()
+        task = self._task(make_task)
+        self._network = self._build(task).to(device).eval()
+        self._answers = task.evaluated(self._network)
+        if (kind := task.recipe.evaluate.augment) in CROPS:
+            shown = shown_for_crops(task.recipe.data, self._shown_size, kind)
+            self._shown_size, self._crop = int(shown.evaluation_size), shown.evaluation_crop
 
     def predict(self, paths: Sequence[Path], *, top_k: int = 5) -> Iterator[Prediction]:
         """Yield one answer per file, in order; an unreadable file is an answer too."""
@@ -85,23 +94,33 @@ class Predictor:
         for path in paths:
             try:
                 images[path] = evaluation_image(
-                    decode(path, self._channels), self._shown_size, self._crop, self._interpolation
+                    decode(path, self._channels), self._shape_of(path), self._crop, self._interpolation
                 )
             except BrokenImageError as error:
                 errors[path] = error.reason
-        answers = self._score(images, top_k) if images else {}
+        answers: dict[Path, Prediction] = {}
+        for shape in {tuple(image.shape) for image in images.values()}:
+            alike = {path: image for path, image in images.items() if tuple(image.shape) == shape}
+            answers |= self._score(alike, top_k)
         return iter([answers[path] if path in answers else Prediction(path, error=errors[path]) for path in paths])
+
+    def _shape_of(self, path: Path) -> Shape:
+        """Height and width at which an image is shown; the same as in evaluation."""
+        size = self._shown_size
+        if self._multiple is None or (found := upright_size(path)) is None:
+            return size, size
+        return rectangle(*found, size=size, multiple=self._multiple)
 
     def _score(self, images: dict[Path, torch.Tensor], top_k: int) -> dict[Path, Prediction]:
         batch = self._normalize(torch.stack(list(images.values())).to(self._device))
-        probabilities, labels = self._network(batch).float().softmax(dim=1).topk(top_k, dim=1)
+        probabilities, labels = self._answers(batch).float().softmax(dim=1).topk(top_k, dim=1)
         rows = zip(images, probabilities.tolist(), labels.tolist(), strict=True)
         return {
             path: Prediction(path, tuple(self.classes[label] for label in top), tuple(values))
             for path, values, top in rows
         }
 
-    def _build(self, make_task: TaskMaker) -> nn.Module:
+    def _task(self, make_task: TaskMaker) -> Task:
         where = str(self._saved.path)
         recipe = stored_recipe(self._saved.described("recipe"), where)
         # The weights come from the file: nothing is downloaded or initialised from elsewhere.
@@ -116,8 +135,12 @@ class Predictor:
             task.dataset = self._described_dataset()
         else:
             task.data_facts(World())
+        return task
+
+    def _build(self, task: Task) -> nn.Module:
         network = task.build_model()
-        check_inventory(network.state_dict(), self._saved.plain, where=where)
+        task.check_network(network)
+        check_inventory(network.state_dict(), self._saved.plain, where=str(self._saved.path))
         network.load_state_dict(self._saved.plain)
         return network
 

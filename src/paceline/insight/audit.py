@@ -7,7 +7,7 @@ pure function of (seed, epoch, step) gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,7 @@ def audit_run(run_dir: Path) -> Audit:
     if not directory.exists():
         raise RunDirectoryError(f"'{run_dir}' holds no run (no recipe.yaml); give a run directory.")
     plan, recipe = read_plan(directory), read_recipe(directory)
-    geometry = StepGeometry(
-        seed=int(recipe["seed"]),
-        samples=int(plan["train_samples"]),
-        global_batch_size=int(plan["global_batch_size"]),
-        logical_ranks=1,
-        repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
-    )
+    geometry = _geometry(plan, recipe)
     if not directory.summary.is_file():
         raise RunDirectoryError(
             f"the run in '{run_dir}' has not come to a stop (no summary.json): it is under way or was killed; run its "
@@ -90,7 +84,7 @@ def audit_run(run_dir: Path) -> Audit:
         )
     steps = _steps_done(summary.samples, geometry)
     try:
-        counted = count_epochs(directory.ledger, geometry.samples, epochs_over=steps // geometry.steps_per_epoch)
+        counted = count_epochs(directory.ledger, geometry.samples, epochs_over=geometry.epochs.completed(steps))
         epochs = counted.epochs
         objections = [*_wrong_counts(epochs), *_wrong_order(directory.ledger, geometry, steps)]
     except RunDirectoryError as error:
@@ -104,9 +98,23 @@ def audit_run(run_dir: Path) -> Audit:
     )
 
 
+def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometry:
+    """The run's steps, each whole: it does not matter here who takes which part of one."""
+    return StepGeometry(
+        seed=int(recipe["seed"]),
+        samples=int(plan["train_samples"]),
+        global_batch_size=int(plan["global_batch_size"]),
+        logical_ranks=1,
+        repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
+        # Runs of earlier versions have no phases, and one size.
+        growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan.get("batch_phases", [])[1:]),
+    )
+
+
 def _steps_done(samples: int, geometry: StepGeometry) -> int:
-    epochs, within = divmod(samples, geometry.samples)
-    return epochs * geometry.steps_per_epoch + -(-within // geometry.global_batch_size)
+    epoch, within = divmod(samples, geometry.samples)
+    size = geometry.epochs.phase_of_epoch(epoch).global_batch_size
+    return geometry.epochs.first_step(epoch) + -(-within // size)
 
 
 def _wrong_counts(epochs: tuple[EpochCount, ...]) -> Iterator[str]:

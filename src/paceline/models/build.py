@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -50,22 +51,36 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
 
 
 @torch.no_grad()
-def check_takes(network: nn.Module, size: int, *, channels: int, name: str) -> None:
-    """Find out whether a network takes images of a size; some transformers are built for one.
+def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: int, name: str) -> None:
+    """Find out whether a network takes images of a size, or of a height and width; some are built for one.
 
     Raises:
-        ModelError: If it does not.
+        ModelError: If it does not; says what to change.
     """
-    was_training = network.training
+    height, width = (size, size) if isinstance(size, int) else size
     try:
-        network.eval()(torch.zeros(1, channels, size, size))
+        # A copy: a network of one's own may write into its buffers even in evaluation.
+        copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
     except (AssertionError, RuntimeError, ValueError) as error:
+        shown = f"{height}" if height == width else f"{height}x{width}"
         raise ModelError(
-            f"model.name={name} does not take images of {size} pixels ({' '.join(str(error).split())[:200]}); see "
-            "data.image_size, data.evaluation_size and data.progressive."
+            f"the network {type(network).__name__} (model.name={name}) does not take images of {shown} pixels "
+            f"({' '.join(str(error).split())[:200]}); "
+            f"{_how_to_take_any_size(network)}, or see data.image_size, data.evaluation_size, data.evaluation_shape "
+            "and data.progressive."
         ) from error
-    finally:
-        network.train(was_training)
+
+
+def _how_to_take_any_size(network: nn.Module) -> str:
+    """What would let a network take images of other sizes, for people."""
+    embedding = getattr(network, "patch_embed", None)
+    if hasattr(embedding, "dynamic_img_pad"):  # timm's transformers
+        if hasattr(network, "pos_embed"):
+            return "timm's vision transformers do with model.options={dynamic_img_size: true}"
+        return "some of timm's transformers do with model.options={strict_img_size: false}"
+    if any(isinstance(module, nn.MultiheadAttention) for module in network.modules()):
+        return "transformers do that interpolate their positions, as timm's with model.options={dynamic_img_size: true}"
+    return "convolutional networks do with global average pooling (nn.AdaptiveAvgPool2d(1)) before the classifier"
 
 
 def model_names(pattern: str = "*") -> list[str]:

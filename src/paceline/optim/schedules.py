@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from paceline.recipe.plan import LearningRatePoint, Plan
@@ -40,6 +40,8 @@ class LearningRate:
       ``1 - x``, ``(1 + cos(pi * x)) / 2`` or ``1 - sqrt(x)`` (Hägele et al. 2024)
     * one_cycle: as torch's OneCycleLR of two phases: the rise ends at step ``warmup_steps - 1``, the fall at the last
       step, both by cosine or linear.
+
+    Where the batch grows, ``peak`` is another one from a global batch on, as ``growth`` says: (its number, peak).
     """
 
     name: str
@@ -56,6 +58,7 @@ class LearningRate:
     power: float = 2.0
     decay_steps: int = 0
     anneal: str = "linear"
+    growth: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, schedule: Schedule, plan: Plan) -> LearningRate:
@@ -75,10 +78,25 @@ class LearningRate:
             power=schedule.power,
             decay_steps=plan.decay_steps,
             anneal=resolve_anneal(schedule),
+            growth=tuple(
+                (phase.first_step, peak) for phase, peak in zip(plan.batch_phases[1:], plan.grown_peak_lrs, strict=True)
+            ),
         )
 
-    def __call__(self, step: int) -> float:
-        """Learning rate used by the optimizer step numbered ``step``, from 0."""
+    def __call__(self, step: int, position: int | None = None) -> float:
+        """Learning rate used by the optimizer step numbered ``step``, from 0.
+
+        Args:
+            step: Steps taken before it.
+            position: Global batches used up before it, by which the batch grows; ``step`` where none was skipped.
+        """
+        at = step if position is None else position
+        if self.growth and at >= self.growth[0][0]:
+            peak = next(peak for first, peak in reversed(self.growth) if at >= first)
+            return replace(self, peak=peak, growth=())(step)
+        return self._from_peak(step)
+
+    def _from_peak(self, step: int) -> float:
         if self.name == "one_cycle":
             low, height = self._in_cycle(step)
             return low + (self.peak - low) * height
@@ -116,6 +134,7 @@ class LearningRate:
         elif self.warmup_steps:
             points[min(self.warmup_steps, self.total_steps - 1)] = f"{self.name} from the peak"
         points |= dict.fromkeys(self.milestones, "milestone")
+        points |= {first: "the batch grows" for first, _ in self.growth}
         boundaries = takewhile(lambda step: step < self.total_steps, self._period_ends())
         points |= {step: "next period" for _, step in zip(range(_TOLD), boundaries, strict=False)}
         if self.name == "trapezoid":
@@ -216,11 +235,11 @@ class Courses:
     momentum: tuple[Course, float] | None = None
     weight_decay: tuple[Course, float] | None = None
 
-    def at(self, step: int) -> Settings:
-        """The settings of the optimizer step numbered ``step``, from 0."""
+    def at(self, step: int, position: int | None = None) -> Settings:
+        """The settings of the optimizer step numbered ``step``, from 0, on the global batch numbered ``position``."""
         rate = self.learning_rate
         return Settings(
-            learning_rate=rate(step),
+            learning_rate=rate(step, position),
             momentum=None if self.momentum is None else _on_course(*self.momentum, step, rate),
             weight_decay=None if self.weight_decay is None else _on_course(*self.weight_decay, step, rate),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 
@@ -10,46 +12,56 @@ _EXACT_LOGICAL_RANKS = 8
 
 
 def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> int:
-    """Samples per forward pass.
+    """Samples per forward pass; the same for every size that the batch grows to.
 
     Raises:
         RecipeError: If this many processes cannot share the batch; names the numbers that can.
     """
     batch = recipe.batch.global_size
     fixed = fixed_logical_ranks(recipe)
-    if (batch if fixed is None else fixed) % world_size:
+    shared = _shared_parts(recipe, fixed)
+    if shared % world_size:
+        key, size = next(each for each in _sizes(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size)
         raise RecipeError(
-            f"batch.global_size={batch} over {world_size} processes gives {batch / world_size:g} samples each, which "
+            f"{key}={size} over {world_size} processes gives {size / world_size:g} samples each, which "
             f"{_misfit(recipe, fixed)}; the global batch is never changed silently, so run it on "
-            f"{', '.join(_fitting(batch if fixed is None else fixed))} processes or change batch.global_size."
+            f"{', '.join(_fitting(shared))} processes or change {key}."
         )
+    common = math.gcd(*(size for _, size in _sizes(recipe)))
+    micro = common // world_size if fixed is None else batch // fixed
     if recipe.batch.micro_size == "auto":
-        reasons["batch.micro_size"] = (
-            f"a process's whole share of {batch} samples over {world_size}"
-            if fixed is None
-            else f"{batch} samples in {fixed} logical ranks"
-        )
-    parts = world_size if fixed is None else fixed
+        reasons["batch.micro_size"] = _why_so_large(recipe, micro, world_size, fixed)
     reasons["parallel.logical_ranks"] = (
-        f"{', '.join(_fitting(parts))} processes can share them, with the same bits"
+        f"{', '.join(_fitting(shared))} processes can share them, with the same bits"
         if recipe.parallel.exact
-        else f"{batch} samples in micro-batches of {batch // parts}"
+        else f"{batch} samples in micro-batches of {micro}"
     )
-    return batch // parts
+    return micro
+
+
+def _why_so_large(recipe: Recipe, micro: int, world_size: int, fixed: int | None) -> str:
+    batch = recipe.batch.global_size
+    if fixed is not None:
+        return f"{batch} samples in {fixed} logical ranks"
+    if micro * world_size < batch:
+        return f"the largest share over {world_size} of all sizes that the batch has"
+    return f"a process's whole share of {batch} samples over {world_size}"
 
 
 def fixed_logical_ranks(recipe: Recipe) -> int | None:
-    """Micro-batches per step where the recipe fixes them; None where each process takes its share in one.
+    """Micro-batches in the first steps where the recipe fixes them; None where each process takes its share in one.
 
     Raises:
         RecipeError: If they do not divide the batch, or contradict one another.
     """
     batch, micro, ranks = recipe.batch.global_size, recipe.batch.micro_size, recipe.parallel.logical_ranks
-    if micro != "auto" and batch % micro:
-        raise RecipeError(
-            f"batch.global_size={batch} is not a multiple of batch.micro_size={micro}; "
-            f"choose a micro_size that divides it, for example {_nearest_divisor(batch, micro)}."
-        )
+    if micro != "auto":
+        for key, size in _sizes(recipe):
+            if size % micro:
+                raise RecipeError(
+                    f"{key}={size} is not a multiple of batch.micro_size={micro}; "
+                    f"choose a micro_size that divides it, for example {_nearest_divisor(size, micro)}."
+                )
     if ranks != "auto" and batch % ranks:
         raise RecipeError(
             f"batch.global_size={batch} cannot be cut into parallel.logical_ranks={ranks} equal parts; "
@@ -61,12 +73,49 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
             f"batch.global_size={batch}; leave one of the two at auto."
         )
     if ranks != "auto":
+        _check_grown(recipe, batch // ranks)
         return ranks
     if micro != "auto":
         return batch // micro
     if not recipe.parallel.exact:
         return None
-    return next(each for each in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % each == 0)
+    fits = (each for each in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % each == 0)
+    return next((each for each in fits if _divides_all(recipe, batch // each)), None) or _fine_ranks(recipe)
+
+
+def _check_grown(recipe: Recipe, micro: int) -> None:
+    for key, size in _sizes(recipe):
+        if size % micro:
+            raise RecipeError(
+                f"{key}={size} is no whole number of the micro-batches of {micro} samples that "
+                f"parallel.logical_ranks={recipe.parallel.logical_ranks} cuts batch.global_size="
+                f"{recipe.batch.global_size} into; choose sizes that are, or more logical ranks."
+            )
+
+
+def _divides_all(recipe: Recipe, micro: int) -> bool:
+    return all(size % micro == 0 for _, size in _sizes(recipe))
+
+
+def _fine_ranks(recipe: Recipe) -> int:
+    """Logical ranks of an exact run whose sizes have no larger micro-batch in common."""
+    return recipe.batch.global_size // math.gcd(*(size for _, size in _sizes(recipe)))
+
+
+def _sizes(recipe: Recipe) -> list[tuple[str, int]]:
+    """Every size of the batch, with the key that says it."""
+    key = "batch.growth."
+    return [(f"{key}{epoch}" if epoch else "batch.global_size", size) for epoch, size in recipe.batch.sizes().items()]
+
+
+def _largest_part(recipe: Recipe, fixed: int | None) -> int:
+    """Samples that no process can share with another."""
+    return 1 if fixed is None else recipe.batch.global_size // fixed
+
+
+def _shared_parts(recipe: Recipe, fixed: int | None) -> int:
+    """Parts that the processes share out, in steps of every size: their number must divide this one."""
+    return math.gcd(*(size // _largest_part(recipe, fixed) for _, size in _sizes(recipe)))
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:
@@ -79,7 +128,7 @@ def usable_processes(recipe: Recipe, lowest: int, highest: int) -> list[int]:
     if recipe.parallel.strategy == "single":
         return [1] if lowest <= 1 <= highest else []
     try:
-        parts = fixed_logical_ranks(recipe) or recipe.batch.global_size
+        parts = _shared_parts(recipe, fixed_logical_ranks(recipe))
     except RecipeError:  # which the plan will raise, in a world of any size
         return []
     return [count for count in range(highest, lowest - 1, -1) if parts % count == 0]

@@ -81,7 +81,8 @@ def plan_compilation(recipe: Recipe, device: str, sizes: Sizes, *, accumulation_
             f"another launch perhaps others, and {asked}=true wants the same sums each time; use "
             "model.compile_mode=default."
         )
-    evaluated = recipe.evaluate.every is not None
+    # Batches of many shapes would each need a graph.
+    evaluated = recipe.evaluate.every is not None and recipe.data.evaluation_shape == "square"
     return Compiled(
         compile=f"{model.compile_backend}, {model.compile_mode}",
         compiled_train_sizes=_worth_compiling(sizes.of_training()),

@@ -157,10 +157,18 @@ class Data:
     evaluation_size: Auto | PositiveInt = "auto"
     """Height and width for evaluation and prediction; `auto` is `image_size`, a third more is often better (Touvron et
     al. 2019)."""
+    evaluation_shape: Literal["square", "rectangular"] = "square"
+    """`rectangular`: images keep their aspect ratio in evaluation and prediction, up to 2 to 1, and less of them is cut
+    away (Howard 2018); `evaluation_size` is then the shorter side."""
+    evaluation_multiple: Annotated[PositiveInt, Applies("evaluation_shape", ("rectangular",))] = 32
+    """The longer side is `evaluation_size` and the nearest number of steps of so many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
     validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits", "cifar10"))] = 0.2
     """Share of each class held out for evaluation, where the data has no split of its own."""
+    holdout_fraction: OpenFraction = 0.0
+    """Share of each class of the training images that a run neither trains on nor is evaluated on. What is chosen
+    after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
     evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
     """Share of the resized image's side that the evaluation's centre crop keeps."""
     max_broken: NonNegativeInt = 0

@@ -23,6 +23,8 @@ def _no_switch(value: object) -> object:
 # Before the numbers below: a bare `yes` or `on` is a bool in YAML 1.1, and Python would take it for 1.
 _Number = BeforeValidator(_no_switch)
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+# A mapping's key, which JSON knows as text only.
+Epoch = Annotated[int, _Number, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]

@@ -125,9 +125,29 @@ def refuse_training_overrides(overrides: Overrides) -> None:
     Raises:
         RecipeError: Naming the first.
     """
-    for key in layers.set_keys(_asked(overrides)):
+    for key in set_by(overrides):
         if key.startswith(_FOR_TRAINING):
             raise RecipeError(f"override '{key}' has no effect: saved weights are scored, not trained. Remove it.")
+
+
+def set_by(overrides: Overrides) -> tuple[str, ...]:
+    """The dotted keys that overrides set."""
+    return tuple(layers.set_keys(_asked(overrides)))
+
+
+def refuse_unused_overrides(overrides: Overrides, unused: Mapping[str, str], recipe: Recipe) -> None:
+    """Refuse overrides that have no effect on the data at hand.
+
+    Args:
+        overrides: What the user asks for.
+        unused: Dotted keys without effect, with the reason.
+        recipe: The recipe with the overrides.
+
+    Raises:
+        RecipeError: Naming the first.
+    """
+    origins: dict[str, layers.Origin] = dict.fromkeys(set_by(overrides), "override")
+    layers.check_used(recipe, origins, unused)
 
 
 def named_code(recipe: Recipe) -> list[str]:

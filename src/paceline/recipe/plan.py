@@ -7,22 +7,27 @@ processes. The trainer follows the plan and computes nothing of its own.
 from __future__ import annotations
 
 import dataclasses
-import math
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
 
 from paceline.errors import RecipeError
-from paceline.recipe.adapters import unused_in_adapters
 from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
-from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
-from paceline.recipe.profile import plan_profile, unused_in_profile
+from paceline.recipe.phases import BatchPhase, Epochs
+from paceline.recipe.profile import plan_profile
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers, check_sharding, choose_strategy, unused_by, weigh
+from paceline.recipe.unused import unused_keys
 from paceline.units import Duration, TimeSpan
+
+Occasion = Literal["evaluate", "checkpoint", "log"]
+"""What is done now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,9 @@ class Plan(Compiled, Rates):
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
+    Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
+    are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
+
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
 
@@ -135,6 +143,8 @@ class Plan(Compiled, Rates):
     checkpoint_every_steps: int | None
     checkpoint_every_seconds: float | None
     log_every_steps: int
+    batch_phases: tuple[BatchPhase, ...]
+    moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
@@ -148,19 +158,35 @@ class Plan(Compiled, Rates):
         """The plan as JSON values."""
         return dataclasses.asdict(self)
 
+    @cached_property
+    def epochs(self) -> Epochs:
+        """Where in the epochs each step lies."""
+        return Epochs(self.train_samples, self.batch_phases)
+
     def epoch_of(self, step: int) -> int:
         """Epoch that the step numbered ``step`` (from 0) belongs to."""
-        return step // self.steps_per_epoch
+        return self.epochs.place(step)[0]
 
     def step_samples(self, position: int) -> int:
         """Samples in the global batch numbered ``position`` (from 0)."""
-        is_tail = (position + 1) % self.steps_per_epoch == 0
-        return self.last_step_samples if is_tail else self.global_batch_size
+        return self.epochs.step_samples(position)
 
     def samples_before(self, step: int) -> int:
         """Training samples used by the first ``step`` steps."""
-        epochs, within = divmod(step, self.steps_per_epoch)
-        return epochs * self.train_samples + within * self.global_batch_size
+        return self.epochs.samples_before(step)
+
+    def is_due(self, occasion: Occasion, position: int) -> bool:
+        """Whether something done now and then, and at the run's end, is due after ``position`` global batches."""
+        every: int | None = getattr(self, f"{occasion}_every_steps")
+        if every is None:
+            return False
+        if position == self.total_steps:
+            return True
+        if occasion not in self.moments:
+            return position % every == 0
+        moments = self.moments[occasion]
+        following = bisect_left(moments, position)
+        return following < len(moments) and moments[following] == position
 
 
 def make_plan(
@@ -181,12 +207,13 @@ def make_plan(
     _check_evaluation(recipe, data, reasons)
     if batch > data.train_samples:
         reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
-    steps_per_epoch = math.ceil(data.train_samples / batch)
-    last_step = data.train_samples - (steps_per_epoch - 1) * batch
-    lengths = Lengths(data.train_samples, batch)
+    epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
+    lengths = Lengths(epochs)
     total = lengths.total(recipe.train.duration)
+    _check_growth(epochs, total)
     rates = plan_schedule(recipe, lengths, total, reasons)
-    strategy = choose_strategy(recipe, world_size, batch // micro, reasons)
+    most_parts = max(each.logical_ranks for each in epochs.phases)
+    strategy = choose_strategy(recipe, world_size, most_parts, reasons)
     evaluation_batch = resolve_evaluation_batch(recipe, reasons)
     sizes = Sizes(
         train_samples=data.train_samples,
@@ -195,12 +222,12 @@ def make_plan(
         evaluation_samples=data.evaluation_samples,
         evaluation_batch_size=evaluation_batch,
     )
-    accumulation = batch // (micro * world_size)
     powersgd = recipe.parallel.gradient_compression == "powersgd" and world_size > 1
-    compiled = plan_compilation(recipe, machine.device, sizes, accumulation_steps=accumulation)
+    compiled = plan_compilation(recipe, machine.device, sizes, accumulation_steps=most_parts // world_size)
     check_fp8(recipe, machine.lacks)
-    if total >= steps_per_epoch and last_step // (batch // micro) < 2:
+    if any(epochs.last_step_samples(each) // each.logical_ranks < 2 for each in epochs.finished_phases(total)):
         reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
+    occasions = _occasions(recipe)
     return Plan(
         world_size=world_size,
         local_world_size=local_world_size,
@@ -217,23 +244,25 @@ def make_plan(
         data=data.description,
         global_batch_size=batch,
         micro_batch_size=micro,
-        accumulation_steps=accumulation,
+        accumulation_steps=batch // (micro * world_size),
         logical_ranks=batch // micro,
-        steps_per_epoch=steps_per_epoch,
-        last_step_samples=last_step,
+        steps_per_epoch=epochs.phases[0].steps_per_epoch,
+        last_step_samples=epochs.last_step_samples(epochs.phases[0]),
         total_steps=total,
-        total_epochs=total / steps_per_epoch,
+        total_epochs=epochs.length(total),
         powersgd_start_step=(
             lengths.within("parallel.powersgd.start", recipe.parallel.powersgd.start, total) if powersgd else None
         ),
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         **vars(rates),
         **vars(compiled),
-        evaluate_every_steps=lengths.interval("evaluate.every", recipe.evaluate.every, total),
+        evaluate_every_steps=lengths.interval("evaluate.every", occasions["evaluate"], total),
         evaluation_batch_size=evaluation_batch,
-        checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
+        checkpoint_every_steps=lengths.interval("checkpoint.every", occasions["checkpoint"], total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
-        log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
+        log_every_steps=lengths.interval("telemetry.log_every", occasions["log"], total) or 1,
+        batch_phases=epochs.phases,
+        moments={each: found for each, every in occasions.items() if every and (found := epochs.moments(every, total))},
         unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
         profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
@@ -280,6 +309,35 @@ def _unfreeze_steps(recipe: Recipe, lengths: Lengths, total: int) -> dict[str, i
     return found
 
 
+def _occasions(recipe: Recipe) -> dict[Occasion, Duration | None]:
+    """What is done now and then, and how often; None if it is not done so."""
+    return {
+        "evaluate": recipe.evaluate.every,
+        "checkpoint": _in_steps(recipe.checkpoint.every),
+        "log": recipe.telemetry.log_every,
+    }
+
+
+def _check_growth(epochs: Epochs, total: int) -> None:
+    """Refuse a size that no step has.
+
+    Raises:
+        RecipeError: Naming it.
+    """
+    for before, phase in pairwise(epochs.phases):
+        said = f"batch.growth.{phase.first_epoch}={phase.global_batch_size}"
+        if phase.first_step >= total:
+            raise RecipeError(
+                f"{said} begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, or "
+                "lengthen train.duration."
+            )
+        if min(before.global_batch_size, phase.global_batch_size) >= epochs.samples:
+            raise RecipeError(
+                f"{said} has no effect: an epoch has only {epochs.samples} samples, and each step used all of them "
+                "before; leave it out."
+            )
+
+
 def _in_steps(every: Duration | TimeSpan | str | None) -> Duration | None:
     return every if isinstance(every, Duration) else None
 
@@ -296,6 +354,7 @@ def _in_seconds(checkpoint: Checkpoint, reasons: dict[str, str]) -> float | None
 # Reasons that are told although the key was not left open.
 _ALWAYS_TOLD = (
     "batch.global_size",
+    "batch.growth",
     "batch.tail",
     "optimizer.lr",
     "evaluate.top_k",
@@ -319,74 +378,6 @@ def _is_open(recipe: Recipe, key: str) -> bool:
     applies = applies_of(type(section), name)
     has_effect = applies is None or applies.allow(getattr(section, applies.to))
     return has_effect and getattr(section, name) == "auto"
-
-
-def _unused_with_fp16() -> dict[str, str]:
-    why = "fp16's loss scaling leaves out every step whose gradient is not finite"
-    return {"train.nonfinite": why, "train.max_nonfinite": why}
-
-
-def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
-    """Dotted keys that ask for something which has no effect on this data, with the reason.
-
-    A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
-    """
-    found = _unused_with_fp16() if recipe.train.precision == "fp16" else {}
-    found |= _unused_weights(recipe)
-    backend = data.description.get("backend", "pytorch")
-    if backend != "pytorch":
-        why = f"the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)"
-        found["data.prefetch"] = why
-        if recipe.data.workers not in ("auto", 0):
-            found["data.workers"] = why
-    elif data.description.get("workers") == 0:
-        found["data.prefetch"] = "there are no loader processes (see data.workers)"
-    for key in ("data.validation_fraction", "evaluate.top_k"):
-        if key in data.reasons:
-            found[key] = data.reasons[key]
-    found |= _unused_in_data(recipe.data) | unused_in_profile(recipe.telemetry.profile)
-    if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
-        found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
-    if recipe.evaluate.every is None or data.evaluation_samples == 0:
-        why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
-        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
-        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) != "auto"}
-        if recipe.evaluate.every is not None:
-            found["evaluate.every"] = f"nothing is evaluated ({why})"
-    return found
-
-
-def _unused_weights(recipe: Recipe) -> dict[str, str]:
-    found = unused_in_adapters(recipe.model.adapters)
-    partly = recipe.model.initialize_partly and recipe.model.initialize_from is None
-    if partly:
-        found["model.initialize_partly"] = "there is nothing to take (model.initialize_from)"
-    return found
-
-
-def _unused_in_data(data: Data) -> dict[str, str]:
-    """Keys that say more of what is not done at all."""
-    found: dict[str, str] = {}
-    mix, augment, jitter = data.mix, data.augment, data.augment.jitter
-    if mix.mixup == 0 and mix.cutmix == 0:
-        why = "nothing is mixed (data.mix.mixup, data.mix.cutmix)"
-        found |= dict.fromkeys(("data.mix.switch", "data.mix.probability", "data.mix.epochs"), why)
-    elif mix.mixup == 0 or mix.cutmix == 0:
-        found["data.mix.switch"] = "there is one kind of mixing"
-    if augment.erase == 0:
-        why = "nothing is erased (data.augment.erase)"
-        found |= dict.fromkeys(("data.augment.erase_scale", "data.augment.erase_ratio"), why)
-    if data.progressive.start_size is None:
-        why = "images do not grow (data.progressive.start_size)"
-        found |= dict.fromkeys((f"data.progressive.{key}" for key in ("begin", "end", "multiple")), why)
-    if not any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)):
-        found["data.augment.jitter.probability"] = "there is no jitter"
-    return found
-
-
-def _asked(recipe: Recipe, dotted: str) -> object:
-    section, _, name = dotted.partition(".")
-    return getattr(getattr(recipe, section, None), name, None)
 
 
 def _check_evaluation(recipe: Recipe, data: DataFacts, reasons: dict[str, str]) -> None:

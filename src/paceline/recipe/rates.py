@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecipeError
+from paceline.recipe.phases import Epochs
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration
@@ -18,14 +20,11 @@ _CYCLE_BEGINS = 1 / 25
 class Lengths:
     """Turns durations into steps."""
 
-    samples_per_epoch: int
-    global_batch_size: int
+    epochs: Epochs
 
     def steps(self, length: Duration, total: int | None) -> int:
-        """Steps of a length; of a run whose total is known, if the length is a share of it."""
-        return length.to_steps(
-            samples_per_epoch=self.samples_per_epoch, global_batch_size=self.global_batch_size, total_steps=total
-        )
+        """Steps of a length from the run's start; of a run whose total is known, if the length is a share of it."""
+        return self.epochs.steps_in(length, total)
 
     def total(self, duration: Duration) -> int:
         """Steps of the whole run."""
@@ -59,7 +58,10 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The schedule's part of a plan; ``first_lr`` is None where the warm-up begins with its first step from zero."""
+    """The schedule's part of a plan; ``first_lr`` is None where the warm-up begins with its first step from zero.
+
+    ``grown_peak_lrs`` has the peak of each size that the batch grows to.
+    """
 
     peak_lr: float
     first_lr: float | None
@@ -67,6 +69,7 @@ class Rates:
     milestone_steps: tuple[int, ...]
     period_steps: int | None
     decay_steps: int
+    grown_peak_lrs: tuple[float, ...] = ()
 
 
 def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[str, str]) -> Rates:
@@ -77,7 +80,11 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
     """
     schedule, asked = recipe.schedule, recipe.optimizer
     # An epoch smaller than the batch is one step of all its samples.
-    peak = peak_learning_rate(recipe, min(lengths.global_batch_size, lengths.samples_per_epoch), reasons)
+    batches = [min(phase.global_batch_size, lengths.epochs.samples) for phase in lengths.epochs.phases]
+    peak = peak_learning_rate(recipe, batches[0], reasons)
+    grown = tuple(asked.lr * lr_factor(recipe, batch) for batch in batches[1:])
+    if grown:
+        _explain_growth(recipe, lengths.epochs, (peak, *grown), reasons)
     reasons["optimizer.betas"] = f"{asked.moment_decay}, as {asked.name} is published"
     reasons["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
     reasons["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
@@ -104,21 +111,39 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
         milestone_steps=tuple(lengths.within("schedule.milestones", each, total) for each in schedule.milestones),
         period_steps=lengths.interval("schedule.period", schedule.period, total),
         decay_steps=decay,
+        grown_peak_lrs=grown,
     )
 
 
 def peak_learning_rate(recipe: Recipe, batch: int, reasons: dict[str, str]) -> float:
     """The learning rate after the recipe's scaling rule; the reason gives both numbers."""
     asked = recipe.optimizer
+    scaled = asked.lr * lr_factor(recipe, batch)
+    if asked.lr_scaling != "none":
+        reasons["optimizer.lr"] = (
+            f"{asked.lr:g} for a batch of {asked.lr_reference_batch} becomes {scaled:g} for {batch} "
+            f"(lr_scaling={asked.lr_scaling})"
+        )
+    return scaled
+
+
+def lr_factor(recipe: Recipe, batch: int) -> float:
+    """What the recipe's scaling rule makes of the learning rate for a batch."""
+    asked = recipe.optimizer
     if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
-        return asked.lr
+        return 1.0
     ratio = batch / asked.lr_reference_batch
-    factor = ratio if asked.lr_scaling == "linear" else math.sqrt(ratio)
-    reasons["optimizer.lr"] = (
-        f"{asked.lr:g} for a batch of {asked.lr_reference_batch} becomes {asked.lr * factor:g} for {batch} "
-        f"(lr_scaling={asked.lr_scaling})"
-    )
-    return asked.lr * factor
+    return ratio if asked.lr_scaling == "linear" else math.sqrt(ratio)
+
+
+def _explain_growth(recipe: Recipe, epochs: Epochs, peaks: Sequence[float], reasons: dict[str, str]) -> None:
+    rule = recipe.optimizer.lr_scaling
+    told = [
+        f"{phase.global_batch_size} samples a step from epoch {phase.first_epoch + 1} (step {phase.first_step + 1}), "
+        + (f"peak rate {before:g} becomes {peak:g}" if rule != "none" else f"peak rate stays {peak:g}")
+        for phase, before, peak in zip(epochs.phases[1:], peaks, peaks[1:], strict=False)
+    ]
+    reasons["batch.growth"] = f"{'; '.join(told)} (lr_scaling={rule})"
 
 
 def _first_rate(recipe: Recipe, peak: float, warmup: int, reasons: dict[str, str]) -> float | None:

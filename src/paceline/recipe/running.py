@@ -22,6 +22,10 @@ class Evaluate:
     """Samples per forward pass."""
     top_k: Annotated[int, Field(gt=1, strict=True)] = 5
     """The k of the top-k accuracy reported beside top-1."""
+    augment: Literal["none", "flip", "five_crop", "ten_crop"] = "none"
+    """Average the probabilities of several views of each image, in evaluation and prediction: itself and its mirror
+    (`flip`), its corners and centre (`five_crop`), or these and their mirrors (`ten_crop`, Krizhevsky et al. 2012).
+    Costs as many forward passes."""
     metric: str = "top1_accuracy"
     """The metric that decides what is best: `top1_accuracy`, `loss`, or one that the task brings."""
     patience: Annotated[PositiveInt | None, Off] = None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    Epoch,
     Length,
     Off,
     OpenFraction,
@@ -29,6 +31,20 @@ class Batch:
     """Samples per optimizer step over all processes."""
     micro_size: Auto | PositiveInt = "auto"
     """Samples per forward pass on one process; `auto` takes a process's whole share."""
+    growth: dict[Epoch, PositiveInt] = Field(default_factory=dict)
+    """Samples per step from an epoch on, counted from 0: {30: 512, 60: 1024} (Smith et al. 2018). Micro-batches stay as
+    they are, and there are more of them; the learning rate follows `optimizer.lr_scaling`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        sizes = list(self.sizes().values())
+        if any(size == following for size, following in pairwise(sizes)):
+            raise ValueError(f"found growth={dict(sorted(self.growth.items()))}, but each must change the batch's size")
+        return self
+
+    def sizes(self) -> dict[int, int]:
+        """Samples per step by the epoch from which they hold, ascending; the first is 0."""
+        return {0: self.global_size} | dict(sorted(self.growth.items()))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import shutil
@@ -469,7 +470,8 @@ def _fewer(ground: Ground, name: str) -> Disturbed:
 def _more(ground: Ground, name: str) -> Disturbed:
     if ground.processes == 1:
         raise SkippedError("the run is not exact, so its bits belong to one process: give --processes 2 or more")
-    processes, parts = 2 * ground.processes, int(ground.plan["logical_ranks"])
+    processes = 2 * ground.processes
+    parts = math.gcd(*(int(phase["logical_ranks"]) for phase in ground.plan["batch_phases"]))
     if parts % processes:
         raise SkippedError(f"{processes} processes cannot share the run's {parts} logical ranks")
     found = ground.killed(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,17 +14,20 @@ from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.mixing import Mixing
-from paceline.data.image.pipeline import ImagePipeline
+from paceline.data.image.pipeline import ImagePipeline, OpenedSplit
+from paceline.data.image.shapes import distinct, measure
 from paceline.data.image.source import repeated
 from paceline.data.image.transforms import View
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.prefetch import Normalize
+from paceline.data.slices import SampleShapes
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.models.build import build_model, check_takes
-from paceline.recipe.data import Progressive
+from paceline.recipe.data import Data, Progressive
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
+from paceline.tasks.averaging import CROPS, AveragedViews, shown_for_crops
 from paceline.tasks.classification_loss import ClassificationLoss
 from paceline.tasks.task import Model, Task
 from paceline.world import World
@@ -48,6 +52,16 @@ class ImageClassification(Task):
         return open_dataset(self.recipe.data)
 
     @cached_property
+    def _shapes(self) -> SampleShapes | None:
+        """At which shape each held-out image is shown; None if all are squares."""
+        data, found = self.recipe.data, self.dataset
+        if data.evaluation_shape == "square" or len(found.validation) == 0 or data.dataset == "synthetic":
+            return None
+        size = evaluation_size(data, found)
+        shapes = measure(found.validation, size=size, multiple=data.evaluation_multiple)
+        return None if (shapes == size).all() else shapes
+
+    @cached_property
     def _loss(self) -> ClassificationLoss:
         return ClassificationLoss(self.recipe.train)
 
@@ -57,11 +71,13 @@ class ImageClassification(Task):
         # Refuses an augmentation that images of this size cannot have.
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
         _check_growth(data.progressive, found.image_size)
-        self._backend, backend_reason = choose_backend(data, found)
+        self._backend, backend_reason = choose_backend(self._shown(), found)
         self._workers, workers_reason = choose_workers(data, self._backend, world)
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
         reasons["data.evaluation_size"] = "as data.image_size"
+        if data.evaluation_shape != "square" and self._shapes is None:
+            reasons["data.evaluation_shape"] = "every held-out image comes to a square"
         self._choose_metrics(reasons)
         return DataFacts(
             train_samples=len(found.train) * self.recipe.data.augment.repeats,
@@ -72,6 +88,8 @@ class ImageClassification(Task):
                 "classes": len(found.classes),
                 "image_size": found.image_size,
                 "evaluation_size": evaluation_size(data, found),
+                **self._shapes_found(),
+                **({} if found.holdout is None else {"holdout_samples": len(found.holdout)}),
                 "channels": found.channels,
                 "backend": self._backend,
                 "workers": self._workers,
@@ -87,16 +105,20 @@ class ImageClassification(Task):
             "class_names": list(self.dataset.classes),
             "evaluation_crop": self.recipe.data.evaluation_crop,
             "interpolation": self.recipe.data.interpolation,
+            **({} if self._shapes is None else {"evaluation_multiple": self.recipe.data.evaluation_multiple}),
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Batches of the dataset through the chosen back-end."""
         found = self.dataset
         return ImagePipeline(
-            train=repeated(found.train, self.recipe.data.augment.repeats),
-            evaluation=found.validation,
-            open_train=partial(self._open, "train", placement),
-            open_evaluation=partial(self._open, "validation", placement),
+            train=OpenedSplit(
+                source=repeated(found.train, self.recipe.data.augment.repeats),
+                open=partial(self._open, "train", placement),
+            ),
+            evaluation=OpenedSplit(
+                source=found.validation, open=partial(self._open, "validation", placement), shapes=self._shapes
+            ),
             normalize=Normalize(found.mean, found.std, placement),
             placement=placement,
             has_workers=self._workers > 0,
@@ -110,16 +132,27 @@ class ImageClassification(Task):
 
     def build_model(self) -> nn.Module:
         """The recipe's network, as wide as the classes and as deep as the images' channels."""
+        found = self.dataset
+        return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
+
+    def check_network(self, network: nn.Module) -> None:
+        """Try each size that training or evaluation shows, beside the one that the network was built for."""
         found, data = self.dataset, self.recipe.data
-        network = build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
-        sizes = {data.progressive.size_at(0, found.image_size), evaluation_size(data, found)} - {found.image_size}
-        for size in sorted(sizes):
-            check_takes(network, size, channels=found.channels, name=self.recipe.model.name)
-        return network
+        sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
+        sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
+        shapes = {(side, side) for side in sides} | ({} if self._shapes is None else distinct(self._shapes)).keys()
+        for shape in sorted(shapes):
+            check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """The recipe's loss."""
         return self._loss(model(batch.inputs), batch.targets)
+
+    def evaluated(self, model: Model) -> Model:
+        """The network, or one that answers to several views of each image."""
+        kind = self.recipe.evaluate.augment
+        side = evaluation_size(self.recipe.data, self.dataset)
+        return model if kind == "none" else AveragedViews(model, kind, side)
 
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Loss without smoothing, and whether the label is the first, or among the first k, answers."""
@@ -138,6 +171,21 @@ class ImageClassification(Task):
         probability, label = model(batch.inputs).float().softmax(dim=1).max(dim=1)
         return {"prediction": label, "probability": probability, "target": batch.targets}
 
+    def _shown(self) -> Data:
+        """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""
+        data, augment = self.recipe.data, self.recipe.evaluate.augment
+        if self._shapes is None and data.dataset != "synthetic":
+            data = replace(data, evaluation_shape="square")
+        if augment in CROPS:
+            data = shown_for_crops(data, evaluation_size(data, self.dataset), augment)
+        return data
+
+    def _shapes_found(self) -> dict[str, dict[str, int]]:
+        """How many held-out images have which shape, for the plan; empty if all are squares."""
+        if self._shapes is None:
+            return {}
+        return {"evaluation_shapes": {f"{h}x{w}": count for (h, w), count in distinct(self._shapes).items()}}
+
     def _choose_metrics(self, reasons: dict[str, str]) -> None:
         top_k, classes = self.recipe.evaluate.top_k, len(self.dataset.classes)
         if top_k < classes:
@@ -149,7 +197,7 @@ class ImageClassification(Task):
     def _open(self, split: Split, placement: Placement, progress: Progress | None) -> Backend:
         return open_backend(
             self._backend,
-            self.recipe.data,
+            self.recipe.data if split == "train" else self._shown(),
             self.dataset,
             split,
             seed=self.recipe.seed,

@@ -56,6 +56,13 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
 
+    def check_network(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
+        """Find out before it is used whether the network takes what it will be shown; by default anything goes.
+
+        Raises:
+            PacelineError: If it does not; says what to change.
+        """
+
     def prepare_training(self, placement: Placement) -> None:  # noqa: B027  # most need nothing
         """Get ready what only training needs, once the network is built; by default nothing.
 
@@ -73,6 +80,10 @@ class Task(ABC):
     @abstractmethod
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """One value per sample, [N], for each metric; called in evaluation mode, without gradients."""
+
+    def evaluated(self, model: Model) -> Model:
+        """What evaluation and prediction call in the network's place; by default the network itself."""
+        return model
 
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """One entry per sample, [N, ...], for a predictions file; by default nothing."""

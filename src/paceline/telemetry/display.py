@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from paceline.recipe.phases import Epochs
 from paceline.telemetry.progress import RunProgress, describe
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Display(Protocol):
         *,
         total_steps: int,
         start_step: int,
-        steps_per_epoch: int,
+        epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
     ) -> None:
@@ -72,7 +73,7 @@ class SilentDisplay:
         *,
         total_steps: int,
         start_step: int,
-        steps_per_epoch: int,
+        epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
     ) -> None:
@@ -117,12 +118,12 @@ class PlainDisplay:
         *,
         total_steps: int,
         start_step: int,
-        steps_per_epoch: int,
+        epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
     ) -> None:
         """Show title and lines."""
-        self._progress = RunProgress(total_steps, start_step, steps_per_epoch, self._unit)
+        self._progress = RunProgress(total_steps, start_step, epochs, self._unit)
         for text in (title, *lines):
             self.message(text)
         self._due = time.perf_counter() + self._interval
@@ -188,7 +189,7 @@ class LiveDisplay:
         *,
         total_steps: int,
         start_step: int,
-        steps_per_epoch: int,
+        epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
     ) -> None:
@@ -197,7 +198,7 @@ class LiveDisplay:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.text import Text
 
-        self._progress = RunProgress(total_steps, start_step, steps_per_epoch, self._unit)
+        self._progress = RunProgress(total_steps, start_step, epochs, self._unit)
         console = self._open_console()
         console.print(Text(title, style="bold"))
         for text in lines:

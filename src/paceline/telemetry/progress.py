@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.recipe.phases import Epochs
 from paceline.units import format_count, format_seconds
 
 _ACCURACY = re.compile(r"^top(\d+)_accuracy$")
@@ -22,14 +22,14 @@ class RunProgress:
     Attributes:
         total_steps: Steps of the whole run.
         step: Steps done.
-        steps_per_epoch: Steps of one epoch.
+        cut: How its steps are cut from epochs.
         unit: What a sample is called: ``images``.
         record: The last step event.
     """
 
     total_steps: int
     step: int
-    steps_per_epoch: int
+    cut: Epochs
     unit: str
     record: Mapping[str, Any] = field(default_factory=dict)
     _pace_from: tuple[int, float] | None = None
@@ -43,22 +43,23 @@ class RunProgress:
     @property
     def epochs(self) -> int:
         """Epochs of the whole run, a last partial one included."""
-        return max(1, math.ceil(self.total_steps / self.steps_per_epoch))
+        return self.cut.place(max(self.total_steps - 1, 0))[0] + 1
 
     @property
     def epoch(self) -> int:
         """Epoch of the last step, counted from 1."""
-        return max(1, math.ceil(self.step / self.steps_per_epoch))
+        return self.cut.place(max(self.step - 1, 0))[0] + 1
 
     @property
     def step_in_epoch(self) -> int:
         """Steps done in that epoch."""
-        return self.step - (self.epoch - 1) * self.steps_per_epoch
+        return self.step - self.cut.first_step(self.epoch - 1)
 
     @property
     def steps_in_epoch(self) -> int:
         """Steps of that epoch: the run's last one may be cut short."""
-        return min(self.steps_per_epoch, self.total_steps - (self.epoch - 1) * self.steps_per_epoch)
+        first = self.cut.first_step(self.epoch - 1)
+        return min(self.cut.first_step(self.epoch), self.total_steps) - first
 
     @property
     def seconds_left(self) -> float | None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -138,7 +139,9 @@ def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:
 def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluator:
     prepared = setting.prepared
     plan, world = prepared.plan, prepared.world
-    rounds = evaluation_rounds(plan.evaluation_samples, plan.evaluation_batch_size, world)
+    # Pipelines of the user's own cut the evaluation as the guide says.
+    usual = partial(evaluation_rounds, plan.evaluation_samples)
+    rounds = getattr(prepared.pipeline, "evaluation_rounds", usual)(plan.evaluation_batch_size, world)
     return Evaluator(
         task=prepared.task,
         pipeline=prepared.pipeline,

@@ -17,7 +17,7 @@ from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse
 from paceline.metrics.accumulator import Accumulator
-from paceline.tasks.task import Task
+from paceline.tasks.task import Model, Task
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
@@ -82,7 +82,8 @@ class Evaluator:
                     self._go_along(models, batch)
                     continue
                 for name, model in models.items():
-                    answers = model if observe is None else _OneForward(model)
+                    asked = self.task.evaluated(model)
+                    answers = asked if observe is None else _OneForward(asked)
                     with self.precision.autocast():
                         sums[name].add(self.task.score(answers, batch))
                         if observe is not None:
@@ -127,7 +128,7 @@ class _OneForward:
     Only the very same tensors give the kept answer, and only if nobody has written into it since.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._arguments: tuple[Any, ...] = ()
         self._answer: torch.Tensor | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,19 +23,31 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.recipe.load import Overrides, refuse_foreign_code, stored_recipe, to_tree
+from paceline.recipe.load import (
+    Overrides,
+    refuse_foreign_code,
+    refuse_unused_overrides,
+    stored_recipe,
+    to_tree,
+)
 from paceline.recipe.plan import (
+    DataFacts,
     resolve_channels_last,
     resolve_evaluation_batch,
     resolve_precision,
     resolve_threads,
 )
 from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import unused_in_data
 from paceline.tasks.build import build_task, task_name
+from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import place
+from paceline.world import World
+
+Split = Literal["validation", "holdout"]
 
 PREDICTION_FORMATS = (".jsonl", ".csv")
 
@@ -49,6 +63,7 @@ class EvaluationRequest:
         best: Take a run's best checkpoint instead of its newest.
         trust_code: Whether the weights' recipe may name code to import.
         predictions: File for one line per sample, ``.jsonl`` or ``.csv``.
+        on: ``validation``, or ``holdout``: what the run's recipe held out of training.
     """
 
     target: Path
@@ -57,6 +72,7 @@ class EvaluationRequest:
     best: bool = False
     trust_code: bool = False
     predictions: Path | None = None
+    on: Split = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +86,7 @@ class EvaluationReport:
         metrics: Values by name; accuracies in percent.
         counts: For each accuracy, the number of samples that counted.
         broken: Files that could not be read.
+        seconds: How long that took, reading included.
     """
 
     path: Path
@@ -78,6 +95,7 @@ class EvaluationReport:
     metrics: Mapping[str, float]
     counts: Mapping[str, int]
     broken: tuple[str, ...]
+    seconds: float
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -86,12 +104,73 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
     Raises:
         PacelineError: If the target, the overrides or the data are not usable.
     """
+    return _evaluate(request, (None,))[0]
+
+
+def evaluate_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> list[EvaluationReport]:
+    """Score the same weights on images of several sizes, one after the other; else like :func:`evaluate_target`.
+
+    Args:
+        request: What to score, and on what.
+        sizes: In place of ``data.evaluation_size``, in pixels.
+    """
+    return _evaluate(request, sizes)
+
+
+def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[EvaluationReport]:
     _check_predictions_path(request.predictions)
     saved = read_weights(request.target, request.weights, best=request.best)
     recipe = _recipe(saved, request.overrides)
     refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
+    machine, reasons = describe_machine(device), dict[str, str]()
+    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
+    tasks = [_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
+    torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
+    # The network is the same for all sizes; each has its own look at whether it is taken.
+    network = tasks[0].build_model()
+    for task in tasks:
+        task.check_network(network)
+    network = _with_weights(network, saved, placement)
+    with contextlib.ExitStack() as opened:
+        opened.callback(leave)
+        pipelines = [opened.enter_context(contextlib.closing(task.open_pipeline(placement))) for task in tasks]
+        for pipeline in pipelines:
+            pipeline.start(training=False, evaluation=True)
+        collectives = join(launch, device)
+        reports = []
+        for task, pipeline in zip(tasks, pipelines, strict=True):
+            evaluator = Evaluator(
+                task=task,
+                pipeline=pipeline,
+                precision=Precision(resolve_precision(recipe, machine, reasons), device, recipe.train.grad_scaler),
+                collectives=collectives,
+                device=device,
+                batch_size=resolve_evaluation_batch(recipe, reasons),
+            )
+            reports.append(_score(request, saved, evaluator, network))
+    return reports
+
+
+def _score(
+    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module
+) -> EvaluationReport:
+    started = time.perf_counter()
+    lines = _Predictions(evaluator.pipeline)
+    evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
+    seconds = time.perf_counter() - started
+    if request.predictions is not None:
+        _write_predictions(request.predictions, lines, evaluator.collectives)
+    return _report(saved, evaluator.task, evaluation, seconds)
+
+
+def _with_size(recipe: Recipe, size: int | None) -> Recipe:
+    return recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
+
+
+def _task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
+    """The task that the weights were trained with, and its data."""
     task = build_task(recipe)
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
@@ -99,33 +178,49 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
             "score them with task=package.module:name of that task."
         )
-    machine, reasons = describe_machine(device), dict[str, str]()
-    if task.data_facts(launch.world).evaluation_samples == 0:
+    if request.on == "holdout":
+        _take_holdout(task, saved)
+    facts = task.data_facts(world)
+    if facts.evaluation_samples == 0:
         raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
-    torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
+    if request.on == "holdout":
+        _check_never_trained_on(saved, recipe, facts)
+    refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
-    network = _network(task, saved, placement)
-    pipeline = task.open_pipeline(placement)
-    try:
-        pipeline.start(training=False, evaluation=True)
-        collectives = join(launch, device)
-        evaluator = Evaluator(
-            task=task,
-            pipeline=pipeline,
-            precision=Precision(resolve_precision(recipe, machine, reasons), device, recipe.train.grad_scaler),
-            collectives=collectives,
-            device=device,
-            batch_size=resolve_evaluation_batch(recipe, reasons),
+    return task
+
+
+def _take_holdout(task: Task, saved: SavedWeights) -> None:
+    """Have the task score what the run held out of training.
+
+    Raises:
+        RecipeError: If it held nothing out.
+    """
+    if not isinstance(task, ImageClassification):
+        raise RecipeError(f"the task {task_name(task)} holds nothing out of training; score it with --on validation.")
+    if task.dataset.holdout is None:
+        raise RecipeError(
+            f"the run of {saved.path} held no training images out (data.holdout_fraction=0), and what is chosen on "
+            "images that were trained on is chosen wrongly; train with data.holdout_fraction=0.05, say, or choose on "
+            "the validation images with --on validation, knowing that their accuracy is then fitted to the choice."
         )
-        lines = _Predictions(pipeline)
-        evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
-        if request.predictions is not None:
-            _write_predictions(request.predictions, lines, collectives)
-    finally:
-        pipeline.close()
-        leave()
-    return _report(saved, task, evaluation)
+    task.dataset = replace(task.dataset, validation=task.dataset.holdout)
+
+
+def _check_never_trained_on(saved: SavedWeights, recipe: Recipe, facts: DataFacts) -> None:
+    stored = stored_recipe(saved.described("recipe"), str(saved.path)).data
+    for key in ("holdout_fraction", "validation_fraction"):
+        before, now = getattr(stored, key), getattr(recipe.data, key)
+        if before != now:
+            raise RecipeError(
+                f"data.{key}={now}, but the weights in {saved.path} were trained with {before}: other images would "
+                "count as held out, and some of them were trained on; leave the key as it was."
+            )
+    if saved.described("data").get("digest") != facts.description.get("digest"):
+        raise DataError(
+            f"the data differ from those that the weights in {saved.path} were trained on, and nobody knows which of "
+            "them were held out; give the same data, or score them with --on validation."
+        )
 
 
 def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
@@ -163,14 +258,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
-def _network(task: Task, saved: SavedWeights, placement: Placement) -> nn.Module:
-    network = task.build_model()
+def _with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
     check_inventory(network.state_dict(), saved.plain, where=str(saved.path))
     network.load_state_dict(saved.plain)
     return place(network, placement)
 
 
-def _report(saved: SavedWeights, task: Task, evaluation: Evaluation) -> EvaluationReport:
+def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: float) -> EvaluationReport:
     metrics = evaluation.results[saved.weights]
     counts = {
         metric.name.replace("accuracy", "correct"): round(metrics[metric.name] * evaluation.samples / metric.scale)
@@ -184,6 +278,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation) -> Evaluati
         metrics=metrics,
         counts=counts,
         broken=tuple(each.path for each in evaluation.broken),
+        seconds=seconds,
     )
 
 

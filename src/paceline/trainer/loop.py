@@ -34,14 +34,14 @@ def _fit(run: Run) -> str:
         run.display.advance(progress.step)
 
         run.pulse.enter("record")
-        if run.due(plan.log_every_steps):
+        if run.due("log"):
             run.recorder.write_step(run)
-        if run.due(plan.evaluate_every_steps):
+        if run.due("evaluate"):
             run.pulse.enter("evaluate")
             evaluate_run(run)
         agreed = run.strategy.agreed(run.wish())
         ending = run.ending(agreed)
-        if ending == "patience" and not run.due(plan.log_every_steps):
+        if ending == "patience" and not run.due("log"):
             run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
         if run.checkpoint_due(agreed) or ending:
             run.pulse.enter("save")

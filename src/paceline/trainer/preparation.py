@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import read_weights
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
@@ -114,6 +115,7 @@ def _geometry(recipe: Recipe, plan: Plan) -> StepGeometry:
         global_batch_size=plan.global_batch_size,
         logical_ranks=plan.logical_ranks,
         repeats=recipe.data.augment.repeats,
+        growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
     )
 
@@ -136,6 +138,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     """The network with its first weights, on the device, the same on every rank; and what is to be said of them."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
+    task.check_network(network)
     asked, notices = task.recipe.model, []
     if asked.initialize_from is not None:
         notices += _take_weights(network, Path(asked.initialize_from), partly=asked.initialize_partly)
@@ -200,16 +203,31 @@ def _check_tail(prepared: Prepared) -> None:
     """Find out before training whether BatchNorm can take a single sample, if an epoch's last batch will bring one."""
     plan, network = prepared.plan, prepared.network
     normalised = any(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for m in network.modules())
-    reached = plan.total_steps >= plan.steps_per_epoch and plan.evaluation_samples > 0
-    if not normalised or not reached or prepared.geometry.smallest_part() > 1:
+    if not normalised or plan.evaluation_samples == 0 or prepared.geometry.smallest_part(plan.total_steps) > 1:
         return
     sample = next(iter(prepared.pipeline.evaluation_batches(1, World())))
     trial = copy.deepcopy(network).train()
     try:
         with torch.no_grad():
-            prepared.task.loss(trial, sample)
+            prepared.task.loss(trial, _as_small_as_in_training(sample, prepared))
     except ValueError as error:
+        samples, ranks = _shortest_tail(plan)
         raise RecipeError(
-            f"an epoch's last batch has {plan.last_step_samples} sample(s) over {plan.logical_ranks} micro-batch(es), "
+            f"an epoch's last batch has {samples} sample(s) over {ranks} micro-batch(es), "
             f"and this model cannot train on a single one ({error}); choose another batch.global_size."
         ) from None
+
+
+def _as_small_as_in_training(sample: Batch, prepared: Prepared) -> Batch:
+    """An evaluation's image cut to the smallest that training shows: of a larger one, BatchNorm would see more."""
+    size = prepared.plan.data.get("image_size")
+    if not isinstance(size, int) or sample.inputs.ndim != 4:
+        return sample
+    smallest = prepared.recipe.data.progressive.size_at(0, size)
+    return replace(sample, inputs=sample.inputs[:, :, :smallest, :smallest])
+
+
+def _shortest_tail(plan: Plan) -> tuple[int, int]:
+    """Samples and logical ranks of the epochs' last step that has the smallest micro-batches."""
+    tails = [(plan.epochs.last_step_samples(p), p.logical_ranks) for p in plan.epochs.finished_phases(plan.total_steps)]
+    return min(tails, key=lambda tail: tail[0] // tail[1])

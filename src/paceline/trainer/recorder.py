@@ -46,7 +46,7 @@ class Recorder:
             epoch=plan.epoch_of(progress.position - 1) + 1,
             samples=plan.samples_before(progress.position),
             loss=drained.loss,
-            lr=run.courses.learning_rate(max(progress.step - 1, 0)),
+            lr=run.courses.at(max(progress.step - 1, 0), max(progress.position - 1, 0)).learning_rate,
             grad_norm=None if norm is None else float(norm),
             grad_scale=run.precision.scale,
             timings=timings,

@@ -27,7 +27,7 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.thawing import Thawing
 from paceline.optim.clipping import Clipping
 from paceline.optim.schedules import Courses
-from paceline.recipe.plan import Plan
+from paceline.recipe.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
@@ -134,16 +134,15 @@ class Run:
         """The sets of weights by name."""
         return {"model": self.network} | ({} if self.ema is None else {"ema": self.ema.module})
 
-    def due(self, every: int | None, *, ahead: int = 0) -> bool:
-        """Whether something done ``every`` so many steps, and at the end, is due now (or ``ahead`` steps later)."""
-        position = self.progress.position + ahead
-        return every is not None and (position % every == 0 or position == self.plan.total_steps)
+    def due(self, occasion: Occasion, *, ahead: int = 0) -> bool:
+        """Whether something done now and then, and at the end, is due now (or ``ahead`` steps later)."""
+        return self.plan.is_due(occasion, self.progress.position + ahead)
 
     def checkpoint_due(self, agreed: Wish) -> bool:
         """Whether to save here: so many steps are done, it is time, or the last evaluation was the best so far."""
         # A vote that is read late is still heard after the save that it asked for.
         is_news = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
-        return self.due(self.plan.checkpoint_every_steps) or (agreed.save and is_news) or self.found_best()
+        return self.due("checkpoint") or (agreed.save and is_news) or self.found_best()
 
     def ending(self, agreed: Wish) -> str:
         """Why the run ends here, or an empty string; the same on all processes."""

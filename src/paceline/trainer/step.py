@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     """Use one global batch; False if the step was not taken: fp16 gradients overflowed, or a loss was no number."""
     run.begin_step()
-    apply_settings(run.optimizer, run.courses.at(run.progress.step))
+    apply_settings(run.optimizer, run.courses.at(run.progress.step, run.progress.position))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
         with run.strategy.micro_batch(_place_of(batch)):
@@ -53,7 +53,7 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def _place_of(batch: Batch) -> MicroBatch:
     part = batch.slice
-    return MicroBatch(part.logical_rank, part.step_weight, batch.weight, part.is_last)
+    return MicroBatch(part.logical_rank, part.step_weight, batch.weight, part.is_last, part.logical_ranks)
 
 
 def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
 
 def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
-    run.window.grad_norm = run.clipping(measure=run.due(run.plan.log_every_steps, ahead=1))
+    run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1))
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)

@@ -63,5 +63,5 @@ def _metrics(run: Run) -> dict[str, Any]:
 
 
 def _ledger(run: Run) -> LedgerFacts:
-    over = run.progress.position // run.plan.steps_per_epoch
+    over = run.plan.epochs.completed(run.progress.position)
     return count_epochs(run.directory.ledger, run.plan.train_samples, epochs_over=over).facts

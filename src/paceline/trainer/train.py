@@ -104,6 +104,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     machine = describe_machine(device, cores, processes=world.local_world_size)
     plan = plan_run(loaded.recipe, task, machine, world)
     network = task.build_model()
+    task.check_network(network)
     adapt(network, loaded.recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
     return plan_network(plan, network, loaded.recipe)
@@ -274,7 +275,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[s
     run.display.start(
         total_steps=plan.total_steps,
         start_step=run.progress.step,
-        steps_per_epoch=plan.steps_per_epoch,
+        epochs=plan.epochs,
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
     )
@@ -291,7 +292,8 @@ def _plan_in_words(run: Run) -> tuple[str, str]:
     samples = (
         f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples"
     )
-    steps = f"{format_count(plan.total_steps)} steps of {format_count(plan.global_batch_size)}"
+    sizes = " then ".join(format_count(phase.global_batch_size) for phase in plan.batch_phases)
+    steps = f"{format_count(plan.total_steps)} steps of {sizes}"
     return (
         f"{plan.device_name}, {processes}, {plan.precision}, {format_count(plan.parameters or 0)} parameters",
         f"{samples}, {steps} ({plan.total_epochs:.4g} epochs)",

@@ -76,10 +76,10 @@ def test_an_order_cannot_be_changed_by_its_user() -> None:
 def test_each_sample_once_per_epoch(samples: int, world_size: int) -> None:
     shape = geometry(samples, 24, 24)
     for epoch in (0, 1, 4):
-        first = epoch * shape.steps_per_epoch
+        first = epoch * shape.epochs.first_step(1)
         slices = [
             each
-            for step in range(first, first + shape.steps_per_epoch)
+            for step in range(first, first + shape.epochs.first_step(1))
             for each in step_of_all(shape, step, world_size)
         ]
         assert Counter(sample for each in slices for sample in used([each])) == Counter(range(samples))
@@ -129,7 +129,7 @@ def test_what_every_rank_is_told(samples: int, world_size: int, accumulation: in
         owned = range(world.rank * accumulation, (world.rank + 1) * accumulation)
         assert all(each.logical_rank in owned for each in slices)
         for each in slices:
-            assert (each.step, each.epoch, each.step_weight) == (step, step // shape.steps_per_epoch, weight)
+            assert (each.step, each.epoch, each.step_weight) == (step, step // shape.epochs.first_step(1), weight)
             assert len(each.ids) >= 1
         phantoms = [each for each in slices if each.phantom]
         assert not phantoms or (len(slices) == 1 and len(phantoms[0].ids) == 1)
@@ -138,10 +138,10 @@ def test_what_every_rank_is_told(samples: int, world_size: int, accumulation: in
 @given(samples=st.integers(1, 200), logical=st.integers(1, 16), micro=st.integers(1, 8))
 def test_parts_are_as_equal_as_they_can_be(samples: int, logical: int, micro: int) -> None:
     shape = geometry(samples, logical * micro, logical)
-    sizes = [len(each.ids) for each in shape.slices(shape.steps_per_epoch - 1, World())]
+    sizes = [len(each.ids) for each in shape.slices(shape.epochs.first_step(1) - 1, World())]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert min(sizes) == shape.smallest_part()
+    assert min(sizes) == shape.smallest_part(shape.epochs.first_step(1))
 
 
 def test_a_stream_is_its_steps_from_anywhere() -> None:
@@ -153,9 +153,35 @@ def test_a_stream_is_its_steps_from_anywhere() -> None:
         assert rest == [each for each in whole if each[0] >= first]
 
 
+@given(
+    samples=st.integers(1, 120),
+    world_size=st.sampled_from([1, 2, 4]),
+    growth=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), max_size=3),
+)
+def test_a_batch_that_grows_cuts_the_same_order(samples: int, world_size: int, growth: list[tuple[int, int]]) -> None:
+    """Steps are slices of the epoch's permutation, one after the other, whatever their sizes."""
+    sizes, epoch = [], 0
+    for gap, ranks in growth:
+        epoch += gap
+        sizes.append((epoch, 4 * ranks * 3, 4 * ranks))
+    shape = StepGeometry(seed=7, samples=samples, global_batch_size=12, logical_ranks=4, growth=tuple(sizes))
+    last = 0
+    for epoch in range(6):
+        first, last = last, shape.epochs.first_step(epoch + 1)
+        steps = [used(step_of_all(shape, step, world_size)) for step in range(first, last)]
+        assert [sample for step in steps for sample in step] == epoch_order(7, epoch, samples).tolist()
+        size, ranks = next(((size, ranks) for at, size, ranks in reversed(sizes) if at <= epoch), (12, 4))
+        assert [len(step) for step in steps[:-1]] == [size] * (len(steps) - 1)
+        for step in range(first, last):
+            for each in step_of_all(shape, step, world_size):
+                assert (each.epoch, each.logical_ranks, each.step_weight) == (epoch, ranks, len(steps[step - first]))
+                assert each.logical_rank < ranks
+                assert len(each.ids) <= 3
+
+
 def test_a_batch_larger_than_the_data_is_the_data() -> None:
     shape = geometry(5, 64, 1)
-    assert shape.steps_per_epoch == 1
+    assert shape.epochs.first_step(1) == 1
     assert sorted(used(shape.slices(3, World()))) == list(range(5))
 
 
@@ -182,6 +208,24 @@ def test_a_sample_is_scored_in_the_same_company(samples: int, batch: int, world_
     assert apart == alone
 
 
+@given(
+    shapes=st.lists(st.sampled_from([(8, 8), (8, 12), (12, 8), (8, 16)]), max_size=120),
+    batch=st.integers(1, 16),
+    world_size=st.sampled_from([1, 2, 3, 8]),
+)
+def test_a_batch_has_one_shape_and_a_sample_its_own(shapes: list[tuple[int, int]], batch: int, world_size: int) -> None:
+    table = np.array(shapes, dtype=np.int64).reshape(-1, 2)
+    alone = list(evaluation_slices(len(shapes), batch, World(), table))
+    apart = [each for world in worlds(world_size) for each in evaluation_slices(len(shapes), batch, world, table)]
+    assert sorted(sample for each in apart for sample in each.ids.tolist()) == list(range(len(shapes)))
+    assert all(shapes[sample] == each.shape for each in apart for sample in each.ids.tolist())
+    assert all(0 < len(each.ids) <= batch for each in apart)
+    by_number = {each.step: (each.ids.tolist(), each.shape) for each in apart}
+    assert by_number == {each.step: (each.ids.tolist(), each.shape) for each in alone}
+    # As many batches as there must be: only the last one of a shape is smaller.
+    assert len(alone) == sum(-(-shapes.count(shape) // batch) for shape in set(shapes))
+
+
 @given(st.integers(1, 60), st.integers(2, 5), st.integers(1, 64), st.integers(0, 3))
 def test_repeats_stand_side_by_side_and_each_id_comes_once(samples: int, repeats: int, batch: int, epoch: int) -> None:
     order = epoch_order(4, epoch, samples * repeats, repeats)
@@ -190,7 +234,7 @@ def test_repeats_stand_side_by_side_and_each_id_comes_once(samples: int, repeats
     assert (images == images[:, :1]).all()
     assert images[:, 0].tolist() == epoch_order(4, epoch, samples).tolist()
     steps = StepGeometry(seed=4, samples=samples * repeats, global_batch_size=batch, logical_ranks=1, repeats=repeats)
-    used = [steps.slices(step, World())[0].ids for step in range(steps.steps_per_epoch)]
+    used = [steps.slices(step, World())[0].ids for step in range(steps.epochs.first_step(1))]
     assert sorted(np.concatenate(used).tolist()) == list(range(samples * repeats))
 
 

@@ -46,7 +46,7 @@ def loss_of(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def take_step(strategy: ExactDataParallel, network: nn.Module, ask: Callable[[], Wish] = Wish) -> torch.Tensor:
     total = sum(SIZES)
     for rank, x in enumerate(images()):
-        with strategy.micro_batch(MicroBatch(rank, total, len(x), is_last=rank == 3)):
+        with strategy.micro_batch(MicroBatch(rank, total, len(x), is_last=rank == 3, logical_ranks=4)):
             share = loss_of(network, x) * (len(x) / total)
             strategy.with_vote(share, ask, is_last=rank == 3).backward()
     return strategy.combine()
@@ -55,7 +55,7 @@ def take_step(strategy: ExactDataParallel, network: nn.Module, ask: Callable[[],
 @pytest.fixture
 def pair() -> tuple[Net, ExactDataParallel]:
     network = Net()
-    return network, ExactDataParallel(network, network, Collectives(World()), logical_ranks=4)
+    return network, ExactDataParallel(network, network, Collectives(World()))
 
 
 def test_gradients_and_losses_are_those_of_plain_accumulation(pair: tuple[Net, ExactDataParallel]) -> None:
@@ -104,7 +104,7 @@ def test_every_logical_rank_starts_from_the_steps_own_buffers(pair: tuple[Net, E
     network, strategy = pair
     seen = []
     for rank, x in enumerate(images()):
-        with strategy.micro_batch(MicroBatch(rank, sum(SIZES), len(x), is_last=rank == 3)):
+        with strategy.micro_batch(MicroBatch(rank, sum(SIZES), len(x), is_last=rank == 3, logical_ranks=4)):
             seen.append(network.norm.running_mean.clone())
             loss_of(network, x).backward()
     strategy.combine()
@@ -117,7 +117,7 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
     (x, *_), gradients = images(), []
     for phantom in (False, True):
         for rank in range(4 if phantom else 3):
-            with strategy.micro_batch(MicroBatch(rank, 3, 1 if rank < 3 else 0)):
+            with strategy.micro_batch(MicroBatch(rank, 3, 1 if rank < 3 else 0, logical_ranks=4)):
                 share = loss_of(network, x[rank : rank + 1] if rank < 3 else x[:1]) / 3
                 strategy.with_vote(share, Wish, is_last=True).backward()
         losses, samples = strategy.combine().tolist()
@@ -159,11 +159,11 @@ def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(
 
 def test_memory_is_bounded_by_the_logarithm_of_the_logical_ranks() -> None:
     network = Net()
-    strategy = ExactDataParallel(network, network, Collectives(World()), logical_ranks=64)
+    strategy = ExactDataParallel(network, network, Collectives(World()))
     x = images()[0]
     for _ in range(2):
         for rank in range(64):
-            with strategy.micro_batch(MicroBatch(rank, 64 * 5, 5, is_last=rank == 63)):
+            with strategy.micro_batch(MicroBatch(rank, 64 * 5, 5, is_last=rank == 63, logical_ranks=64)):
                 (loss_of(network, x) / 64).backward()
         strategy.combine()
     assert len(strategy._free) + 1 <= 8  # log2(64) partial sums, one at work, one to hand on
@@ -187,7 +187,7 @@ class Awkward(Net):
 
 def test_buffers_that_cannot_be_averaged_end_as_the_first_logical_rank_leaves_them() -> None:
     network, first = Awkward(), Awkward()
-    strategy = ExactDataParallel(network, network, Collectives(World()), logical_ranks=4)
+    strategy = ExactDataParallel(network, network, Collectives(World()))
     for _ in range(2):
         take_step(strategy, network)
         first(images()[0])
@@ -198,7 +198,7 @@ def test_buffers_that_cannot_be_averaged_end_as_the_first_logical_rank_leaves_th
 def test_a_buffer_that_is_replaced_is_averaged_and_stays_the_same_tensor() -> None:
     network = Awkward()
     held = network.centre
-    strategy = ExactDataParallel(network, network, Collectives(World()), logical_ranks=4)
+    strategy = ExactDataParallel(network, network, Collectives(World()))
     take_step(strategy, network)
     assert network.centre is held
     parts = []
@@ -215,7 +215,7 @@ def test_a_micro_batch_whose_images_were_all_broken_has_no_loss(pair: tuple[Net,
     x, *_ = images()
     for rank in range(4):
         weight = 0 if rank == 1 else len(x)
-        with strategy.micro_batch(MicroBatch(rank, 20, weight, is_last=rank == 3)):
+        with strategy.micro_batch(MicroBatch(rank, 20, weight, is_last=rank == 3, logical_ranks=4)):
             share = loss_of(network, x) * (float("nan") if rank == 1 else weight / 20)
             strategy.with_vote(share, Wish, is_last=rank == 3)
     losses, samples = strategy.combine().tolist()
@@ -228,7 +228,7 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
     (x, *_), heard = images(), []
     for marked in (None, 0, 3, None):
         for rank in range(4):
-            with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3)):
+            with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3, logical_ranks=4)):
                 mark = torch.tensor(float(rank == marked))
                 loss = strategy.with_vote(loss_of(network, x), Wish, is_last=rank == 3, spoiled=mark)
                 loss.backward()

@@ -162,7 +162,41 @@ def test_a_stem_whose_groups_the_channels_cannot_form_is_refused() -> None:
 def test_a_size_that_a_network_does_not_take_is_named() -> None:
     timm = pytest.importorskip("timm")
     fixed = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2).train()
-    with pytest.raises(ModelError, match=r"vit does not take images of 256 pixels .*data\.evaluation_size"):
+    with pytest.raises(
+        ModelError,
+        match=r"VisionTransformer \(model\.name=vit\) does not take images of 256 pixels .*data\.evaluation_size",
+    ):
         check_takes(fixed, 256, channels=3, name="vit")
     assert fixed.training
     check_takes(small_resnet(2, 3, width=4), 64, channels=3, name="small_resnet")
+
+
+def test_what_would_let_a_network_take_any_size_is_said() -> None:
+    timm = pytest.importorskip("timm")
+    flat = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 32 * 32, 2))
+    check_takes(flat, 32, channels=3, name="flat")
+    with pytest.raises(
+        ModelError,
+        match=r"Sequential \(model\.name=flat\) does not take images of 32x48 pixels .*global average pooling",
+    ):
+        check_takes(flat, (32, 48), channels=3, name="flat")
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), num_classes=2)
+    with pytest.raises(ModelError, match=r"images of 256 pixels .*strict_img_size: false"):
+        check_takes(swin, 256, channels=3, name="swin")
+    options = {"depths": (1, 1, 1, 1), "num_classes": 2, "strict_img_size": False}
+    check_takes(timm.create_model("swin_tiny_patch4_window7_224", **options), 256, channels=3, name="swin")
+
+
+def test_finding_out_leaves_the_network_as_it_was() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x
+
+    network = Counting()
+    check_takes(network, 8, channels=3, name="counting")
+    assert (network.calls.item(), network.training) == (0, True)

@@ -377,3 +377,19 @@ def test_the_rule_scales_by_the_batch_that_there_is() -> None:
     overrides = {"optimizer.lr": 0.2, "optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 256}
     _, plan = planned({"batch.global_size": 8192, "train.duration": "9 steps", **overrides}, samples=1000)
     assert plan.peak_lr == pytest.approx(0.2 * 1000 / 256)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "polynomial", "trapezoid", "one_cycle"])
+def test_a_batch_that_grows_lifts_the_peak_and_not_the_end(name: str) -> None:
+    """As two schedules, of which the second one's is used from a global batch on."""
+    common: dict[str, Any] = {"name": name, "total_steps": 40, "end": 0.01, "warmup_steps": 5, "decay_steps": 10}
+    small, large = LearningRate(peak=0.1, **common), LearningRate(peak=0.3, **common)
+    growing = LearningRate(peak=0.1, growth=((20, 0.2), (30, 0.3)), **common)
+    assert [growing(step) for step in range(20)] == [small(step) for step in range(20)]
+    assert [growing(step) for step in range(30, 40)] == [large(step) for step in range(30, 40)]
+    assert small(25) < growing(25) < large(25)
+    # Steps that were skipped used up their batch: the size is the position's, the schedule the step's.
+    assert growing(28, 31) == large(28)
+    assert growing(28, 28) == growing(28)
+    points = {point.step: point.learning_rate for point in growing.phases()}
+    assert (points[20], points[30]) == (growing(20), large(30))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
 from paceline.recipe.batching import default_processes
-from paceline.recipe.load import stored_recipe
+from paceline.recipe.load import differences, stored_recipe, to_tree
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
 
@@ -373,3 +375,136 @@ def test_a_plan_is_json() -> None:
 def test_reasons_of_a_task_of_ones_own_are_no_keys_of_ours() -> None:
     reasons = {"text.vocab": "a", "data.foo": "b", "data.augment.crop": "c", "data.channels": "grey"}
     assert set(plan(reasons=reasons).reasons) & set(reasons) == {"data.channels"}
+
+
+# ------------------------------------------------------------------------------------- a batch that grows
+
+
+GROWING = ("batch.global_size=64", "batch.growth={2: 128, 3: 256}", "train.duration=4 epochs")
+
+
+def test_a_batch_that_grows() -> None:
+    """1000 samples: 16 steps an epoch, and 8 and 4 of them later; everything counted in epochs follows."""
+    made = plan(*GROWING, "schedule.warmup=50%", "evaluate.every=1 epochs", "checkpoint.every=2 epochs")
+    found = [(p.first_epoch, p.first_step, p.global_batch_size, p.logical_ranks) for p in made.batch_phases]
+    assert found == [(0, 0, 64, 1), (2, 32, 128, 2), (3, 40, 256, 4)]
+    assert [p.steps_per_epoch for p in made.batch_phases] == [16, 8, 4]
+    assert (made.micro_batch_size, made.total_steps, made.total_epochs, made.warmup_steps) == (64, 44, 4.0, 22)
+    assert [position for position in range(1, 45) if made.is_due("evaluate", position)] == [16, 32, 40, 44]
+    assert [position for position in range(1, 45) if made.is_due("checkpoint", position)] == [32, 44]
+    assert [position for position in range(1, 45) if made.is_due("log", position)] == [10, 20, 30, 40, 44]
+    assert json.loads(json.dumps(made.to_tree()))["moments"] == {"evaluate": [16, 32, 40, 44], "checkpoint": [32, 44]}
+    assert plan("batch.global_size=64").moments == {}
+
+
+@pytest.mark.parametrize(("rule", "peaks"), [("none", (0.1, 0.1)), ("linear", (0.2, 0.4)), ("sqrt", (0.1414, 0.2))])
+def test_the_rate_follows_the_rule_that_was_chosen_and_no_other(rule: str, peaks: tuple[float, ...]) -> None:
+    scaling = () if rule == "none" else (f"optimizer.lr_scaling={rule}", "optimizer.lr_reference_batch=64")
+    made = plan(*GROWING, *scaling, "optimizer.lr=0.1")
+    assert made.peak_lr == pytest.approx(0.1)
+    assert made.grown_peak_lrs == pytest.approx(peaks, rel=1e-3)
+    told = made.reasons["batch.growth"]
+    if rule == "none":
+        assert "128 samples a step from epoch 3 (step 33), peak rate stays 0.1;" in told
+    else:
+        assert f"128 samples a step from epoch 3 (step 33), peak rate 0.1 becomes {made.grown_peak_lrs[0]:g};" in told
+    assert told.endswith(f"(lr_scaling={rule})")
+
+
+def test_the_reference_may_be_another_batch() -> None:
+    scaling = ("optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=256", "optimizer.lr=0.1")
+    made = plan(*GROWING, *scaling)
+    assert (made.peak_lr, made.grown_peak_lrs) == (0.025, (0.05, 0.1))
+    # An epoch is less than that batch: the rate is for what a step really has.
+    assert plan(*GROWING, *scaling, samples=200).grown_peak_lrs == pytest.approx((0.05, 0.1 * 200 / 256))
+
+
+@settings(max_examples=100)
+@given(
+    first=st.integers(1, 60),
+    factors=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    world=st.integers(1, 8),
+    samples=st.integers(1, 3000),
+    exact=st.booleans(),
+)
+def test_every_growing_plan_adds_up(first: int, factors: list[int], world: int, samples: int, exact: bool) -> None:
+    sizes = [first, *(first * factor // 2 for factor in factors)]
+    growth = {2 * index: size for index, size in enumerate(sizes) if index}
+    overrides = (f"batch.global_size={first}", f"batch.growth={growth}", f"parallel.exact={str(exact).lower()}")
+    pairs = list(pairwise(sizes))
+    impossible = 0 in sizes or any(size == following or min(size, following) >= samples for size, following in pairs)
+    if exact:  # the most logical ranks up to 8 whose micro-batches make up every size, or as many as it takes
+        micros = [first // ranks for ranks in range(1, 9) if first % ranks == 0]
+        fitting = [micro for micro in micros if all(size % micro == 0 for size in sizes)]
+        micro = min(fitting, default=math.gcd(*sizes))
+    else:
+        micro = 1
+    impossible = impossible or any(size // micro % world for size in sizes)
+    try:
+        made = plan(*overrides, "train.duration=9 epochs", world_size=world, samples=samples)
+    except RecipeError:
+        assert impossible
+        return
+    assert not impossible
+    assert made.micro_batch_size == (micro if exact else math.gcd(*sizes) // world)
+    for phase, size in zip(made.batch_phases, sizes, strict=True):
+        assert phase.logical_ranks * made.micro_batch_size == phase.global_batch_size == size
+        assert phase.logical_ranks % world == 0
+    used = [made.step_samples(position) for position in range(made.total_steps)]
+    assert sum(used) == 9 * samples
+    assert made.samples_before(made.total_steps) == 9 * samples
+
+
+def test_micro_batches_are_as_large_as_all_sizes_allow() -> None:
+    """Three micro-batches where there were two: no process's share changes in size."""
+    made = plan("batch.global_size=256", "batch.growth={1: 384}", "train.duration=2 epochs", world_size=2)
+    assert (made.micro_batch_size, [p.logical_ranks for p in made.batch_phases]) == (64, [4, 6])
+    assert made.reasons["batch.micro_size"] == "the largest share over 2 of all sizes that the batch has"
+    exact = plan("batch.global_size=256", "batch.growth={1: 384}", "train.duration=2 epochs", "parallel.exact=true")
+    assert (exact.micro_batch_size, [p.logical_ranks for p in exact.batch_phases]) == (32, [8, 12])
+    assert exact.reasons["parallel.logical_ranks"].startswith("1, 2, 4 processes can share them")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "said"),
+    [
+        (
+            ["batch.growth={2: 96}"],
+            64,
+            "batch.growth.2=96 over 64 processes gives 1.5 samples each, which is not whole",
+        ),
+        (
+            ["batch.growth={2: 80}", "batch.micro_size=32"],
+            1,
+            "batch.growth.2=80 is not a multiple of batch.micro_size=32",
+        ),
+        (["batch.growth={2: 96}", "parallel.logical_ranks=1"], 1, "batch.growth.2=96 is no whole number of the micro-"),
+        (["batch.growth={2: 64}"], 1, "found growth={2: 64}, but each must change the batch's size"),
+        (["batch.growth={2: 128}", "train.duration=2 epochs"], 1, "begins with step 33, but the run ends with step 32"),
+        (
+            ["batch.growth={2: 4096}", "batch.global_size=1024"],
+            1,
+            "batch.growth.2=4096 has no effect: an epoch has only 1000",
+        ),
+        (["batch.growth={0: 128}"], 1, "batch.growth: found"),
+        (["batch.growth={2: 0}"], 1, "batch.growth"),
+    ],
+)
+def test_a_growth_that_cannot_be(overrides: list[str], world_size: int, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan("batch.global_size=64", *overrides, world_size=world_size)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_growth_is_stored_and_read_again() -> None:
+    """JSON knows only text as a key."""
+    asked = recipe("batch.growth={30: 128, 4: 96}", "batch.global_size=64")
+    again = stored_recipe(json.loads(json.dumps(to_tree(asked))), "stored")
+    assert again == asked
+    assert again.batch.sizes() == {0: 64, 4: 96, 30: 128}
+    assert list(differences(recipe("batch.growth={4: 96}", "batch.global_size=64"), asked)) == ["batch.growth.30"]
+
+
+def test_only_processes_that_share_every_size_are_started() -> None:
+    assert default_processes(recipe("batch.global_size=64", "batch.growth={2: 96}"), 64) == 32

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from paceline.recipe.phases import Epochs
 from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
 from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, SilentDisplay, choose_display
 from paceline.telemetry.progress import RunProgress
@@ -21,7 +22,7 @@ from paceline.telemetry.progress import RunProgress
 RUN: dict[str, Any] = {
     "total_steps": 100,
     "start_step": 0,
-    "steps_per_epoch": 40,
+    "epochs": Epochs.cut(40, [(0, 1, 1)]),
     "title": "digits",
     "lines": ["a plan"],
 }
@@ -113,7 +114,7 @@ def test_what_went_wrong_is_shown_and_what_goes_without_saying_is_not() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_said_to_be() -> None:
-    progress = RunProgress(10, 0, 5, "samples", {**STEP, "loss": None})
+    progress = RunProgress(10, 0, Epochs.cut(5, [(0, 1, 1)]), "samples", {**STEP, "loss": None})
     assert progress.figures.startswith("training loss not finite  lr 0.05")
 
 
@@ -122,13 +123,13 @@ def test_a_loss_that_is_not_finite_is_said_to_be() -> None:
     [(0, (1, 0, 40)), (1, (1, 1, 40)), (40, (1, 40, 40)), (41, (2, 1, 40)), (100, (3, 20, 20))],
 )
 def test_place_in_the_run(step: int, place: tuple[int, int, int]) -> None:
-    progress = RunProgress(100, step, 40, "samples")
+    progress = RunProgress(100, step, Epochs.cut(40, [(0, 1, 1)]), "samples")
     assert progress.epochs == 3
     assert (progress.epoch, progress.step_in_epoch, progress.steps_in_epoch) == place
 
 
 def test_time_left_is_told_from_the_steps_of_this_process() -> None:
-    progress = RunProgress(1000, 900, 40, "samples")
+    progress = RunProgress(1000, 900, Epochs.cut(40, [(0, 1, 1)]), "samples")
     assert progress.time_left == ""
     begun = time.perf_counter()
     progress.advance(901)
@@ -173,9 +174,11 @@ def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LIVE = """
 import sys, time
+from paceline.recipe.phases import Epochs
 from paceline.telemetry.display import choose_display
+epochs = Epochs.cut(10, [(0, 1, 1)])
 display = choose_display(sys.stdout, unit="images")
-display.start(total_steps=30, start_step=10, steps_per_epoch=10, title="digits", lines=["a plan [of two]"])
+display.start(total_steps=30, start_step=10, epochs=epochs, title="digits", lines=["a plan [of two]"])
 for step in range(11, 31):
     time.sleep(0.02)
     display.record({"event": "step", "step": step, "loss": 1 / step, "lr": 0.05, "data_wait_fraction": 0.5})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, RecipeError
 
 
 def refused(train_tiny: Callable[..., Any], task: Any, runs: Path, overrides: dict[str, Any]) -> str:
@@ -34,3 +34,17 @@ def test_an_exact_run_whose_norms_add_up_over_the_processes(
 
     message = refused(train_tiny, tiny_task(make_network=network), runs, {"parallel.exact": True})
     assert "has SyncBatchNorm (1), whose statistics are sums over the processes" in message
+
+
+def test_a_tail_of_one_sample_is_tried_at_the_size_of_training(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+) -> None:
+    """49 samples in steps of 16 end with one: BatchNorm has one number of each channel, but four in evaluation."""
+
+    def network() -> nn.Module:
+        pooled = (nn.AvgPool2d(8), nn.BatchNorm2d(1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 3))
+        return nn.Sequential(*pooled)
+
+    task = tiny_task(train_images=49, make_network=network)
+    with pytest.raises(RecipeError, match="this model cannot train on a single one"):
+        train_tiny("run", {"data.evaluation_size": 16}, task=task)

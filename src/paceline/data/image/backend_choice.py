@@ -38,6 +38,7 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
     if data.dataset == "synthetic":
         _refuse_augmentation(data)
         _refuse_growth(data, "synthetic")
+        _refuse_shapes(data, "synthetic")
         return "synthetic", "noise is read from nowhere"
     if data.workers not in ("auto", 0):
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
@@ -57,6 +58,8 @@ def _need_of_workers(data: Data) -> str:
         return "crop=random_resized needs each image at its full size"
     if data.progressive.start_size is not None:
         return "data.progressive resizes each image anew"
+    if data.evaluation_shape != "square":
+        return f"data.evaluation_shape={data.evaluation_shape} shows images in several shapes"
     if asks_for_variation(data.augment):
         return "data.augment asks for operations done image by image, which loader processes do side by side"
     return ""
@@ -134,6 +137,7 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
         _refuse_augmentation(data)
     if data.backend != "pytorch":
         _refuse_growth(data, data.backend)
+        _refuse_shapes(data, data.backend)
     if data.backend != "memory":
         return
     if data.augment.crop == "random_resized":
@@ -155,6 +159,14 @@ def _refuse_growth(data: Data, backend: str) -> None:
         raise RecipeError(
             f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
             f"{backend} back-end holds them in one: use data.backend=pytorch with files, or leave it out."
+        )
+
+
+def _refuse_shapes(data: Data, backend: str) -> None:
+    if data.evaluation_shape != "square":
+        raise RecipeError(
+            f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {backend} "
+            "back-end holds them in one: use data.backend=pytorch with files, or leave it out."
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.splits import hold_out, split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
@@ -36,6 +36,8 @@ class ImageDataset:
         classes: Class names; a label is an index into them.
         channels: 1 or 3, of every image the sources give.
         image_size: Height and width the model sees, in pixels.
+        holdout: Images of the training split that are not trained on, to choose by after training; None if there are
+            none.
         native_size: Height and width of the stored images if all share them, else None.
         digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
         mean: Per-channel mean subtracted from pixels in [0, 1].
@@ -51,6 +53,7 @@ class ImageDataset:
     classes: tuple[str, ...]
     channels: int
     image_size: int
+    holdout: SampleSource | None = None
     native_size: tuple[int, int] | None = None
     digest: str = ""
     mean: tuple[float, ...]
@@ -75,7 +78,15 @@ def open_dataset(data: Data) -> ImageDataset:
             f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(_OPENERS))} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
         )
-    return _normalised(data, dataset)
+    return _normalised(data, _with_holdout(data, dataset))
+
+
+def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
+    """Take away from the training images what a recipe holds out of them."""
+    if data.holdout_fraction == 0:
+        return dataset
+    train, held_out = hold_out(dataset.train.labels, data.holdout_fraction)
+    return replace(dataset, train=SubsetSource(dataset.train, train), holdout=SubsetSource(dataset.train, held_out))
 
 
 def _open_digits(data: Data) -> ImageDataset:

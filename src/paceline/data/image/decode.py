@@ -28,6 +28,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_LYING = (5, 6, 7, 8)
 _FROM_PILLOW = r"PIL\."
 _SILENCE = ("ignore", None, Warning, re.compile(_FROM_PILLOW), 0)
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
@@ -79,6 +80,22 @@ def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
             return (image.height, image.width), image.mode in ("1", "L") or image.mode.startswith("I;16")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
+
+
+def upright_size(path: str | Path) -> tuple[int, int] | None:
+    """Return (height, width) of the image as a person would see it, from the file's head; None if it has none.
+
+    A PNG whose orientation is written behind its pixels is taken as it lies: finding it would mean reading them.
+    """
+    _silence_pillow()
+    try:
+        with Image.open(path) as image:
+            size = (image.height, image.width)
+            # Asked of the base class: the PNG plugin would decode the image first. TIFF's has turned it already.
+            orientation = None if image.format == "TIFF" else Image.Image.getexif(image).get(_ORIENTATION)
+    except Exception:  # noqa: BLE001 (Pillow's plugins raise anything; reading the image will say what is wrong)
+        return None
+    return size[::-1] if orientation in _LYING else size
 
 
 def _read(path: str | Path) -> bytes:

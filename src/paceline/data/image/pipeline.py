@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.mixing import Mixing
 from paceline.data.image.source import SampleSource
-from paceline.data.order import StepGeometry, evaluation_slices
+from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize, to_device
+from paceline.data.slices import SampleShapes
 from paceline.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedSplit:
+    """One split of a dataset, and how to open a back-end for it.
+
+    Attributes:
+        source: Its images.
+        open: Opens the back-end; may report how far it is.
+        shapes: At which shape each image is shown, where that is not the same for all.
+    """
+
+    source: SampleSource
+    open: Callable[[Progress | None], Backend]
+    shapes: SampleShapes | None = None
 
 
 class ImagePipeline:
     """Training and evaluation batches of an image dataset.
 
     Back-ends with loader processes open in :meth:`start`, others when they are first needed: those that decode a
-    whole set would do it in vain for a run that turns out to be complete.
-    """
+    whole set would do it in vain for a run that turns out to be complete."""
 
     def __init__(
         self,
         *,
-        train: SampleSource,
-        evaluation: SampleSource,
-        open_train: Callable[[Progress | None], Backend],
-        open_evaluation: Callable[[Progress | None], Backend],
+        train: OpenedSplit,
+        evaluation: OpenedSplit,
         normalize: Normalize,
         placement: Placement,
         has_workers: bool,
         mixing: Mixing | None = None,
     ) -> None:
-        self._sources = {True: train, False: evaluation}
-        self._open = {True: open_train, False: open_evaluation}
+        self._splits = {True: train, False: evaluation}
         self._opened: dict[bool, Backend] = {}
         self._normalize = normalize
         self._placement = placement
@@ -50,7 +63,7 @@ class ImagePipeline:
     def load(self, report: Progress) -> None:
         """Read now what is held in memory, and report how far it is."""
         for split in (True, False):
-            if len(self._sources[split]):
+            if len(self._splits[split].source):
                 self._backend(report, training=split)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
@@ -60,12 +73,18 @@ class ImagePipeline:
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         """This process's part of the evaluation samples."""
-        slices = evaluation_slices(len(self._sources[False]), batch_size, world)
+        split = self._splits[False]
+        slices = evaluation_slices(len(split.source), batch_size, world, split.shapes)
         return to_device(self._backend(training=False).batches(slices), self._normalize, self._placement)
+
+    def evaluation_rounds(self, batch_size: int, world: World) -> int:
+        """Most evaluation batches that any process has."""
+        split = self._splits[False]
+        return evaluation_rounds(len(split.source), batch_size, world, split.shapes)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """The sample's file, or its set and number."""
-        return self._sources[training].path(sample_id)
+        return self._splits[training].source.path(sample_id)
 
     def reading(self, *, training: bool) -> str:
         """Which sample is being read, or was read last; empty where nothing is read while training goes on."""
@@ -80,5 +99,5 @@ class ImagePipeline:
 
     def _backend(self, progress: Progress | None = None, *, training: bool) -> Backend:
         if training not in self._opened:
-            self._opened[training] = self._open[training](progress)
+            self._opened[training] = self._splits[training].open(progress)
         return self._opened[training]

@@ -13,7 +13,7 @@ from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.batched import vary
 from paceline.data.image.source import BrokenImageError, SampleSource
-from paceline.data.image.transforms import View, evaluation_image, training_image
+from paceline.data.image.transforms import Shape, View, evaluation_image, training_image
 from paceline.data.image.variation import Variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
@@ -46,13 +46,14 @@ class SliceReader:
         view = self._view
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
         size = view.size_at(piece.epoch)
-        inputs = torch.empty(len(piece.ids), view.channels, size, size, dtype=torch.uint8)
+        shape = piece.shape or (size, size)
+        inputs = torch.empty(len(piece.ids), view.channels, *shape, dtype=torch.uint8)
         broken: list[BrokenSample] = []
         whole = np.ones(len(piece.ids), dtype=bool)
         for row, sample in enumerate(piece.ids.tolist()):
             try:
                 inputs[row - len(broken)] = self._image(
-                    sample, size, None if draws is None else draws.part(row, row + 1)
+                    sample, shape, None if draws is None else draws.part(row, row + 1)
                 )
             except BrokenImageError as error:
                 broken.append(BrokenSample(sample, error.path, error.reason))
@@ -78,13 +79,13 @@ class SliceReader:
             inputs = self._variation(vary(inputs, self._view.augment, draws), ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
-    def _image(self, sample: int, size: int, draws: Draws | None) -> torch.Tensor:
+    def _image(self, sample: int, shape: Shape, draws: Draws | None) -> torch.Tensor:
         view = self._view
         if self._note is not None:
             self._note(sample)
         image = self._source.read(sample)
         if view.augment is None or draws is None or draws.attempts is None:
-            return evaluation_image(image, size, view.evaluation_crop, view.interpolation)
+            return evaluation_image(image, shape, view.evaluation_crop, view.interpolation)
         height, width = image.shape[:2]
         box = random_resized_box(draws.attempts[0], (height, width), view.augment.scale, view.augment.ratio)
-        return training_image(image, box, size, view.interpolation)
+        return training_image(image, box, shape[0], view.interpolation)

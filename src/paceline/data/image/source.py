@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.decode import BrokenImageError, decode, upright_size
 
 Image = NDArray[np.uint8]
 Ids = NDArray[np.int64]
@@ -44,6 +44,15 @@ class SampleSource(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuredSource(SampleSource, Protocol):
+    """A source that knows how large its images are without decoding them; only rectangular evaluation asks for it."""
+
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return (height, width) of the image that :meth:`read` would give; None if there is no telling."""
+        ...
+
+
 class ArraySource:
     """Images that are in memory already."""
 
@@ -62,6 +71,10 @@ class ArraySource:
         """Return image ``sample``, uint8 [H, W, C]."""
         image: Image = self.images[sample]
         return image
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Return (height, width) of all images."""
+        return self.images.shape[1], self.images.shape[2]
 
     def path(self, sample: int) -> str:
         """Return ``name[sample]``."""
@@ -93,6 +106,10 @@ class FileSource:
         """Decode file ``sample``; raises BrokenImageError."""
         return decode(self.path(sample), self.channels)
 
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
+        return upright_size(self.path(sample))
+
     def path(self, sample: int) -> str:
         """Return the file's path."""
         name = self._blob[self._ends[sample] : self._ends[sample + 1]].tobytes()
@@ -114,6 +131,10 @@ class SubsetSource:
     def read(self, sample: int) -> Image:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(int(self.ids[sample]))
+
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return the base's (height, width), if it knows it."""
+        return self.base.size(int(self.ids[sample])) if isinstance(self.base, MeasuredSource) else None
 
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""

@@ -1,4 +1,4 @@
-"""How does one image of any size become the square the model sees?
+"""How does one image of any size become what the model sees?
 
 Resizing is bilinear or bicubic with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
 its time. Training and evaluation differ only in the part of the image they keep.
@@ -18,6 +18,8 @@ from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
 
 Image = NDArray[np.uint8]
+Shape = tuple[int, int]
+"""Height and width, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,28 +63,28 @@ class View:
 
 
 def evaluation_image(
-    image: Image, image_size: int, evaluation_crop: float, interpolation: str = "bilinear"
+    image: Image, size: int | Shape, evaluation_crop: float, interpolation: str = "bilinear"
 ) -> torch.Tensor:
-    """Resize the shorter side to ``image_size / evaluation_crop`` and keep the centre; uint8 [C, S, S].
+    """Resize until the image just covers ``size / evaluation_crop``, and keep the centre; uint8 [C, height, width].
 
-    An image that is ``image_size`` x ``image_size`` already is not touched. Training without a random resized
-    crop starts from the same picture.
+    An image that has this size already is not touched. Training without a random resized crop starts from the same
+    picture.
 
     Args:
         image: uint8 [H, W, C].
-        image_size: Side of the result in pixels.
+        size: Side of a square in pixels, or height and width of the result.
         evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
         interpolation: ``bilinear`` or ``bicubic``.
     """
+    shape = (size, size) if isinstance(size, int) else size
     height, width = image.shape[:2]
-    if (height, width) == (image_size, image_size):
+    if (height, width) == shape:
         return _channels_first(image)
-    short = round(image_size / evaluation_crop)
-    scaled = (max(short, short * height // width), max(short, short * width // height))
+    covered = (round(shape[0] / evaluation_crop), round(shape[1] / evaluation_crop))
+    scaled = (max(covered[0], covered[1] * height // width), max(covered[1], covered[0] * width // height))
     resized = _resize(image, *scaled, interpolation)
-    top = round((scaled[0] - image_size) / 2)
-    left = round((scaled[1] - image_size) / 2)
-    return resized[:, top : top + image_size, left : left + image_size]
+    top, left = (round((have - wanted) / 2) for have, wanted in zip(scaled, shape, strict=True))
+    return resized[:, top : top + shape[0], left : left + shape[1]]
 
 
 def training_image(image: Image, box: Box, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:

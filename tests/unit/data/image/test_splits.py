@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.image.splits import stratified_split
+from paceline.data.image.splits import hold_out, stratified_split
 
 
 @settings(max_examples=100, deadline=None)
@@ -47,3 +47,13 @@ def test_the_global_generator_is_left_alone(count: int) -> None:
     before = np.random.get_state()[1].copy()  # noqa: NPY002 (the global one is what is looked at)
     stratified_split(np.zeros(count, dtype=np.int64), 0.5)
     assert np.array_equal(before, np.random.get_state()[1])  # noqa: NPY002
+
+
+def test_what_is_held_out_of_training_is_another_draw() -> None:
+    """Else two runs, one of which splits twice, would hold the same images out for two purposes."""
+    labels = np.repeat(np.arange(3), 40)
+    left, chosen_by = hold_out(labels, 0.25)
+    assert np.bincount(labels[chosen_by]).tolist() == [10, 10, 10]
+    assert sorted([*left, *chosen_by]) == list(range(120))
+    assert not np.array_equal(chosen_by, stratified_split(labels, 0.25)[1])
+    assert np.array_equal(chosen_by, hold_out(labels, 0.25)[1])

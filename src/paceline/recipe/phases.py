@@ -1,0 +1,148 @@
+"""Where in the epochs does a step lie, when the batch may grow from one epoch to another?
+
+An epoch has one batch size from its first step to its last. Steps are counted from the start of the run, so that the
+place of a step is a function of its number and of when the size changes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, takewhile
+
+from paceline.units import Duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPhase:
+    """Epochs of one batch size.
+
+    Attributes:
+        first_epoch: The first of them, from 0.
+        first_step: Steps before it.
+        global_batch_size: Samples per step; an epoch's last step takes what is left.
+        logical_ranks: Micro-batches per step, over all processes.
+        steps_per_epoch: Steps of each epoch, the smaller last one included.
+    """
+
+    first_epoch: int
+    first_step: int
+    global_batch_size: int
+    logical_ranks: int
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How a run's steps are cut from its epochs.
+
+    Attributes:
+        samples: Samples per epoch.
+        phases: The first begins with epoch 0, each other one where the batch size changes; ascending.
+    """
+
+    samples: int
+    phases: tuple[BatchPhase, ...]
+
+    @classmethod
+    def cut(cls, samples: int, sizes: Iterable[tuple[int, int, int]]) -> Epochs:
+        """Cut epochs of ``samples`` by ``sizes``: (first epoch, global batch size, logical ranks), ascending."""
+        phases: list[BatchPhase] = []
+        for epoch, size, ranks in sizes:
+            before = phases[-1] if phases else None
+            steps = 0 if before is None else before.first_step + (epoch - before.first_epoch) * before.steps_per_epoch
+            phases.append(
+                BatchPhase(
+                    first_epoch=epoch,
+                    first_step=steps,
+                    global_batch_size=size,
+                    logical_ranks=ranks,
+                    steps_per_epoch=math.ceil(samples / size),
+                )
+            )
+        return cls(samples, tuple(phases))
+
+    def phase_at(self, step: int) -> BatchPhase:
+        """The phase of the step numbered ``step``, from 0."""
+        return self.phases[bisect_right(self._first_steps, step) - 1]
+
+    def phase_of_epoch(self, epoch: int) -> BatchPhase:
+        """The phase of the epoch numbered ``epoch``, from 0."""
+        return self.phases[bisect_right(self._first_epochs, epoch) - 1]
+
+    def place(self, step: int) -> tuple[int, int]:
+        """(epoch, step within it) of the step numbered ``step``; all from 0."""
+        phase = self.phase_at(step)
+        epoch, within = divmod(step - phase.first_step, phase.steps_per_epoch)
+        return phase.first_epoch + epoch, within
+
+    def first_step(self, epoch: int) -> int:
+        """Steps before the epoch numbered ``epoch``, from 0."""
+        phase = self.phase_of_epoch(epoch)
+        return phase.first_step + (epoch - phase.first_epoch) * phase.steps_per_epoch
+
+    def completed(self, steps: int) -> int:
+        """Whole epochs in the first ``steps`` steps."""
+        return self.place(steps)[0]
+
+    def length(self, steps: int) -> float:
+        """The first ``steps`` steps in epochs."""
+        epoch, within = self.place(steps)
+        return epoch + within / self.phase_at(steps).steps_per_epoch
+
+    def step_samples(self, step: int) -> int:
+        """Samples in the step numbered ``step``, from 0."""
+        _, within = self.place(step)
+        size = self.phase_at(step).global_batch_size
+        return min(size, self.samples - within * size)
+
+    def samples_before(self, step: int) -> int:
+        """Samples used by the first ``step`` steps."""
+        epoch, within = self.place(step)
+        return epoch * self.samples + within * self.phase_at(step).global_batch_size
+
+    def last_step_samples(self, phase: BatchPhase) -> int:
+        """Samples in the last step of each epoch of a phase."""
+        return self.samples - (phase.steps_per_epoch - 1) * phase.global_batch_size
+
+    def finished_phases(self, steps: int) -> list[BatchPhase]:
+        """The phases of which a run of ``steps`` steps finishes an epoch."""
+        return [phase for phase in self.phases if phase.first_step + phase.steps_per_epoch <= steps]
+
+    def steps_in(self, length: Duration, total: int | None) -> int:
+        """Steps of a length from the start of the run: rounded to nearest; for samples, enough to use them all.
+
+        Raises:
+            ValueError: If a percentage is asked of a run whose total is not known yet.
+        """
+        if len(self.phases) == 1 or length.unit in ("steps", "percent"):
+            size = self.phases[0].global_batch_size
+            return length.to_steps(samples_per_epoch=self.samples, global_batch_size=size, total_steps=total)
+        if length.unit == "samples":
+            epoch, rest = divmod(length.value, self.samples)
+            return self.first_step(int(epoch)) + math.ceil(rest / self.phase_of_epoch(int(epoch)).global_batch_size)
+        part, epoch = math.modf(length.value)
+        return self.first_step(int(epoch)) + round(part * self.phase_of_epoch(int(epoch)).steps_per_epoch)
+
+    def moments(self, every: Duration, total: int) -> tuple[int, ...]:
+        """After which steps of a run of ``total`` something is due every so many epochs or samples.
+
+        Empty where that is every so many steps: where the batch never changes, and for lengths in steps.
+        """
+        if len(self.phases) == 1 or every.unit in ("steps", "percent"):
+            return ()
+        return tuple(dict.fromkeys(takewhile(lambda step: step <= total, self._multiples(every))))
+
+    def _multiples(self, every: Duration) -> Iterator[int]:
+        return (self.steps_in(Duration(every.value * times, every.unit), None) for times in count(1))
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        return [phase.first_step for phase in self.phases]
+
+    @cached_property
+    def _first_epochs(self) -> list[int]:
+        return [phase.first_epoch for phase in self.phases]

@@ -1,0 +1,85 @@
+"""Which keys of a recipe ask for something that has no effect on this data, and why?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.recipe.adapters import unused_in_adapters
+from paceline.recipe.data import Data
+from paceline.recipe.profile import unused_in_profile
+from paceline.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from paceline.recipe.plan import DataFacts
+
+
+def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
+    """Dotted keys that ask for something which has no effect on this data, with the reason.
+
+    A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
+    """
+    found = _unused_with_fp16() if recipe.train.precision == "fp16" else {}
+    found |= _unused_weights(recipe)
+    backend = data.description.get("backend", "pytorch")
+    if backend != "pytorch":
+        why = f"the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)"
+        found["data.prefetch"] = why
+        if recipe.data.workers not in ("auto", 0):
+            found["data.workers"] = why
+    elif data.description.get("workers") == 0:
+        found["data.prefetch"] = "there are no loader processes (see data.workers)"
+    found |= unused_in_data(data)
+    found |= _unused_in_augmentation(recipe.data) | unused_in_profile(recipe.telemetry.profile)
+    if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
+        found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
+    if recipe.evaluate.every is None or data.evaluation_samples == 0:
+        why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
+        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size", "evaluate.augment")
+        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) not in ("auto", "none")}
+        if recipe.evaluate.every is not None:
+            found["evaluate.every"] = f"nothing is evaluated ({why})"
+    return found
+
+
+def unused_in_data(data: DataFacts) -> dict[str, str]:
+    """Keys that have no effect on this data, with the reason."""
+    keys = ("data.validation_fraction", "data.evaluation_shape", "evaluate.top_k")
+    return {key: data.reasons[key] for key in keys if key in data.reasons}
+
+
+def _unused_with_fp16() -> dict[str, str]:
+    why = "fp16's loss scaling leaves out every step whose gradient is not finite"
+    return {"train.nonfinite": why, "train.max_nonfinite": why}
+
+
+def _unused_weights(recipe: Recipe) -> dict[str, str]:
+    found = unused_in_adapters(recipe.model.adapters)
+    partly = recipe.model.initialize_partly and recipe.model.initialize_from is None
+    if partly:
+        found["model.initialize_partly"] = "there is nothing to take (model.initialize_from)"
+    return found
+
+
+def _unused_in_augmentation(data: Data) -> dict[str, str]:
+    """Keys that say more of what is not done at all."""
+    found: dict[str, str] = {}
+    mix, augment, jitter = data.mix, data.augment, data.augment.jitter
+    if mix.mixup == 0 and mix.cutmix == 0:
+        why = "nothing is mixed (data.mix.mixup, data.mix.cutmix)"
+        found |= dict.fromkeys(("data.mix.switch", "data.mix.probability", "data.mix.epochs"), why)
+    elif mix.mixup == 0 or mix.cutmix == 0:
+        found["data.mix.switch"] = "there is one kind of mixing"
+    if augment.erase == 0:
+        why = "nothing is erased (data.augment.erase)"
+        found |= dict.fromkeys(("data.augment.erase_scale", "data.augment.erase_ratio"), why)
+    if data.progressive.start_size is None:
+        why = "images do not grow (data.progressive.start_size)"
+        found |= dict.fromkeys((f"data.progressive.{key}" for key in ("begin", "end", "multiple")), why)
+    if not any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)):
+        found["data.augment.jitter.probability"] = "there is no jitter"
+    return found
+
+
+def _asked(recipe: Recipe, dotted: str) -> object:
+    section, _, name = dotted.partition(".")
+    return getattr(getattr(recipe, section, None), name, None)
