@@ -242,7 +242,7 @@ def test_repeats_stand_side_by_side_and_each_id_comes_once(samples: int, repeats
 def test_processes_in_step_have_as_many_micro_batches(samples: int, micro: int, each: int, world_size: int) -> None:
     shape = geometry(samples, micro * each * world_size, each * world_size)
     in_step = dataclasses.replace(shape, in_step=True)
-    for step in range(shape.steps_per_epoch):
+    for step in range(shape.epochs.phases[0].steps_per_epoch):
         parts = [in_step.slices(step, world) for world in worlds(world_size)]
         assert len({len(mine) for mine in parts}) == 1
         for mine, world in zip(parts, worlds(world_size), strict=True):
