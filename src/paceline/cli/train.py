@@ -203,7 +203,9 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
     click.echo("\nParameters")
-    print_table(("which", "tensors", "numbers", "rate factor", "weight decay"), map(_group_row, plan.parameter_groups))
+    columns = ("which", "tensors", "numbers", "rate factor", "weight decay", "from step")
+    count = len(columns) - (not plan.unfreeze_steps)
+    print_table(columns[:count], (_group_row(group)[:count] for group in plan.parameter_groups))
     if plan.reasons:
         click.echo("\nWhy")
         print_pairs(plan.reasons)
@@ -213,7 +215,13 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json
 
 def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:
     counts = (format_count(group.tensors), format_count(group.numbers))
-    return (group.parameters, *counts, f"{group.lr_factor:g}", f"{group.weight_decay:g}")
+    return (
+        group.parameters,
+        *counts,
+        f"{group.lr_factor:g}",
+        f"{group.weight_decay:g}",
+        format_count(group.first_step),
+    )
 
 
 def _plan_lines(plan: Plan) -> dict[str, str]:

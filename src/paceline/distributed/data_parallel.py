@@ -106,15 +106,27 @@ class DataParallel:
         self._marks = Marks()
         self._votes = VoteReader(device, count=len(Wish._fields))
         self._synced: list[nn.Module] = []
-        self.model = nn.parallel.DistributedDataParallel(
-            self._voting,
-            device_ids=[device.index] if device.index is not None else None,
-            bucket_cap_mb=parallel.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-            **{_BUFFER_SYNC: has_training_buffers(network)},  # type: ignore[arg-type]  # a name known only here
-        )
-        if parallel.gradient_compression != "none":
-            self.model.register_comm_hook(None, _COMPRESSIONS[parallel.gradient_compression])
+        self._options: dict[str, Any] = {
+            "device_ids": [device.index] if device.index is not None else None,
+            "bucket_cap_mb": parallel.bucket_cap_mb,
+            "gradient_as_bucket_view": True,
+            _BUFFER_SYNC: has_training_buffers(network),
+        }
+        self._compression = parallel.gradient_compression
+        self.model = self._wrapped()
+
+    def _wrapped(self, *, init_sync: bool = True) -> nn.parallel.DistributedDataParallel:
+        wrapped = nn.parallel.DistributedDataParallel(self._voting, init_sync=init_sync, **self._options)
+        if self._compression != "none":
+            wrapped.register_comm_hook(None, _COMPRESSIONS[self._compression])
+        return wrapped
+
+    def gradients_changed(self) -> None:
+        """Wrap the network anew: DDP waits for the gradients of those parameters that need one when it is built."""
+        # The old one would go on counting gradients until it is collected.
+        self.model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch has no other way
+        # Parameters are the same everywhere, and each process keeps its own norms' statistics.
+        self.model = self._wrapped(init_sync=False)
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""

@@ -165,6 +165,9 @@ class ExactDataParallel:
         """What any process wished for; the same answer on every process after the same step."""
         return Wish(*self._votes.agreed())
 
+    def gradients_changed(self) -> None:
+        """Leaves have room for every parameter that will ever be trained; the others' stay zero, and are dropped."""
+
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy: buffers are the same everywhere."""
 

@@ -97,6 +97,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def gradients_changed(self) -> None:
+        """Take note, between two steps, that other parameters of the network need a gradient than before."""
+        ...
+
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Make buffers (BatchNorm statistics) the first rank's, before they are scored or saved."""
         ...
@@ -151,6 +155,9 @@ class SingleProcess:
     def agreed(self, wish: Wish) -> Wish:
         """This process's own wish."""
         return wish
+
+    def gradients_changed(self) -> None:
+        """Nothing is kept of that."""
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy."""

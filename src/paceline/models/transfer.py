@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -49,24 +49,41 @@ def adapt(network: nn.Module, model: Model) -> None:
     Raises:
         ModelError: If it has no such parameters, or cannot do what is asked.
     """
-    freeze(network, model.frozen)
+    freeze(network, model.frozen, but=late_parameters(network, model))
     if model.activation_checkpointing:
         checkpoint_activations(network, model.name)
 
 
-def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = ()) -> None:
     """Keep parameters from being trained, and the statistics of norms whose parameters all are.
 
     Args:
         network: The network, whose norms with nothing to train go into evaluation mode.
         patterns: Shell patterns of names. A later one wins; one that begins with ``!`` takes back.
+        but: Parameters to leave as they are, whatever the patterns say.
 
     Raises:
         ModelError: If a pattern matches nothing.
     """
     if not patterns:
         return
-    frozen: dict[str, bool] = {name: False for name, _ in network.named_parameters()}
+    frozen = frozen_names([name for name, _ in network.named_parameters()], patterns) - set(but)
+    for name, parameter in network.named_parameters():
+        if name in frozen:
+            parameter.requires_grad = False
+    for module in network.modules():
+        own = list(module.parameters())
+        if isinstance(module, _NormBase) and own and not any(each.requires_grad for each in own):
+            module.eval()
+
+
+def frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """The parameters that ``model.frozen`` means.
+
+    Raises:
+        ModelError: If a pattern matches nothing.
+    """
+    frozen = dict.fromkeys(names, False)
     for pattern in patterns:
         matched = fnmatch.filter(frozen, pattern.removeprefix("!"))
         if not matched:
@@ -75,13 +92,27 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
                 f"{', '.join(list(frozen)[-_NAMED:])}; a pattern may have * and ?."
             )
         frozen |= dict.fromkeys(matched, not pattern.startswith("!"))
-    for name, parameter in network.named_parameters():
-        if frozen[name]:
-            parameter.requires_grad = False
-    for module in network.modules():
-        own = list(module.parameters())
-        if isinstance(module, _NormBase) and own and not any(each.requires_grad for each in own):
-            module.eval()
+    return {name for name, is_frozen in frozen.items() if is_frozen}
+
+
+def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
+    """The frozen parameters that ``model.unfreeze`` has trained after a while, each with the patterns that match it.
+
+    Raises:
+        ModelError: If a pattern matches no frozen parameter.
+    """
+    frozen = frozen_names([name for name, _ in network.named_parameters()], model.frozen) if model.unfreeze else set()
+    late: dict[str, list[str]] = {}
+    for pattern in model.unfreeze:
+        matched = fnmatch.filter(sorted(frozen), pattern)
+        if not matched:
+            raise ModelError(
+                f"model.unfreeze: no frozen parameter's name matches '{pattern}'; it is for those that "
+                f"model.frozen={list(model.frozen)} keeps from being trained."
+            )
+        for name in matched:
+            late.setdefault(name, []).append(pattern)
+    return late
 
 
 def checkpoint_activations(network: nn.Module, name: str) -> None:

@@ -6,6 +6,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -51,22 +52,31 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
     ]
 
 
-def describe_groups(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterGroupFacts, ...]:
-    """The parameters that are treated alike, counted, for the plan."""
+def describe_groups(
+    model: nn.Module, optimizer: Optimizer, late: Mapping[str, int] = MappingProxyType({})
+) -> tuple[ParameterGroupFacts, ...]:
+    """The parameters that are treated alike, counted, for the plan.
+
+    Args:
+        model: The network.
+        optimizer: The recipe's section.
+        late: Parameters that are not trained in the first so many steps.
+    """
     named = dict(model.named_parameters())
-    tensors, numbers = Counter[Treatment](), Counter[Treatment]()
+    tensors, numbers = Counter[tuple[Treatment, int]](), Counter[tuple[Treatment, int]]()
     for name, treatment in treatments(model, optimizer).items():
-        tensors[treatment] += 1
-        numbers[treatment] += named[name].numel()
+        tensors[treatment, late.get(name, 0)] += 1
+        numbers[treatment, late.get(name, 0)] += named[name].numel()
     return tuple(
         ParameterGroupFacts(
             parameters=each.source,
-            tensors=tensors[each],
-            numbers=numbers[each],
+            tensors=tensors[each, before],
+            numbers=numbers[each, before],
             lr_factor=each.lr_factor,
             weight_decay=each.weight_decay,
+            first_step=before + 1,
         )
-        for each in tensors
+        for each, before in tensors
     )
 
 

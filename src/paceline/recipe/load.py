@@ -113,7 +113,7 @@ _FOR_TRAINING = (
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
     *("parallel.gradient_compression", "parallel.affinity"),
-    *("model.pretrained", "model.initialize_", "model.frozen", "model.activation_checkpointing"),
+    *("model.pretrained", "model.initialize_", "model.frozen", "model.unfreeze", "model.activation_checkpointing"),
 )
 
 

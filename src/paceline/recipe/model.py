@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Belongs, Off, Switch
+from paceline.recipe.fields import STRICT, Auto, Belongs, Length, Off, Switch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -26,6 +26,9 @@ class Model:
     frozen: tuple[str, ...] = ()
     """Shell patterns of parameters that are not trained. A later one wins, and `!` takes back: ["*", "!fc.*"] trains
     the classifier alone. Norms without a trained parameter keep their statistics too."""
+    unfreeze: dict[str, Length] = Field(default_factory=dict)
+    """Patterns of frozen parameters that are trained after all, and after how long, by the earliest that matches:
+    {"layer4.*": "2 epochs", "*": "4 epochs"}."""
     activation_checkpointing: Switch = False
     """Keep fewer activations for the backward pass and compute them again: less memory, more time (Chen et al.
     2016)."""

@@ -81,6 +81,7 @@ class ParameterGroupFacts:
         numbers: How many numbers they hold.
         lr_factor: Factor on the schedule's learning rate.
         weight_decay: Their weight decay.
+        first_step: The first step that trains them, from 1.
     """
 
     parameters: str
@@ -88,6 +89,7 @@ class ParameterGroupFacts:
     numbers: int
     lr_factor: float
     weight_decay: float
+    first_step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,7 @@ class Plan(Rates):
     checkpoint_every_steps: int | None
     checkpoint_every_seconds: float | None
     log_every_steps: int
+    unfreeze_steps: dict[str, int] = field(default_factory=dict)
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
     parameters: int | None = None
@@ -201,10 +204,23 @@ def make_plan(
         checkpoint_every_steps=lengths.interval("checkpoint.every", _in_steps(recipe.checkpoint.every), total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", recipe.telemetry.log_every, total) or 1,
+        unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
         profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=unused_keys(recipe, data, world_size) | unused_in_schedule(recipe, rates),
     )
+
+
+def _unfreeze_steps(recipe: Recipe, lengths: Lengths, total: int) -> dict[str, int]:
+    found = {}
+    for pattern, length in recipe.model.unfreeze.items():
+        found[pattern] = steps = lengths.steps(length, total)
+        if not 0 < steps < total:
+            raise RecipeError(
+                f"model.unfreeze: '{pattern}' stays frozen for '{length}', which is {steps} of the run's {total} "
+                "steps; it must be some of them, and not all."
+            )
+    return found
 
 
 def _in_steps(every: Duration | TimeSpan | str | None) -> Duration | None:

@@ -18,6 +18,7 @@ from paceline.distributed.collectives import Collectives, open_store
 from paceline.distributed.sightings import Pulse
 from paceline.distributed.watchdog import Hands, Watchdog
 from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.thawing import Thawing, first_steps
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.clipping import Clipping
 from paceline.recipe.load import recipe_digest, to_tree
@@ -88,6 +89,9 @@ def build_run(setting: Setting) -> Run:
         geometry=prepared.geometry,
         precision=precision,
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
+        thawing=Thawing(
+            network, first_steps(network, recipe.model, plan.unfreeze_steps), changed=strategy.gradients_changed
+        ),
         ema=ema,
         evaluator=_evaluator(setting, precision, pulse),
         progress=Progress(begun=setting.started),

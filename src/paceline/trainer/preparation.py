@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.errors import CheckpointError, ModelError, RecipeError
 from paceline.models.build import parameter_count
+from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
@@ -153,14 +155,17 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     Raises:
         ModelError: If it cannot be trained as the recipe asks.
     """
-    _check_network(network, recipe)
-    groups = describe_groups(network, recipe.optimizer)
+    late = first_steps(network, recipe.model, plan.unfreeze_steps)
+    _check_network(network, recipe, late)
+    groups = describe_groups(network, recipe.optimizer, late)
     return replace(plan, parameters=parameter_count(network), parameter_groups=groups)
 
 
-def _check_network(network: nn.Module, recipe: Recipe) -> None:
+def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str]) -> None:
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+    if all(name in late for name, each in network.named_parameters() if each.requires_grad):
+        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
     synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if recipe.parallel.exact and synced:
         raise ModelError(

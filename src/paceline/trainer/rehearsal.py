@@ -32,6 +32,14 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
+    _send_through(run, first)
+    # What is frozen until later, as it was in the step before: a change with the first step comes with that step.
+    if run.thawing.at(max(run.progress.step - 1, 0)):
+        _send_through(run, first)
+    return chain([first], batches)
+
+
+def _send_through(run: Run, first: Batch) -> None:
     buffers = [(*place, place[-1].clone()) for place in buffers_of(run.network)]
     run.pulse.enter("forward", samples=first.ids)
     seed_forward(run.recipe.seed, first.slice, run.device)
@@ -51,4 +59,3 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             f"{', …' if len(unused) > 5 else ''}; with several processes, or parallel.exact, every trainable parameter "
             "must: remove them, use them, or set requires_grad=False."
         )
-    return chain([first], batches)

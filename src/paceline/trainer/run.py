@@ -23,6 +23,7 @@ from paceline.distributed.strategy import VOTE_LAG, Strategy, Wish
 from paceline.distributed.watchdog import Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.thawing import Thawing
 from paceline.optim.clipping import Clipping
 from paceline.optim.schedules import Courses
 from paceline.recipe.plan import Plan
@@ -75,6 +76,7 @@ class Run:
     geometry: StepGeometry
     precision: Precision
     guard: NonFiniteGuard
+    thawing: Thawing
     ema: ExponentialMovingAverage | None
     evaluator: Evaluator
     progress: Progress
@@ -95,6 +97,12 @@ class Run:
         """This process's micro-batches from where the run stands to its end."""
         first, last = self.progress.position, self.plan.total_steps
         return self.pipeline.train_batches(self.geometry, first, last, self.world)
+
+    def begin_step(self) -> None:
+        """Tell all who follow the steps that one begins."""
+        self.guard.begin_step()
+        self.pulse.begin_step(self.progress.position + 1)
+        self.thawing.at(self.progress.step)
 
     def wish(self) -> Wish:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     """Use one global batch; False if the step was not taken: fp16 gradients overflowed, or a loss was no number."""
-    run.guard.begin_step()
-    run.pulse.begin_step(run.progress.position + 1)
+    run.begin_step()
     apply_settings(run.optimizer, run.courses.at(run.progress.step))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last

@@ -1,0 +1,63 @@
+"""Which parameters are trained only after a while, and how does a step come to train them?
+
+Until its step comes, a parameter needs no gradient: nothing is computed for it, the optimizer neither moves it nor
+lets it decay, and has no state for it. What is trained is a function of the step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.models.transfer import late_parameters
+from paceline.recipe.model import Model
+
+
+def first_steps(network: nn.Module, model: Model, steps: Mapping[str, int]) -> dict[str, int]:
+    """For each parameter that is trained late, how many steps are done before.
+
+    Args:
+        network: The network.
+        model: The recipe's section.
+        steps: The same for each pattern of ``model.unfreeze``; of those that match, the earliest counts.
+    """
+    found = late_parameters(network, model)
+    return {name: min(steps[pattern] for pattern in patterns) for name, patterns in found.items()}
+
+
+class Thawing:
+    """Lets parameters be trained when their step has come, and norms go on with their statistics.
+
+    Args:
+        network: The bare network, in which all that will ever be trained needs a gradient.
+        first_steps: Parameters that are trained late; see :func:`first_steps`.
+        changed: Called after a change of what needs a gradient.
+    """
+
+    def __init__(self, network: nn.Module, first_steps: Mapping[str, int], changed: Callable[[], None]) -> None:
+        named = dict(network.named_parameters())
+        self._late = [(named[name], step) for name, step in first_steps.items()]
+        late = {id(parameter) for parameter, _ in self._late}
+        self._norms = [
+            module
+            for module in network.modules()
+            if isinstance(module, _NormBase) and any(id(each) in late for each in module.parameters())
+        ]
+        self._turns = sorted(set(first_steps.values()))
+        self._passed = len(self._turns)
+        self._changed = changed
+
+    def at(self, step: int) -> bool:
+        """See to it that exactly what is trained after so many steps needs a gradient; whether that is a change."""
+        passed = sum(turn <= step for turn in self._turns)
+        if passed == self._passed:
+            return False
+        self._passed = passed
+        for parameter, first in self._late:
+            parameter.requires_grad_(first <= step)
+        for norm in self._norms:
+            norm.train(any(each.requires_grad for each in norm.parameters()))
+        self._changed()
+        return True

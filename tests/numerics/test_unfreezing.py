@@ -1,0 +1,117 @@
+"""What is trained late moves no bit before its step, and does from then on; no resume or process changes that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import ModelError, RecipeError
+
+# The stage follows in the third step, the stem in the fifth. What could move a frozen weight by itself is on: decay,
+# momentum from before, the average; what could move it in a resume too: AdamW's counts.
+LATE = {
+    "model.frozen": ["*", "!classifier.*"],
+    "model.unfreeze": {"stages.*": "2 steps", "*": "50%"},
+    "model.options.dropout": 0.3,
+    "train.ema": 0.5,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 1e-2,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.clip_norm": 1.0,
+    "batch.micro_size": 4,
+    "checkpoint.every": "1 steps",
+    "checkpoint.keep": 10,
+    "telemetry.log_every": "1 steps",
+}
+STEPS = 8
+
+
+def weights_after(run_dir: Path, step: int, which: str = "model") -> dict[str, torch.Tensor]:
+    return read_weights(run_dir / "checkpoints" / f"step-{step:08d}", which).state
+
+
+def moved(run_dir: Path, first: int, last: int, which: str = "model") -> set[str]:
+    """Which parts changed between two checkpoints, in any bit; a norm's statistics are apart from its parameters."""
+    before, after = weights_after(run_dir, first, which), weights_after(run_dir, last, which)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    kind = {True: " statistics", False: ""}
+    return {name.split(".")[0] + kind["running" in name or "tracked" in name] for name in changed}
+
+
+ALL_OF_THE_STAGE = {"classifier", "stages", "stages statistics"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_frozen_weights_and_statistics_stay_until_their_step(train_tiny: Callable[..., Any], exact: bool) -> None:
+    run = train_tiny("run", {**LATE, "parallel.exact": exact, **({"parallel.logical_ranks": 4} if exact else {})})
+    for which in ("model", "ema"):
+        assert moved(run.run_dir, 1, 2, which) == {"classifier"}
+        assert moved(run.run_dir, 2, 3, which) == ALL_OF_THE_STAGE
+        assert moved(run.run_dir, 3, 4, which) == ALL_OF_THE_STAGE
+        assert moved(run.run_dir, 4, 5, which) == {*ALL_OF_THE_STAGE, "stem", "stem statistics"}
+
+
+def test_before_the_first_step_that_trains_it_a_weight_has_no_gradient_and_no_state(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+) -> None:
+    from paceline.models.small_resnet import small_resnet
+
+    networks, needed = list[Any](), list[set[str]]()
+
+    def network() -> Any:
+        networks.append(small_resnet(3, 1, width=4, stages=1))
+        return networks[-1]
+
+    def look(*_: Any) -> None:
+        needed.append({name.split(".")[0] for name, each in networks[0].named_parameters() if each.requires_grad})
+
+    overrides = {**LATE, "batch.micro_size": "auto", "model.options": None}
+    train_tiny("run", overrides, task=tiny_task(make_network=network, on_loss=look))
+    assert needed == [*[{"classifier"}] * 2, *[{"classifier", "stages"}] * 2, *[{"classifier", "stages", "stem"}] * 4]
+
+
+def test_stopped_after_any_step(train_tiny: Callable[..., Any], course: Callable[[Path], Any]) -> None:
+    whole = train_tiny("whole", LATE)
+    for step in range(1, STEPS):
+        train_tiny(f"stopped-{step}", {**LATE, "train.until": f"{step} steps"})
+        pieces = train_tiny(f"stopped-{step}", LATE)
+        assert pieces.summary.resumes == 1
+        assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
+        assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
+        assert course(pieces.run_dir) == course(whole.run_dir)
+
+
+def test_it_is_as_if_the_run_had_been_frozen_and_then_not(train_tiny: Callable[..., Any]) -> None:
+    """With a rule without state, the first steps are those of a frozen run and the rest those of one that is not."""
+    rule = {"optimizer.momentum": 0, "train.ema": "off", "checkpoint.every": "1 steps", "checkpoint.keep": 10}
+    frozen = {**rule, "model.frozen": ["stem.*"]}
+    late = train_tiny("late", {**frozen, "model.unfreeze": {"*": "4 steps"}})
+    before = train_tiny("before", frozen)
+    for step in range(1, 5):
+        theirs, ours = weights_after(before.run_dir, step), weights_after(late.run_dir, step)
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    fifth = weights_after(late.run_dir, 5)
+    assert not torch.equal(fifth["stem.conv.weight"], weights_after(before.run_dir, 5)["stem.conv.weight"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ({"model.unfreeze": {"stages.*": "8 steps"}}, RecipeError, "it must be some of them, and not all"),
+        ({"model.unfreeze": {"stages.*": "0 steps"}}, RecipeError, "it must be some of them, and not all"),
+        ({"model.unfreeze": {"classifier.*": "2 steps"}}, ModelError, "no frozen parameter's name matches"),
+        ({"model.unfreeze": {"*": "2 steps"}, "model.frozen": []}, ModelError, "no frozen parameter's name matches"),
+        ({"model.unfreeze": {"*": "2 steps"}, "model.frozen": ["*"]}, ModelError, "leaves nothing to train until"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    asked: dict[str, Any], error: type[Exception], said: str, train_tiny: Callable[..., Any], runs: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        train_tiny("run", {"model.frozen": ["*", "!classifier.*"], **asked})
+    assert not (runs / "run").exists()
