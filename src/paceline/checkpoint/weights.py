@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from paceline.checkpoint.adapters import adapter_scale, without_adapters
 from paceline.checkpoint.best import read_best
 from paceline.checkpoint.durable import reporting_disk_errors
 from paceline.checkpoint.reading import check_sizes, read_weights_file
@@ -35,6 +37,12 @@ class SavedWeights:
     weights: str
     path: Path
     metadata: Mapping[str, str]
+
+    @cached_property
+    def plain(self) -> dict[str, Tensor]:
+        """The tensors as the network has them without low-rank adapters, which are merged into its weights."""
+        scale = adapter_scale(self.described("recipe")) if "recipe" in self.metadata else None
+        return self.state if scale is None else without_adapters(self.state, scale)
 
     def described(self, key: str) -> dict[str, Any]:
         """A JSON entry of the description.

@@ -117,8 +117,8 @@ class Predictor:
         else:
             task.data_facts(World())
         network = task.build_model()
-        check_inventory(network.state_dict(), self._saved.state, where=where)
-        network.load_state_dict(self._saved.state)
+        check_inventory(network.state_dict(), self._saved.plain, where=where)
+        network.load_state_dict(self._saved.plain)
         return network
 
     def _described_dataset(self) -> ImageDataset:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import ModelError
+from paceline.models.adapters import add_adapters, trained_beside
 from paceline.recipe.model import Model
 
 _NAMED = 4
@@ -49,7 +50,9 @@ def adapt(network: nn.Module, model: Model) -> None:
     Raises:
         ModelError: If it has no such parameters, or cannot do what is asked.
     """
-    freeze(network, model.frozen, but=late_parameters(network, model))
+    if model.adapters.rank is not None:
+        add_adapters(network, model.adapters)
+    freeze(network, frozen_patterns(network, model), but=late_parameters(network, model))
     if model.activation_checkpointing:
         checkpoint_activations(network, model.name)
 
@@ -77,6 +80,11 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
             module.eval()
 
 
+def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
+    """What is not trained: with adapters nothing but they and the classifier is, unless ``model.frozen`` says more."""
+    return (*(trained_beside(network) if model.adapters.rank is not None else ()), *model.frozen)
+
+
 def frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     """The parameters that ``model.frozen`` means.
 
@@ -101,7 +109,9 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     Raises:
         ModelError: If a pattern matches no frozen parameter.
     """
-    frozen = frozen_names([name for name, _ in network.named_parameters()], model.frozen) if model.unfreeze else set()
+    if not model.unfreeze:
+        return {}
+    frozen = frozen_names([name for name, _ in network.named_parameters()], frozen_patterns(network, model))
     late: dict[str, list[str]] = {}
     for pattern in model.unfreeze:
         matched = fnmatch.filter(sorted(frozen), pattern)

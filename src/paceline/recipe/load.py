@@ -113,7 +113,8 @@ _FOR_TRAINING = (
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
     *("parallel.gradient_compression", "parallel.affinity"),
-    *("model.pretrained", "model.initialize_", "model.frozen", "model.unfreeze", "model.activation_checkpointing"),
+    *("model.pretrained", "model.initialize_", "model.activation_checkpointing"),
+    *("model.frozen", "model.unfreeze", "model.adapters."),
 )
 
 

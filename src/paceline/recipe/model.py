@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from paceline.recipe.adapters import Adapters
 from paceline.recipe.fields import STRICT, Auto, Belongs, Length, Off, Switch
 
 
@@ -29,6 +30,8 @@ class Model:
     unfreeze: dict[str, Length] = Field(default_factory=dict)
     """Patterns of frozen parameters that are trained after all, and after how long, by the earliest that matches:
     {"layer4.*": "2 epochs", "*": "4 epochs"}."""
+    adapters: Adapters = Adapters()
+    """Low-rank matrices that are trained instead of the network's own weights."""
     activation_checkpointing: Switch = False
     """Keep fewer activations for the backward pass and compute them again: less memory, more time (Chen et al.
     2016)."""

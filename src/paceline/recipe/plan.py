@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import RecipeError
+from paceline.recipe.adapters import unused_in_adapters
 from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.data import Data
 from paceline.recipe.layers import applies_of
@@ -303,8 +304,11 @@ def unused_keys(recipe: Recipe, data: DataFacts, world_size: int) -> dict[str, s
 
 
 def _unused_weights(recipe: Recipe) -> dict[str, str]:
+    found = unused_in_adapters(recipe.model.adapters)
     partly = recipe.model.initialize_partly and recipe.model.initialize_from is None
-    return {"model.initialize_partly": "there is nothing to take (model.initialize_from)"} if partly else {}
+    if partly:
+        found["model.initialize_partly"] = "there is nothing to take (model.initialize_from)"
+    return found
 
 
 def _unused_in_data(data: Data) -> dict[str, str]:

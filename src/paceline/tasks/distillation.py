@@ -61,7 +61,7 @@ class Distillation(ImageClassification):
         source = self.recipe.distillation.teacher
         if source is None:
             return facts
-        digest = weights_sha256(self._saved_teacher(source).state)
+        digest = weights_sha256(self._saved_teacher(source).plain)
         return replace(facts, description={**facts.description, "teacher": digest})
 
     def _saved_teacher(self, source: str) -> SavedWeights:
@@ -99,8 +99,8 @@ class Distillation(ImageClassification):
             )
         plain = replace(model, pretrained=False, initialize_from=None)
         network = build_model(plain, num_classes=len(classes), in_channels=self.dataset.channels)
-        check_inventory(network.state_dict(), saved.state, where=where)
-        network.load_state_dict(saved.state)
+        check_inventory(network.state_dict(), saved.plain, where=where)
+        network.load_state_dict(saved.plain)
         return network
 
     def _own_scale(self) -> tuple[Tensor, Tensor]:

@@ -165,8 +165,8 @@ def _some(names: Sequence[str]) -> str:
 
 def _network(task: Task, saved: SavedWeights, placement: Placement) -> nn.Module:
     network = task.build_model()
-    check_inventory(network.state_dict(), saved.state, where=str(saved.path))
-    network.load_state_dict(saved.state)
+    check_inventory(network.state_dict(), saved.plain, where=str(saved.path))
+    network.load_state_dict(saved.plain)
     return place(network, placement)
 
 

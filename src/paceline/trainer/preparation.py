@@ -23,6 +23,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.errors import CheckpointError, ModelError, RecipeError
+from paceline.models.adapters import described
 from paceline.models.build import parameter_count
 from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
@@ -126,20 +127,22 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     if asked.initialize_from is not None:
         notices += _take_weights(network, Path(asked.initialize_from), partly=asked.initialize_partly)
     adapt(network, asked)
+    if asked.adapters.rank is not None:
+        notices.append(described(network))
     return place(network, placement), tuple(notices)
 
 
 def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
     saved = read_weights(source)
     if partly:
-        return [load_fitting(network, saved.state, source=str(saved.path))]
+        return [load_fitting(network, saved.plain, source=str(saved.path))]
     try:
-        check_inventory(network.state_dict(), saved.state, where="model.initialize_from")
+        check_inventory(network.state_dict(), saved.plain, where="model.initialize_from")
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} Or take what fits, and let the rest begin anew, with model.initialize_partly=true."
         ) from None
-    network.load_state_dict(saved.state)
+    network.load_state_dict(saved.plain)
     return []
 
 

@@ -1,0 +1,32 @@
+"""The recipe's `model.adapters` section: low-rank matrices beside layers that stay as they are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import STRICT, Off, OpenFraction, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Adapters:
+    """Low-rank adapters (Hu et al. 2021): only they and the classifier are trained."""
+
+    rank: Annotated[PositiveInt | None, Off] = None
+    """Rank of the matrices beside a layer's weights, or `off`."""
+    alpha: PositiveFloat = 16.0
+    """What they compute is multiplied by this over `rank`."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Shell patterns of layers that get them: linear ones and convolutions, but for the classifier."""
+    dropout: OpenFraction = 0.0
+    """Share of an adapter's input that is dropped in training."""
+
+
+def unused_in_adapters(adapters: Adapters) -> dict[str, str]:
+    """Keys that say more of what is not there at all."""
+    if adapters.rank is not None:
+        return {}
+    keys = (f"model.adapters.{key}" for key in ("alpha", "targets", "dropout"))
+    return dict.fromkeys(keys, "there are no adapters (model.adapters.rank)")

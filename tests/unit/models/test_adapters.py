@@ -1,0 +1,191 @@
+"""Low-rank adapters: what is trained, that they merge into the plain network, and what to do without peft."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint.adapters import without_adapters
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import ModelError, RecipeError
+from paceline.inference.predict import load_predictor
+from paceline.models.adapters import add_adapters, classifier_name
+from paceline.models.transfer import adapt
+from paceline.recipe.adapters import Adapters
+from paceline.recipe.model import Model
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed (pip install 'paceline[adapters]')"
+)
+ADAPTED = {"model.adapters.rank": 2, "model.adapters.alpha": 6, "model.adapters.dropout": 0.2, "train.ema": 0.9}
+
+
+class Mixed(nn.Module):
+    """Convolutions of several kinds, linear layers with and without a bias, and torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 6, 3, padding=1, stride=2)
+        self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.pointwise = nn.Conv2d(6, 8, 1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.body = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found = self.norm(self.pointwise(self.depthwise(self.stem(images)))).flatten(2).transpose(1, 2)
+        found = found + self.attention(found, found, found, need_weights=False)[0]
+        answer: torch.Tensor = self.head(self.body(found).relu().mean(1))
+        return answer
+
+
+def adapted(**more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    network = Mixed()
+    adapt(network, Model(adapters=Adapters(rank=2, alpha=6.0), **more))
+    return network
+
+
+def trained(network: nn.Module) -> set[str]:
+    return {name for name, each in network.named_parameters() if each.requires_grad}
+
+
+@needs_peft
+def test_only_adapters_and_the_classifier_are_trained() -> None:
+    matrices = [f"{layer}.lora_{which}.default.weight" for layer in ("stem", "pointwise", "body") for which in "AB"]
+    network = adapted()
+    assert trained(network) == {*matrices, "head.weight", "head.bias"}
+    assert not network.norm.training  # nothing of it is trained: its statistics stay as they are
+    assert trained(adapted(frozen=("!norm.*", "head.bias"))) == {*matrices, "head.weight", "norm.weight", "norm.bias"}
+
+
+@needs_peft
+def test_a_network_with_adapters_begins_as_it_was() -> None:
+    torch.manual_seed(0)
+    plain = Mixed().eval()
+    images = torch.rand(4, 1, 12, 12)
+    torch.testing.assert_close(adapted().eval()(images), plain(images), rtol=0, atol=1e-6)
+
+
+@needs_peft
+def test_merged_weights_give_the_same_answers_under_the_plain_names() -> None:
+    network = adapted().eval()
+    for name, each in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each)
+    merged = without_adapters(network.state_dict(), 6 / 2)
+    plain = Mixed().eval()
+    assert list(merged) == list(plain.state_dict())
+    plain.load_state_dict(merged)
+    images = torch.rand(16, 1, 12, 12)
+    torch.testing.assert_close(plain(images), network(images), rtol=1e-5, atol=1e-5)
+    assert (plain(images) - Mixed().eval()(images)).abs().max() > 0.1
+
+
+@needs_peft
+def test_it_is_peft_s_own_merging() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    network = adapted()
+    for name, each in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each)
+    merged = without_adapters(network.state_dict(), 6 / 2)
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, BaseTunerLayer)}
+    assert layers
+    for name, layer in layers.items():
+        layer.merge()
+        torch.testing.assert_close(merged[f"{name}.weight"], layer.get_base_layer().weight, rtol=1e-6, atol=1e-6)
+
+
+@needs_peft
+def test_a_run_with_adapters_goes_on_is_evaluated_and_predicts(
+    train_tiny: Callable[..., Any], tiny_task: Any, weights: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = train_tiny("whole", ADAPTED)
+    train_tiny("pieces", {**ADAPTED, "train.until": "3 steps"})
+    pieces = train_tiny("pieces", ADAPTED)
+    assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
+    assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
+    plan = json.loads((whole.run_dir / "plan.json").read_text())
+    held = weights(whole)
+    small = sum(each.numel() for name, each in held.items() if "lora_" in name or name.startswith("classifier"))
+    assert plan["parameters"] == small
+    assert whole.summary.parameters == small
+    # Weights for a new run, merged: the names are the plain network's.
+    after = train_tiny("after", {"model.initialize_from": str(whole.run_dir), "train.ema": "off"})
+    assert set(weights(after)) == set(read_weights(whole.run_dir).plain) == set(weights(train_tiny("plain")))
+
+
+@needs_peft
+def test_the_base_stays_to_the_bit(train_tiny: Callable[..., Any], weights: Callable[..., Any]) -> None:
+    asked = {**ADAPTED, "optimizer.weight_decay": 0.1, "checkpoint.every": "1 steps", "checkpoint.keep": 9}
+    run = train_tiny("run", asked)
+    first, last = (read_weights(run.run_dir / "checkpoints" / f"step-{n:08d}", "model").state for n in (1, 8))
+    moved = {name for name in last if not torch.equal(first[name], last[name])}
+    assert {name for name in moved if "lora_" not in name} == {"classifier.weight", "classifier.bias"}
+    assert any("lora_A" in name for name in moved)
+
+
+@needs_peft
+def test_digits_with_adapters_score_as_they_did_in_training(tmp_path: Path) -> None:
+    import paceline
+
+    overrides = {
+        **ADAPTED,
+        "model.options.width": 4,
+        "train.duration": "30 steps",
+        "train.ema": "off",
+        "schedule.name": "constant",
+        "optimizer.lr": 0.05,
+        "train.precision": "fp32",
+        "telemetry.trackers": [],
+    }
+    run = paceline.train("digits", overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    report = evaluate_target(EvaluationRequest(target=tmp_path / "run"))
+    assert report.metrics["loss"] == pytest.approx(run.metrics["loss"], rel=1e-4)
+    assert load_predictor(tmp_path / "run").classes == tuple(map(str, range(10)))
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("nothing.*",), r"matches 'nothing\.\*'"),
+        (("head",), "the classifier is trained whole"),
+        (("depthwise",), "neither grouped convolutions"),
+        (("attention.*",), "inside torch's MultiheadAttention"),
+    ],
+)
+def test_layers_that_cannot_have_adapters_are_named(targets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        add_adapters(Mixed(), Adapters(rank=2, targets=targets))
+
+
+def test_the_classifier_is_what_the_network_says_or_its_last_linear_layer() -> None:
+    timm = pytest.importorskip("timm")
+    assert classifier_name(timm.create_model("resnet10t", num_classes=2)) == "fc"
+    assert classifier_name(Mixed()) == "head"
+    with pytest.raises(ModelError, match="no linear classifier"):
+        classifier_name(nn.Sequential(nn.Conv2d(1, 1, 1)))
+
+
+def test_more_is_said_of_adapters_that_are_not_there(train_tiny: Callable[..., Any]) -> None:
+    with pytest.raises(RecipeError, match=r"there are no adapters \(model\.adapters\.rank\)"):
+        train_tiny("run", {"model.adapters.alpha": 4})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is not None, reason="peft is installed")
+def test_without_peft_it_is_said_how_to_get_it(train_tiny: Callable[..., Any], runs: Path) -> None:
+    with pytest.raises(ModelError, match=r"needs peft .*pip install 'paceline\[adapters\]'"):
+        train_tiny("run", ADAPTED)
+    assert not (runs / "run").exists()
