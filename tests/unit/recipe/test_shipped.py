@@ -105,6 +105,8 @@ def test_it_takes_some_steps(name: str, photos: Path, tmp_path: Path) -> None:
         "parallel.device": "cpu",
         "telemetry.trackers": [],
     }
+    if recipe.data.progressive.start_size is not None:
+        overrides["data.progressive"] = {"start_size": 32, "begin": 0, "end": 1}
     if recipe.schedule.milestones:
         overrides["schedule.milestones"] = ["1 step"]
     if not recipe.model.name.startswith("deit"):  # whose positions are as many as 224 pixels need
