@@ -34,7 +34,7 @@ class Checkpoint:
 
     every: Annotated[Interval | None, Off] = Duration(1, "epochs")
     """Steps or time between checkpoints, `auto`: time by what a save costs and `mtbf`, or `off`; the end of the run and
-    a requested stop are always saved."""
+    a requested stop are always saved, and the best evaluation unless `keep_best` is off."""
     mtbf: Annotated[Time, Applies("every", ("auto",))] = TimeSpan(24, "hours")
     """Mean time between failures of the whole job; `auto` is Young's optimum for it."""
     keep: PositiveInt = 2
