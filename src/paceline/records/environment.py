@@ -27,6 +27,7 @@ _PACKAGES = (
     "numpy",
     "pillow",
     "pydantic",
+    "peft",
     "safetensors",
     "scikit-learn",
     "tensorboard",
