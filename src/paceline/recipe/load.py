@@ -342,6 +342,8 @@ _RULES = {
     "int_parsing": "Input should be a whole number",
     "int_type": "Input should be a whole number",
     "bool_type": "Input should be true or false",
+    "dict_type": "Input should be a mapping, as {name: value}",
+    "too_short": "Input should be a list of one or more",
     "missing": "Input should be a list with two numbers",
 }
 
