@@ -461,3 +461,61 @@ def same_so_far(undisturbed: Path, records: Callable[..., Any]) -> Callable[[Pat
         return step
 
     return compare
+
+
+# Each rank trains several runs, one after the other, for which the processes meet anew.
+_RUNS_IN_A_ROW = """
+import json, os, sys
+import paceline
+
+folder, runs, answer = sys.argv[1], json.loads(sys.argv[2]), {}
+for number, (name, overrides) in enumerate(runs):
+    os.environ["PACELINE_RENDEZVOUS"] = f"file://{folder}/meet-{number}"
+    done = paceline.train(f"{folder}/recipe.yaml", overrides=overrides, run_dir=f"{folder}/{name}", quiet=True)
+    answer[name] = [done.summary.weights_sha256, done.summary.ema_sha256, done.summary.step]
+print(json.dumps(answer))
+"""
+
+
+def _train_in_ranks(
+    folder: Path, recipe: str, processes: int, *runs: tuple[str, dict[str, Any]]
+) -> dict[str, list[Any]]:
+    (folder / "recipe.yaml").write_text(recipe)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RUNS_IN_A_ROW, str(folder), json.dumps(runs)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                "PYTHONPATH": str(SOURCES),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "PACELINE_RENDEZVOUS": "",
+            },
+        )
+        for rank in range(processes)
+    ]
+    try:
+        told = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * processes, told
+    answers = [json.loads(out.splitlines()[-1]) for out, _ in told]
+    assert all(answer == answers[0] for answer in answers)
+    found: dict[str, list[Any]] = answers[0]
+    return found
+
+
+@pytest.fixture
+def train_in_ranks() -> Callable[..., dict[str, list[Any]]]:
+    """``train_in_ranks(folder, recipe, 2, ("a", {...}), ("a", {}))``: several runs without starting anew for each.
+
+    Returns each run's weights, average and step, which all ranks agree on; of a name given twice, the last.
+    """
+    return _train_in_ranks
