@@ -28,7 +28,7 @@ telemetry: {log_every: 1 steps, trackers: []}
 
 def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
     """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
-    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3, 4)]
+    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]
     done = train_in_ranks(tmp_path, RECIPE, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
     assert done["whole"][2] == 6
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
