@@ -164,7 +164,7 @@ def _look(runner: Runner) -> Nature:
 
 
 def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callable[[str], None]) -> tuple[Check, ...]:
-    sizes, rest = runner.sizes, nature.rest()
+    sizes, rest = runner.sizes, nature.rest
     tell("training with one batch a step")
     whole = runner.here("one-batch", micro_batch=sizes.global_batch, alter=rest)
     tell(f"training with {sizes.micro_batches} micro-batches a step")
