@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import paceline
@@ -221,6 +222,26 @@ def test_a_task_from_the_ground_up_is_proved(proof: Callable[..., Any], failed: 
     assert failed(checks) == set()
     assert checks["accumulation"].limit == 1e-12
     assert checks["metric"].verdict == "passed"
+
+
+def test_samples_that_cannot_be_read_are_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module], tmp_path: Path
+) -> None:
+    draws = np.random.default_rng(0)
+    for number in range(72):
+        file = tmp_path / "photos" / ("train", "val")[number % 2] / "abc"[number % 3] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
+        if number in (0, 4, 9, 13, 24):
+            file.write_bytes(b"no image")
+
+    class Photos(paceline.ImageClassification):
+        def build_model(self) -> nn.Module:
+            return perceptron()
+
+    data = {"data.dataset": "image_folder", "data.path": tmp_path / "photos", "data.max_broken": 9}
+    assert failed(proof(task=Photos, overrides=data)) == set()
+    assert failed(proof(task=Photos, overrides={**data, "data.backend": "pytorch"})) == set()
 
 
 @pytest.mark.parametrize(("name", "task"), [("own_task", "BrierScore"), ("own_dataset_and_model", None)])

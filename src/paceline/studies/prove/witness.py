@@ -244,11 +244,13 @@ class _FewerSamples:
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         for batch in self._pipeline.evaluation_batches(batch_size, world):
-            wanted = batch.ids < self._limit
-            if not wanted.any():
+            if not (batch.slice.ids < self._limit).any():
                 return
+            broken = tuple(each for each in batch.broken if each.id < self._limit)
+            wanted = batch.ids < self._limit
             rows = torch.from_numpy(wanted.nonzero()[0])
-            yield replace(batch, inputs=batch.inputs[rows], targets=batch.targets[rows], ids=batch.ids[wanted])
+            inputs, targets = batch.inputs[rows], batch.targets[rows]
+            yield replace(batch, inputs=inputs, targets=targets, ids=batch.ids[wanted], broken=broken)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         return self._pipeline.sample_name(sample_id, training=training)
