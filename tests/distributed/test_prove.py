@@ -75,7 +75,7 @@ def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[...
     checks = _checks(done)
     assert done.code == 0, done.out
     assert {name for name, check in checks.items() if check["verdict"] != "passed"} == set()
-    assert checks["processes"]["difference"] <= 1e-12 == checks["processes"]["limit"]
+    assert checks["processes"]["difference"] <= checks["processes"]["limit"] < 1e-9
     # Nothing is written where the user is, but for what the test itself keeps of the output.
     assert {path.suffix for path in tmp_path.iterdir()} == {".out", ".err"}
 

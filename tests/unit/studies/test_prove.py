@@ -58,7 +58,7 @@ def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any],
     checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1, zero_init_residual=False, dropout=0.1))
     assert failed(checks) == set()
     assert "(dropout off, BatchNorm frozen)" in checks["accumulation"].compared
-    assert checks["accumulation"].limit == 1e-12
+    assert checks["accumulation"].limit < 1e-9
 
 
 def test_a_probability_beside_the_layer_that_has_it_is_no_mistake(
