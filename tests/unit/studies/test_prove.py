@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import paceline
@@ -57,7 +58,7 @@ def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any],
     checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1, zero_init_residual=False, dropout=0.1))
     assert failed(checks) == set()
     assert "(dropout off, BatchNorm frozen)" in checks["accumulation"].compared
-    assert checks["accumulation"].limit == 1e-12
+    assert checks["accumulation"].limit < 1e-9
 
 
 def test_a_probability_beside_the_layer_that_has_it_is_no_mistake(
@@ -223,6 +224,26 @@ def test_a_task_from_the_ground_up_is_proved(proof: Callable[..., Any], failed: 
     assert checks["metric"].verdict == "passed"
 
 
+def test_samples_that_cannot_be_read_are_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module], tmp_path: Path
+) -> None:
+    draws = np.random.default_rng(0)
+    for number in range(72):
+        file = tmp_path / "photos" / ("train", "val")[number % 2] / "abc"[number % 3] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
+        if number in (0, 4, 9, 13, 24):
+            file.write_bytes(b"no image")
+
+    class Photos(paceline.ImageClassification):
+        def build_model(self) -> nn.Module:
+            return perceptron()
+
+    data = {"data.dataset": "image_folder", "data.path": tmp_path / "photos", "data.max_broken": 9}
+    assert failed(proof(task=Photos, overrides=data)) == set()
+    assert failed(proof(task=Photos, overrides={**data, "data.backend": "pytorch"})) == set()
+
+
 @pytest.mark.parametrize(("name", "task"), [("own_task", "BrierScore"), ("own_dataset_and_model", None)])
 def test_the_examples_are_proved(
     name: str, task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: Callable[..., Any]
@@ -256,14 +277,16 @@ def test_an_epoch_is_whole_steps_and_a_ragged_tail(processes: int, samples: int)
     assert sizes.tail % parts != 0
     assert sizes.micro_batches % processes == 0
     assert sizes.evaluation_samples % sizes.evaluation_batch != 0
-    assert sizes.evaluation_samples > processes * sizes.evaluation_batch
+    batches = -(-sizes.evaluation_samples // sizes.evaluation_batch)
+    assert batches > processes
+    assert processes == 1 or batches % processes != 0
 
 
 @pytest.mark.parametrize("held_out", range(12))
 def test_few_held_out_samples_are_scored_too(held_out: int) -> None:
     sizes = Sizes.of(100, held_out, 2)
-    assert sizes.evaluation_samples in (held_out, held_out - 1)
-    assert (sizes.evaluation_samples > 0) == (held_out > 0)
+    assert sizes.evaluation_samples == held_out
+    assert sizes.evaluation_batch >= 2
 
 
 def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> None:

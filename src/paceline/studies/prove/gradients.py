@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.data.batch import Batch
 from paceline.studies.prove.evidence import Evidence
 from paceline.studies.prove.notes import Observed
-from paceline.studies.prove.reference import Difference, difference, joined, parts_of
+from paceline.studies.prove.reference import Difference, Plain, difference, joined, parts_of
 from paceline.studies.prove.verdict import Check, Question
 
 Groups = Sequence[Sequence[Batch]]
@@ -55,7 +55,7 @@ def tail(evidence: Evidence) -> Check:
         "there, not by a batch size of the recipe.",
     )
     for run in evidence.runs:
-        taken = sum(len(each.ids) for each in run.micro_batches if each.step == step)
+        taken = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
         if taken != sizes.tail and run.went_past(step):
             return question.failed(f"{run.name}: step {step + 1} took {taken} samples instead of {sizes.tail}")
     gaps = [gap for run in evidence.as_asked for gap in _against_parts(evidence, run, [step])]
@@ -89,14 +89,16 @@ def processes(evidence: Evidence) -> Check:
 
 
 def _against_whole(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
-    return _gaps(run, steps, run, lambda batches: [[joined(batches)]], evidence.plain_whole.gradients)
+    """Each step against one pass over its samples, as they came in this run: what is mixed has partners in its part."""
+    return _gaps(run, steps, run, lambda batches: [[joined(batches)]], evidence.plain_whole)
 
 
 def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
-    """The micro-batches are those of the run in one process: that other runs have the same is another check."""
-    per_process = evidence.sizes.micro_batches // run.processes
-    if run.recipe.parallel.exact:
-        per_process = 1
+    """Each step against its micro-batches one after the other, as they came in one process.
+
+    Those of a process begin with the same buffers; in an exact run, every one does.
+    """
+    per_process = 1 if run.recipe.parallel.exact else evidence.sizes.micro_batches // run.processes
 
     def grouped(batches: list[Batch]) -> Groups:
         groups: dict[int, list[Batch]] = {}
@@ -104,23 +106,27 @@ def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> l
             groups.setdefault(batch.slice.logical_rank // per_process, []).append(batch)
         return list(groups.values())
 
-    return _gaps(run, steps, evidence.asked, grouped, evidence.plain.gradients)
+    return _gaps(run, steps, evidence.asked, grouped, evidence.plain)
 
 
 def _gaps(
-    run: Observed,
-    steps: Iterable[int],
-    source: Observed,
-    grouped: Callable[[list[Batch]], Groups],
-    work_out: Callable[..., object],
+    run: Observed, steps: Iterable[int], source: Observed, grouped: Callable[[list[Batch]], Groups], plain: Plain
 ) -> list[_Gap]:
+    """How far a run's gradients are from a plain loop's, for the steps whose weights were kept.
+
+    Args:
+        run: Whose gradients.
+        steps: Their numbers, from 0.
+        source: The run that the batches are taken from.
+        grouped: Turns a step's micro-batches into what the loop goes through.
+        plain: The loop.
+    """
     found = []
     for step in steps:
         kept, batches = run.step(step), parts_of(source.batches, step)
         if kept is not None and batches:
             weights, gradients = kept
-            wanted = work_out(weights, grouped(batches))
-            found.append((run, step, difference(gradients, wanted)))  # type: ignore[arg-type]
+            found.append((run, step, difference(gradients, plain.gradients(weights, grouped(batches)))))
     return found
 
 

@@ -49,9 +49,10 @@ class Nature:
         """Whether there is nothing to put to rest."""
         return not self.norms and not self.dropouts
 
-    def rest(self) -> Callable[[nn.Module], None]:
-        """What puts such a network to rest."""
-        return lambda network: put_to_rest(network, self.statistics)
+    @property
+    def rest(self) -> Callable[[nn.Module], None] | None:
+        """What puts such a network to rest; None if nothing is to be done."""
+        return None if self.is_at_rest else lambda network: put_to_rest(network, self.statistics)
 
 
 def look(runner: Runner) -> Nature:
@@ -72,11 +73,9 @@ def look(runner: Runner) -> Nature:
         for each in dropped:
             each.set(0.0)
         noise = _noise(plain, batch)
-    with contextlib.closing(Plain(whole, runner.orders("look-at-rest"), nature.rest())) as plain:
+    with contextlib.closing(Plain(whole, runner.orders("look-at-rest"), nature.rest)) as plain:
         nature = replace(nature, uncomparable=_uncomparable(plain, runner.sizes.micro_batch, most))
-        if nature.uncomparable:
-            return nature
-        noise = max(noise, _noise(plain, plain.first_batch()))
+        noise = max(noise, 0.0 if nature.uncomparable else _noise(plain, plain.first_batch()))
     return replace(nature, limit=min(max(usual, _TIMES_THE_NOISE * noise), most))
 
 

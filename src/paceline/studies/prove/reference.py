@@ -119,7 +119,7 @@ class Plain:
         self.network.load_state_dict(state)
         with self._evaluating(), torch.no_grad():
             batches = self._prepared.pipeline.evaluation_batches(1, World())
-            scores = [self._task.score(self.network, batch) for batch in batches]
+            scores = [self._task.score(self.network, batch) for batch in batches if len(batch.ids)]
         return {
             metric.name: metric.scale * sum(each[metric.name].double().mean().item() for each in scores) / len(scores)
             for metric in self._task.metrics

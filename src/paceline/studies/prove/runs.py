@@ -54,8 +54,14 @@ class Sizes:
     evaluation_batch: int
 
     @classmethod
-    def of(cls, samples: int, held_out: int, processes: int) -> Sizes:
+    def of(cls, samples: int, held_out: int, processes: int, *, all_held_out: bool = False) -> Sizes:
         """The sizes that so many samples allow.
+
+        Args:
+            samples: Training samples there are.
+            held_out: Held-out samples there are.
+            processes: Of the run in several.
+            all_held_out: Whether all of them are to be scored.
 
         Raises:
             RecipeError: If there are too few.
@@ -66,16 +72,14 @@ class Sizes:
             tail = parts * min(2, size - 1) + 1 if size > 1 else parts - 1
             used = _FULL_STEPS * parts * size + tail
             if used <= samples:
-                batch = max(2, min(8, held_out // (2 * processes)))
-                scored = min(held_out, _HELD_OUT * max(1, processes // 2))
-                scored -= scored > 1 and scored % batch == 0  # a ragged last batch
+                scored = held_out if all_held_out else min(held_out, _HELD_OUT * max(1, processes // 2))
                 return cls(
                     processes=processes,
                     micro_batches=parts,
                     micro_batch=size,
                     samples=used,
                     evaluation_samples=scored,
-                    evaluation_batch=batch,
+                    evaluation_batch=_uneven_batch(scored, processes),
                 )
         raise RecipeError(
             f"there are {samples} training samples, but {parts} micro-batches a step need at least {used} of them; "
@@ -116,6 +120,14 @@ class Sizes:
     def whole_steps(self) -> tuple[int, ...]:
         """The steps that are looked at and take a whole batch: the first, and the one after the first evaluation."""
         return (0, _FULL_STEPS + 1)
+
+
+def _uneven_batch(samples: int, processes: int) -> int:
+    """A batch that leaves a smaller last one, and not the same number of batches for each process, if there is one."""
+    sizes = list(range(max(2, min(8, samples // (2 * processes))), 1, -1))
+    ragged = [size for size in sizes if samples % size]
+    uneven = [size for size in ragged if processes == 1 or -(-samples // size) % processes]
+    return [*uneven, *ragged, *sizes][0]
 
 
 def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, careful: bool = False) -> Recipe:

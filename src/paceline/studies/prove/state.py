@@ -113,15 +113,16 @@ def metric(evidence: Evidence) -> Check:
         if run.trouble:
             continue
         for weights, samples, values in _evaluations(run):
-            surplus = samples - evidence.sizes.evaluation_samples or _scored_twice(run, weights)
+            wanted = evidence.sizes.evaluation_samples - _unreadable(run)
+            surplus = samples - wanted or _scored_twice(run, weights)
             if surplus:
                 text = f"{run.name}, {weights}: {surplus:+d} samples were counted"
                 return question.measured(abs(surplus), found=text)
-            for name, wanted in evidence.plain.metrics(run.saved(weights)).items():
+            for name, true in evidence.plain.metrics(run.saved(weights)).items():
                 value = math.nan if values.get(name) is None else values[name]
-                gap = sure(abs(value - wanted) / max(abs(wanted), 1.0))
+                gap = sure(abs(value - true) / max(abs(true), 1.0))
                 if gap > worst:
-                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {wanted:.6g}"
+                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
     return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
 
 
@@ -176,6 +177,12 @@ def _peak(recipe: Recipe, batch: int) -> float:
     ratio = 1.0 if asked.lr_reference_batch is None else batch / asked.lr_reference_batch
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[asked.lr_scaling]
     return asked.lr * factor
+
+
+def _unreadable(run: Observed) -> int:
+    """How many held-out samples were left out because they could not be read."""
+    incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
+    return sum(event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents)
 
 
 def _scored_twice(run: Observed, weights: str) -> int:

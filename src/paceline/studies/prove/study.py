@@ -26,8 +26,11 @@ from paceline.studies.prove.reference import Plain
 from paceline.studies.prove.runs import Runner, Sizes, shortened
 from paceline.studies.prove.verdict import Check, named
 from paceline.tasks.build import build_task
+from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
+
+_MOST_SCORED = 500
 
 CHECKS: tuple[Callable[[Evidence], Check], ...] = (
     behaviour.order,
@@ -148,7 +151,10 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
         with contextlib.suppress(RecipeError):
             plans[processes] = plan_run(recipe, task, machine, World(world_size=processes, local_world_size=processes))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
-    return plans, Sizes.of(plans[1].train_samples // recipe.data.augment.repeats, held_out, processes)
+    # Where a pipeline of the user's own ends cannot be changed; so all of it is scored, if that is not much.
+    whole = not isinstance(task, ImageClassification) and held_out <= _MOST_SCORED
+    samples = plans[1].train_samples // recipe.data.augment.repeats
+    return plans, Sizes.of(samples, held_out, processes, all_held_out=whole)
 
 
 def _look(runner: Runner) -> Nature:
@@ -164,7 +170,7 @@ def _look(runner: Runner) -> Nature:
 
 
 def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callable[[str], None]) -> tuple[Check, ...]:
-    sizes, rest = runner.sizes, nature.rest()
+    sizes, rest = runner.sizes, nature.rest
     tell("training with one batch a step")
     whole = runner.here("one-batch", micro_batch=sizes.global_batch, alter=rest)
     tell(f"training with {sizes.micro_batches} micro-batches a step")

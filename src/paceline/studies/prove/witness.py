@@ -10,11 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.data.batch import Batch, Progress
+from paceline.data.image.source import SampleSource, SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.environment import read_launch
@@ -32,6 +34,7 @@ from paceline.studies.prove.notes import (
     tensors_of,
 )
 from paceline.tasks.build import build_task
+from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -73,6 +76,8 @@ class Witness(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """The task's, with fewer samples."""
+        if isinstance(self.task, ImageClassification):
+            _shorten(self.task, self._orders)
         facts = self.task.data_facts(world)
         self.metrics = self.task.metrics
         orders = self._orders
@@ -244,11 +249,13 @@ class _FewerSamples:
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         for batch in self._pipeline.evaluation_batches(batch_size, world):
-            wanted = batch.ids < self._limit
-            if not wanted.any():
+            if not (batch.slice.ids < self._limit).any():
                 return
+            broken = tuple(each for each in batch.broken if each.id < self._limit)
+            wanted = batch.ids < self._limit
             rows = torch.from_numpy(wanted.nonzero()[0])
-            yield replace(batch, inputs=batch.inputs[rows], targets=batch.targets[rows], ids=batch.ids[wanted])
+            inputs, targets = batch.inputs[rows], batch.targets[rows]
+            yield replace(batch, inputs=inputs, targets=targets, ids=batch.ids[wanted], broken=broken)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         return self._pipeline.sample_name(sample_id, training=training)
@@ -256,6 +263,19 @@ class _FewerSamples:
     def close(self) -> None:
         self._pipeline.close()
         self._closed()
+
+
+def _shorten(task: ImageClassification, orders: Orders) -> None:
+    """Leave a task of images only some of them, from all over its data: where they end is then where they ended."""
+    found = task.dataset
+    train, validation = _some(found.train, orders.samples), _some(found.validation, orders.evaluation_samples)
+    # In the place where the task itself keeps what it has opened.
+    vars(task)["dataset"] = replace(found, train=train, validation=validation)
+
+
+def _some(source: SampleSource, count: int) -> SampleSource:
+    chosen = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
+    return SubsetSource(source, chosen)
 
 
 def _contents(batch: Batch) -> list[str]:
