@@ -1,9 +1,10 @@
-"""Is bf16 with channels_last faster than fp32 on this CPU, for the network of the cifar10 recipe?
+"""Is bf16 with channels_last faster than fp32 on this CPU, for the network of the cifar10 recipe, or for a ResNet?
 
 One training step (forward, backward, SGD) at batch 256 on 32x32 images, for the four combinations of precision and
-memory format. They take turns, so that a drifting machine slows all alike; ratios are taken round by round.
+memory format. They take turns, so that a drifting machine slows all alike; ratios are taken round by round. ResNets
+want photos: --network resnet50 --batch 16 --size 224.
 
-    python benchmarks/precision.py [--rounds 7]
+    python benchmarks/precision.py [--network small_resnet] [--batch 256] [--size 32] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from hardware import spread, write_result
+from networks import NETWORKS, build
 
-from paceline.models.small_resnet import small_resnet
+from paceline.machine import available_cores
 
-BATCH = 256
 COMBINATIONS = [(bf16, last) for bf16 in (False, True) for last in (False, True)]
 
 
@@ -27,14 +28,14 @@ def name(bf16: bool, channels_last: bool) -> str:
     return f"{'bf16' if bf16 else 'fp32'} {'channels_last' if channels_last else 'contiguous'}"
 
 
-def stepper(bf16: bool, channels_last: bool) -> Callable[[], None]:
+def stepper(options: argparse.Namespace, bf16: bool, channels_last: bool) -> Callable[[], None]:
     """A training step in one combination."""
     torch.manual_seed(0)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    model = small_resnet(10).to(memory_format=layout)
+    model = build(options.network).to(memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images = torch.randn(BATCH, 3, 32, 32).contiguous(memory_format=layout)
-    labels = torch.randint(0, 10, (BATCH,))
+    images = torch.randn(options.batch, 3, options.size, options.size).contiguous(memory_format=layout)
+    labels = torch.randint(0, 10, (options.batch,))
 
     def step() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
@@ -49,9 +50,13 @@ def stepper(bf16: bool, channels_last: bool) -> Callable[[], None]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=NETWORKS, default="small_resnet")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(arguments)
-    steps = {name(*combination): stepper(*combination) for combination in COMBINATIONS}
+    torch.set_num_threads(available_cores())
+    steps = {name(*combination): stepper(options, *combination) for combination in COMBINATIONS}
     for step in steps.values():
         step()
     seconds: dict[str, list[float]] = {label: [] for label in steps}
@@ -71,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for label, speedup in speedups.items()
     ]
     print("\n".join(lines))
-    print(write_result("cpu-precision", {"speedups": speedups, "batch_size": BATCH}, lines))
+    settings = {"network": options.network, "batch_size": options.batch, "image_size": options.size}
+    claim = "cpu-precision" if options.network == "small_resnet" else f"cpu-precision-{options.network}"
+    seconds_per_step = {label: spread(values) for label, values in seconds.items()}
+    print(write_result(claim, {"speedups": speedups, "seconds_per_step": seconds_per_step, **settings}, lines))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ OVERRIDES = {
     "a negative rate": (("optimizer.lr=-1",), ("optimizer.lr", "-1", "greater than 0")),
     "a zero batch": (("batch.global_size=0",), ("batch.global_size", "0", "greater than 0")),
     "a rate that is no number": (("optimizer.lr=.nan",), ("optimizer.lr", "nan")),
-    "an unknown choice": (("train.precision=fp8",), ("train.precision", "'fp8'", "'bf16'")),
+    "an unknown choice": (("train.precision=fp64",), ("train.precision", "'fp64'", "'bf16'")),
     "a key without effect": (
         ("optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"),
         ("optimizer.betas", "optimizer.name=adamw"),

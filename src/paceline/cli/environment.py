@@ -26,6 +26,7 @@ def command(as_json: bool) -> None:
         **capture_environment(),
         "devices": available_devices(),
         "default_device": machine.device,
+        "arithmetic": {name: machine.lacks.get(name, "available") for name in ("bf16_products", "tf32", "fp8")},
         "default_precision": {
             "name": "bf16" if machine.fast_bf16 else "fp32",
             "reason": machine.reasons["fast_bf16"],

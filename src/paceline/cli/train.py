@@ -242,7 +242,8 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "task": str(plan.data.get("task")),
         "processes": f"{plan.world_size} ({plan.strategy}), {_counted(plan.threads_per_process, 'thread')} each",
         "device": f"{plan.device} ({plan.device_name})",
-        "precision": f"{plan.precision}{', channels last' if plan.channels_last else ''}",
+        "precision": _precision_line(plan),
+        "compiled": _compiled_line(plan),
         "training samples": format_count(plan.train_samples),
         "evaluation samples": format_count(plan.evaluation_samples),
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
@@ -276,6 +277,24 @@ def _phase_line(plan: Plan, phase: BatchPhase) -> str:
     )
     steps = _counted(phase.steps_per_epoch, "step")
     return f"global batch {format_count(phase.global_batch_size)} = {' x '.join(parts)}, {steps} per epoch"
+
+
+def _precision_line(plan: Plan) -> str:
+    said = [plan.precision]
+    if plan.fp8_layers:
+        said.append(f"{_counted(len(plan.fp8_layers), 'linear layer')} in fp8")
+    if plan.float32_matmul != "default":
+        said.append(f"fp32 products {plan.float32_matmul}")
+    return ", ".join([*said, *["channels last"] * plan.channels_last])
+
+
+def _compiled_line(plan: Plan) -> str:
+    if plan.compile == "off":
+        return "no"
+    trained, evaluated = (
+        " and ".join(map(str, sizes)) or "none" for sizes in (plan.compiled_train_sizes, plan.compiled_evaluation_sizes)
+    )
+    return f"{plan.compile}: training batches of {trained}, evaluation batches of {evaluated}"
 
 
 def _checkpoint_line(plan: Plan, by_steps: str) -> str:
