@@ -27,7 +27,7 @@ from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import task_name
+from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
 from paceline.world import World
@@ -100,6 +100,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
     """The plan of a recipe on its data, with the learning rate at each phase boundary."""
+    check_used_by(task)
     facts = task.data_facts(world)
     # The class is part of what a run is: weights of one task are not another's.
     named = replace(facts, description={"task": task_name(task), **facts.description})
