@@ -167,8 +167,8 @@ class Data:
     validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits", "cifar10"))] = 0.2
     """Share of each class held out for evaluation, where the data has no split of its own."""
     holdout_fraction: OpenFraction = 0.0
-    """Share of each class of the training images that a run neither trains on nor is evaluated on. What is chosen
-    after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
+    """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What
+    is chosen after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
     evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
     """Share of the resized image's side that the evaluation's centre crop keeps."""
     max_broken: NonNegativeInt = 0

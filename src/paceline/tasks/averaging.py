@@ -37,7 +37,11 @@ class AveragedViews:
 
     def __call__(self, images: Tensor) -> Tensor:
         """The logarithm of the mean probabilities, float32 [N, classes]."""
-        logs = [self._model(view).float().log_softmax(dim=1) for view in self._views(images)]
+        # In the same memory format: a compiled network is not compiled again for another.
+        is_last = images.is_contiguous(memory_format=torch.channels_last)
+        memory_format = torch.channels_last if is_last else torch.contiguous_format
+        views = (view.contiguous(memory_format=memory_format) for view in self._views(images))
+        logs = [self._model(view).float().log_softmax(dim=1) for view in views]
         return torch.stack(logs).logsumexp(dim=0) - math.log(len(logs))
 
     def __getattr__(self, name: str) -> Any:

@@ -34,3 +34,17 @@ def build_task(recipe: Recipe) -> Task:
 def task_name(task: Task) -> str:
     """The task's class as ``module:name``."""
     return f"{type(task).__module__}:{type(task).__qualname__}"
+
+
+def check_used_by(task: Task) -> None:
+    """Refuse what is asked of a task that does not do it.
+
+    Raises:
+        RecipeError: If its images are to be seen from several views, and it asks the network as it is.
+    """
+    asked = task.recipe.evaluate.augment
+    if asked != "none" and type(task).evaluated is Task.evaluated:
+        raise RecipeError(
+            f"evaluate.augment={asked} has no effect with the task {task_name(task)}, whose `evaluated` gives the "
+            "network itself; leave it out, or override that method."
+        )

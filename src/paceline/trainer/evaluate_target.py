@@ -39,7 +39,7 @@ from paceline.recipe.plan import (
 )
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import unused_in_data
-from paceline.tasks.build import build_task, task_name
+from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
@@ -178,6 +178,7 @@ def _task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
             "score them with task=package.module:name of that task."
         )
+    check_used_by(task)
     if request.on == "holdout":
         _take_holdout(task, saved)
     facts = task.data_facts(world)

@@ -36,7 +36,7 @@ from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers
-from paceline.tasks.build import task_name
+from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.precision import set_float32_matmul
@@ -122,6 +122,7 @@ def _geometry(recipe: Recipe, plan: Plan) -> StepGeometry:
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
     """The plan of a recipe on its data, with the learning rate at each phase boundary."""
+    check_used_by(task)
     facts = task.data_facts(world)
     # The class is part of what a run is: weights of one task are not another's.
     named = replace(facts, description={"task": task_name(task), **facts.description})

@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, stored_recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.build import build_task, check_used_by
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.train import plan_only
 from paceline.world import World
@@ -167,3 +167,18 @@ def test_a_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match=r"evaluate\.metric=top1_accuracy is not measured; choose one of: loss"):
         paceline.train("digits", task=Lossy, run_dir=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+class Plain(paceline.Task):
+    """A task that knows nothing of images."""
+
+    data_facts = open_pipeline = build_model = loss = score = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("augment", ["flip", "ten_crop"])
+def test_a_task_without_views_refuses_them(augment: str) -> None:
+    recipe = digits({"evaluate.augment": augment})
+    with pytest.raises(RecipeError, match=rf"evaluate\.augment={augment} has no effect with the task .*Plain"):
+        check_used_by(Plain(recipe))
+    check_used_by(Plain(digits()))
+    check_used_by(ImageClassification(recipe))

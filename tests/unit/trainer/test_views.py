@@ -53,6 +53,19 @@ def test_the_answer_is_the_mean_of_the_probabilities(kind: str) -> None:
     torch.testing.assert_close(F.cross_entropy(answer, targets), F.nll_loss(expected.log(), targets))
 
 
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_every_view_has_the_images_memory_format(kind: str, memory_format: torch.memory_format) -> None:
+    seen: list[bool] = []
+
+    def model(view: torch.Tensor) -> torch.Tensor:
+        seen.append(view.is_contiguous(memory_format=memory_format))
+        return view.mean(dim=(2, 3))
+
+    AveragedViews(model, kind, 16)(torch.zeros(2, 3, 20, 20).contiguous(memory_format=memory_format))
+    assert seen == [True] * VIEWS[kind]
+
+
 @torch.no_grad()
 def test_a_mirrored_image_gets_the_same_answer() -> None:
     model = small_resnet(5, 3, width=4).eval()

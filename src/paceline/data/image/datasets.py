@@ -86,6 +86,11 @@ def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
     if data.holdout_fraction == 0:
         return dataset
     train, held_out = hold_out(dataset.train.labels, data.holdout_fraction)
+    if len(held_out) == 0:
+        raise RecipeError(
+            f"data.holdout_fraction={data.holdout_fraction} holds nothing out: no class has two training images; leave "
+            "it out."
+        )
     return replace(dataset, train=SubsetSource(dataset.train, train), holdout=SubsetSource(dataset.train, held_out))
 
 

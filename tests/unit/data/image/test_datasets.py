@@ -199,3 +199,22 @@ def test_the_published_cifar10_is_not_split(tmp_path: Path) -> None:
     reasons = open_dataset(Data(dataset="cifar10", path=str(tmp_path))).reasons
     assert reasons["validation"] == "the archive's test images"
     assert "archive's test images" in reasons["validation_fraction"]
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_what_is_held_out_of_training_leaves_the_rest_as_it_was(name: str) -> None:
+    classes = {"classes": 10} if name == "synthetic" else {}
+    whole, parted = (open_dataset(Data(dataset=name, holdout_fraction=each, **classes)) for each in (0.0, 0.1))
+    assert whole.holdout is None
+    assert parted.holdout is not None
+    names = [parted.train.path(sample) for sample in range(len(parted.train))]
+    names += [parted.holdout.path(sample) for sample in range(len(parted.holdout))]
+    assert sorted(names) == sorted(whole.train.path(sample) for sample in range(len(whole.train)))
+    assert len(parted.holdout) == pytest.approx(0.1 * len(whole.train), abs=0.5 * len(whole.classes))
+    assert parted.validation.labels.tolist() == whole.validation.labels.tolist()
+    assert parted.digest == whole.digest
+
+
+def test_where_nothing_can_be_held_out_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data\.holdout_fraction=0\.5 holds nothing out"):
+        open_dataset(Data(path=str(make_folder(tmp_path, (8, 8), count=1)), holdout_fraction=0.5))
