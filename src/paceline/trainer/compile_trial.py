@@ -40,7 +40,8 @@ def try_compiled(trial: Trial) -> MeasurementEvent:
     error = _distance(trial, found, expected)
     speedup = trial.compare(lambda: trial.gradients(run.network), lambda: trial.gradients(called))
     if max(speedup.ratios) < 1:
-        message = f"it takes {speedup.inverse()} times as long as uncompiled here; set model.compile=false."
+        longer = speedup.inverse()
+        message = f"the compiled network takes {longer} times as long as uncompiled here; set model.compile=false."
         run.recorder.write(IncidentEvent(**run.progress.here, incident="slow_compile", message=message))
     return MeasurementEvent(
         **run.progress.here,
