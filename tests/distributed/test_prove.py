@@ -38,8 +38,8 @@ DataParallel.sync_buffers = lambda self, modules: None
 slices = pipeline.evaluation_slices
 
 
-def padded(samples, batch_size, world):
-    parts = list(slices(samples, batch_size, world))
+def padded(samples, batch_size, world, *shapes):
+    parts = list(slices(samples, batch_size, world, *shapes))
     most = -(-(-(-samples // batch_size)) // world.world_size)
     return iter(parts + parts[-1:] * (most - len(parts)))
 

@@ -20,7 +20,8 @@ from paceline.cli.output import print_json
 def command(target: Path, form: str, output: Path, weights: str, best: bool, as_json: bool) -> int:
     """Write the weights of TARGET (a run directory, a checkpoint or a safetensors file) to one file.
 
-    Works on a CPU, for runs of any strategy: parts that processes hold with parallel.strategy=fsdp are put together.
+    Works on a CPU, for runs of any strategy: parts that processes hold with parallel.strategy=fsdp are put together,
+    and low-rank adapters are merged into the weights.
 
     \b
     Examples:
@@ -34,5 +35,5 @@ def command(target: Path, form: str, output: Path, weights: str, best: bool, as_
     if as_json:
         print_json({"output": str(output), "format": form, "weights": saved.weights, "bytes": size})
     else:
-        click.echo(f"{output}: {len(saved.state)} tensors of the {saved.weights} weights, {size / 2**20:.1f} MiB")
+        click.echo(f"{output}: {len(saved.plain)} tensors of the {saved.weights} weights, {size / 2**20:.1f} MiB")
     return 0

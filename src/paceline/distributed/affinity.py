@@ -221,13 +221,20 @@ def affinity_restored() -> Iterator[None]:
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
-    mine = os.sched_getaffinity(0)
+    before, mine = _affinities(), os.sched_getaffinity(0)
     try:
         yield
     finally:
         if os.sched_getaffinity(0) != mine:
             _set(lambda thread: before.get(thread, mine))
+
+
+def _affinities() -> dict[int, set[int]]:
+    found = {}
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # it has ended since
+            found[thread] = os.sched_getaffinity(thread)
+    return found
 
 
 def _set(cpus: Callable[[int], frozenset[int] | set[int]]) -> None:

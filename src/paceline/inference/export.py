@@ -12,7 +12,9 @@ from paceline.errors import CheckpointError
 
 
 def export_safetensors(target: Path, output: Path, *, weights: str = "auto", best: bool = False) -> SavedWeights:
-    """Write one set of weights to a new safetensors file; parts that processes hold are put together, on the CPU.
+    """Write one set of weights to a new safetensors file, on the CPU.
+
+    Parts that processes hold are put together, and low-rank adapters are merged into the network's own weights.
 
     Args:
         target: A run directory, a checkpoint directory or a safetensors file.
@@ -31,7 +33,7 @@ def export_safetensors(target: Path, output: Path, *, weights: str = "auto", bes
     if output.exists():
         raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
     saved = read_weights(target, weights, best=best)
-    contiguous = {key: tensor.contiguous() for key, tensor in saved.state.items()}
+    contiguous = {key: tensor.contiguous() for key, tensor in saved.plain.items()}
     with reporting_disk_errors("write the weights to", output):
         try:
             write_tensor_file(output, contiguous, {**saved.metadata, "weights": saved.weights, "format": "pt"})

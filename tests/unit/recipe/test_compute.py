@@ -61,7 +61,7 @@ def test_sizes_are_those_that_the_order_deals_out(
     dealt = [
         len(each.ids)
         for one in worlds
-        for each in geometry.stream(0, geometry.steps_per_epoch, one)
+        for each in geometry.stream(0, geometry.epochs.phases[0].steps_per_epoch, one)
         if not each.phantom
     ]
     assert sorted(sizes.of_training().elements()) == sorted(dealt)

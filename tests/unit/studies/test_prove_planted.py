@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from paceline.metrics.accumulator import Accumulator
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.small_resnet import small_resnet
 from paceline.optim.schedules import LearningRate
+from paceline.recipe.phases import Epochs
 
 Proof = Callable[..., dict[str, Any]]
 Failed = Callable[[dict[str, Any]], set[str]]
@@ -82,7 +84,7 @@ class FirstEpoch(StepGeometry):
     """Slices of the first epoch, whatever the step."""
 
     def slices(self, step: int, world: Any) -> Any:
-        parts = super().slices(step % self.steps_per_epoch, world)
+        parts = super().slices(step % self.epochs.phases[0].steps_per_epoch, world)
         return [dataclasses.replace(part, step=step) for part in parts]
 
 
@@ -93,7 +95,8 @@ class EpochIgnored:
         self._pipeline = pipeline
 
     def train_batches(self, geometry: Any, first: int, last: int, world: Any) -> Iterator[Batch]:
-        found: Iterator[Batch] = self._pipeline.train_batches(FirstEpoch(**vars(geometry)), first, last, world)
+        forgetful = FirstEpoch(**{each.name: getattr(geometry, each.name) for each in dataclasses.fields(geometry)})
+        found: Iterator[Batch] = self._pipeline.train_batches(forgetful, first, last, world)
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -157,8 +160,12 @@ def test_parts_of_a_tail_weighed_alike(proof: Proof, failed: Failed, monkeypatch
 
 
 def test_a_tail_that_is_dropped(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = property(lambda self: self.samples // self.global_batch_size)
-    monkeypatch.setattr(StepGeometry, "steps_per_epoch", whole)
+    def cut(samples: int, sizes: Any) -> Any:
+        whole = Epochs.cut(samples, sizes)
+        phases = (dataclasses.replace(each, steps_per_epoch=samples // each.global_batch_size) for each in whole.phases)
+        return Epochs(samples, tuple(phases))
+
+    monkeypatch.setattr(order, "Epochs", SimpleNamespace(cut=cut))
     checks = proof()
     assert failed(checks) >= {"tail", "order"}
     assert "step 3 took 16 samples instead of 9" in checks["tail"].found
@@ -377,8 +384,8 @@ def test_padded_samples_that_are_counted(proof: Proof, failed: Failed, monkeypat
 def test_samples_that_are_scored_twice(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
     true = order.evaluation_slices
 
-    def padded(samples: int, batch_size: int, world: Any) -> Iterator[Any]:
-        for part in true(samples, batch_size, world):
+    def padded(samples: int, batch_size: int, *given: Any) -> Iterator[Any]:
+        for part in true(samples, batch_size, *given):
             yield dataclasses.replace(part, ids=np.resize(part.ids, batch_size))
 
     monkeypatch.setattr(image_pipeline, "evaluation_slices", padded)

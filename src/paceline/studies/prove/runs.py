@@ -150,7 +150,9 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
     evaluates = sizes.evaluation_samples > 0
     return replace(
         recipe,
-        model=replace(recipe.model, pretrained=False, initialize_from=None, initialize_partly=False, compile=False),
+        model=replace(
+            recipe.model, pretrained=False, initialize_from=None, initialize_partly=False, compile=False, unfreeze={}
+        ),
         data=replace(
             recipe.data,
             workers=0 if reads_files else "auto",
@@ -172,6 +174,7 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
             every=Duration(1, "epochs") if evaluates else None,
             batch_size=sizes.evaluation_batch,
             patience=None,
+            augment="none",
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(
@@ -181,6 +184,10 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
             exact=exact,
             logical_ranks="auto",
             gradient_compression="none",
+            static_graph=False,
+            affinity="none",
+            # Parameters without a gradient are found, and named, by a check of their own.
+            unused_parameters="refuse" if exact else "allow",
         ),
         telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
     )
