@@ -50,6 +50,17 @@ class Double(nn.Module):
 
 def double(num_classes, in_channels):
     return Double(num_classes, in_channels)
+
+class Spoiled(Double):
+    # Its fourth answer in training, the third step's after the rehearsal, is no number.
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return super().forward(x) * (float("nan") if self.training and self.calls == 4 else 1)
+
+def spoiled(num_classes, in_channels):
+    return Spoiled(num_classes, in_channels)
 """
 FSDP = {"parallel.strategy": "fsdp"}
 # A micro-batch for each process: two addends have one sum, and so ddp and fsdp one result.
@@ -196,6 +207,31 @@ def test_sharded_micro_batches_are_one_big_batch(
             for weights in ("model", "ema"):
                 found, expected = metrics(mine)["last"][weights], metrics(theirs)["last"][weights]
                 assert found == pytest.approx(expected, rel=1e-9), (name, run)
+
+
+@pytest.mark.world_size(2)
+def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., None]) -> None:
+    # A loss that is no number, and saves by the clock; views, with more batches for one process than for the other.
+    votes = DOUBLE | {"train.nonfinite": "skip", "checkpoint.every": "1 hours", "evaluate.every": "off"}
+    votes |= {"checkpoint.keep_best": False, "model.name": "models:spoiled"}
+    kept = FSDP | {"parallel.reshard_after_forward": False}
+    views = DOUBLE | {"evaluate.augment": "flip", "evaluate.batch_size": 16, "train.deterministic": True}
+    runs = {
+        "ddp": votes,
+        "fsdp": votes | FSDP,
+        "fsdp-kept": votes | kept,
+        "views-ddp": views,
+        "views-fsdp": views | kept,
+    }
+    together({f"votes-{name}": changes for name, changes in runs.items()})
+    for name in ("ddp", "fsdp", "fsdp-kept"):
+        events = [json.loads(line) for line in (ground / f"votes-{name}" / "events.jsonl").read_text().splitlines()]
+        assert [each["incident"] for each in events if each["event"] == "incident"] == ["nonfinite_loss"], name
+        assert [each["step"] for each in events if each["event"] == "checkpoint"] == [13], name
+        assert difference(state(ground / f"votes-{name}", 13), state(ground / "votes-ddp", 13)) <= 1e-12
+    mine, theirs = (metrics(ground / f"votes-views-{name}")["last"] for name in ("fsdp", "ddp"))
+    for weights in ("model", "ema"):
+        assert mine[weights] == pytest.approx(theirs[weights], rel=1e-9)
 
 
 @pytest.mark.world_size(4)

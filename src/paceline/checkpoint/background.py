@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -14,11 +15,15 @@ class BackgroundWriter(Generic[T]):
     """Runs one save at a time beside training; what fails is raised by the next call, never forgotten.
 
     A save under way when the interpreter ends is finished first.
+
+    Attributes:
+        given_up: To be set when a save is not to wait for other processes any more.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[T] | None = None
+        self.given_up = threading.Event()
 
     def submit(self, save: Callable[[], T]) -> None:
         """Begin a save; the one before must have been waited for.
@@ -43,6 +48,11 @@ class BackgroundWriter(Generic[T]):
     def is_over(self, *, within_seconds: float) -> bool:
         """Whether no save is under way any more, at the latest after so long; what it raised is kept for later."""
         return self._under_way is None or bool(wait_for([self._under_way], within_seconds).done)
+
+    def raise_if_failed(self) -> None:
+        """Raise what a save has failed with; never waits, and forgets nothing."""
+        if self.has_failed and self._under_way is not None:
+            self._under_way.result()
 
     def wait(self, timeout_seconds: float | None = None) -> T | None:
         """Wait for the save under way and return its result, once; None if there is none.

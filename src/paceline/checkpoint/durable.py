@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,15 @@ def hash_file(path: Path) -> FileFacts:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileFacts(file.tell(), digest.hexdigest())
+
+
+def size_of(directory: Path) -> int:
+    """What lies in a directory, while it may be written to and deleted from."""
+    size = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):  # it has just gone
+            size += path.stat().st_size
+    return size
 
 
 def make_directory(path: Path) -> None:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +99,16 @@ def check_cover(specs: Mapping[str, TensorSpec], files: Iterable[tuple[Mapping[s
     Raises:
         ValueError: Naming the tensor that does not fit, or is not whole.
     """
-    found: Counter[str] = Counter()
+    found: dict[str, list[Chunk]] = {key: [] for key in specs}
     for inventory, metadata in files:
         for key, chunk in _placed(specs, inventory, metadata).items():
-            found[key] += math.prod(chunk.sizes)
+            if any(_in_common(chunk, other) for other in found[key]):
+                raise ValueError(f"{key!r} has two parts in the same place")
+            found[key].append(chunk)
     for key, spec in specs.items():
-        if found[key] != math.prod(spec.shape):
-            raise ValueError(f"{key!r} has {math.prod(spec.shape)} numbers, but its parts have {found[key]}")
+        held = sum(math.prod(chunk.sizes) for chunk in found[key])
+        if held != math.prod(spec.shape):
+            raise ValueError(f"{key!r} has {math.prod(spec.shape)} numbers, but its parts have {held}")
 
 
 def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> dict[str, Tensor]:
@@ -115,7 +117,7 @@ def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> di
     Raises:
         ValueError: Naming the tensor that does not fit, or is not whole.
     """
-    whole = {key: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for key, spec in specs.items()}
+    whole = {key: torch.empty(spec.shape, dtype=_dtype(spec)) for key, spec in specs.items()}
     seen = []
     for file in files:
         inventory = {key: TensorSpec.of(tensor) for key, tensor in file.tensors.items()}
@@ -133,7 +135,7 @@ def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of
         ValueError: If a file is not what its checkpoint says.
     """
     wanted = {key: chunk_of(key, spec) or Chunk((0,) * len(spec.shape), spec.shape) for key, spec in specs.items()}
-    taken = {key: torch.empty(chunk.sizes, dtype=getattr(torch, specs[key].dtype)) for key, chunk in wanted.items()}
+    taken = {key: torch.empty(chunk.sizes, dtype=_dtype(specs[key])) for key, chunk in wanted.items()}
     for file in files:
         held = _placed(specs, *read_header(file))
         try:
@@ -158,10 +160,10 @@ def _placed(
     specs: Mapping[str, TensorSpec], inventory: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> dict[str, Chunk]:
     """Where a file's tensors lie in the whole ones; a file that does not say it holds whole ones."""
-    offsets = json.loads(metadata.get(_OFFSETS, "{}"))
+    starts = _starts(metadata)
     placed = {}
     for key, found in inventory.items():
-        start = tuple(offsets[key]["saved_offsets"]) if key in offsets else (0,) * len(found.shape)
+        start = starts.get(key, (0,) * len(found.shape))
         spec = specs.get(key)
         if spec is None or found.dtype != spec.dtype or not _fits(start, found.shape, spec.shape):
             raise ValueError(f"{key!r} is {found} from {list(start)} on, but the manifest lists {spec or 'none'}")
@@ -169,10 +171,32 @@ def _placed(
     return placed
 
 
+def _in_common(chunk: Chunk, other: Chunk) -> bool:
+    return bool(math.prod(chunk.overlap(other).sizes))
+
+
+def _starts(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    try:
+        offsets = json.loads(metadata.get(_OFFSETS, "{}"))
+        starts = {key: tuple(entry["saved_offsets"]) for key, entry in offsets.items()}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"its header does not say where its tensors begin ({error!r})") from error
+    if not all(type(number) is int for start in starts.values() for number in start):
+        raise ValueError("its header begins a tensor where no tensor can begin")
+    return starts
+
+
 def _fits(start: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return len(start) == len(sizes) == len(shape) and all(
         begin >= 0 and begin + size <= whole for begin, size, whole in zip(start, sizes, shape, strict=True)
     )
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    found = getattr(torch, spec.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"it holds a tensor of the unknown dtype {spec.dtype!r}")
+    return found
 
 
 def _is_written(each: Tensor | Part, rank: int) -> bool:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.durable import FileFacts, write_file
+from paceline.checkpoint.durable import FileFacts, size_of, write_file
 from paceline.errors import CheckpointError
 
-_LOOK_EVERY_SECONDS = 0.02
+_LOOK_EVERY_SECONDS = 0.05
 
 Files = dict[str, dict[str, FileFacts]]
 """Files with their facts, by component."""
@@ -32,12 +33,14 @@ class Together:
         rank: This process.
         world_size: How many write.
         patience_seconds: For so long the first process waits while no other gets on.
+        given_up: Set when the run has failed elsewhere: what is waited for may never come.
     """
 
     room: Path
     rank: int
     world_size: int
     patience_seconds: float
+    given_up: threading.Event = field(default_factory=threading.Event)
 
 
 def leave_note(together: Together, files: Files, *, error: str | None = None) -> None:
@@ -76,20 +79,17 @@ def gather_notes(together: Together) -> Files:
 def _wait_for(together: Together, rank: int) -> Mapping[str, Any]:
     note, size, since = _note(together, rank), -1, time.monotonic()
     while not note.exists():
-        if (now := _size_of(together.room)) != size:
+        if (now := size_of(together.room)) != size:
             size, since = now, time.monotonic()
+        if together.given_up.wait(_LOOK_EVERY_SECONDS):
+            raise CheckpointError(f"rank {rank} has not written its part of the checkpoint, and the run has failed.")
         if time.monotonic() - since > together.patience_seconds:
             raise CheckpointError(
                 f"rank {rank} has not written its part of the checkpoint in {together.room}, and nothing was written "
                 f"there for {together.patience_seconds:.0f} s; all hosts need to see the same run directory."
             )
-        time.sleep(_LOOK_EVERY_SECONDS)
     content: Mapping[str, Any] = json.loads(note.read_bytes())
     return content
-
-
-def _size_of(room: Path) -> int:
-    return sum(path.stat().st_size for path in room.rglob("*") if path.is_file())
 
 
 def _note(together: Together, rank: int) -> Path:

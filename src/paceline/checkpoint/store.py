@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
 from paceline.checkpoint.best import Best, read_best, write_best
-from paceline.checkpoint.durable import make_directory, reporting_disk_errors
+from paceline.checkpoint.durable import make_directory, reporting_disk_errors, size_of
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
 from paceline.checkpoint.shares import Together
@@ -259,12 +259,7 @@ class CheckpointStore:
 
     def size_bytes(self) -> int:
         """What all checkpoints take now, with those that are being written or deleted: it changes while they are."""
-        size = 0
-        for folder in self._entries():
-            for path in folder.rglob("*"):
-                with contextlib.suppress(OSError):  # it has just gone
-                    size += path.stat().st_size
-        return size
+        return size_of(self.directory)
 
     def _entries(self) -> list[Path]:
         return list(self.directory.iterdir()) if self.directory.is_dir() else []

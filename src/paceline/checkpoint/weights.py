@@ -113,7 +113,7 @@ def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
     if name not in held:
         raise _NotHeldError(f"{path} holds no '{name}' weights; it holds {', '.join(held)}.")
     content = read_weights_file(path, name)
-    file = path / f"{name}.safetensors"
+    file = path / (name if (path / name).is_dir() else f"{name}.safetensors")
     return SavedWeights(state=content.tensors, weights=name, path=file, metadata=content.metadata)
 
 

@@ -52,6 +52,14 @@ class Collectives:
         torch.distributed.all_gather_object(values, value)
         return values
 
+    def gather_on_first(self, value: T) -> list[T]:
+        """Give the first rank the values of all ranks, in rank order; the others get nothing."""
+        if self._alone:
+            return [value]
+        values: list[Any] | None = [None] * self.world.world_size if self.world.is_first else None
+        torch.distributed.gather_object(value, values, dst=0)
+        return values or []
+
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors of one device with the first rank's, as many as there is room for in one broadcast."""
         if self._alone:

@@ -136,11 +136,11 @@ class DataParallel:
 
     def spoiled(self) -> torch.Tensor:
         """The mean of all processes' marks."""
-        return self._poll.spoiled(self._voting.votes.grad)
+        return self._poll.spoiled(self._poll.votes.grad)
 
     def agreed(self, wish: Wish) -> Wish:
         """Read the reduced votes (late on a GPU, but equally late on every rank)."""
-        return self._poll.agreed(self._voting.votes.grad)
+        return self._poll.agreed(self._poll.votes.grad)
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first rank; once, if nothing is trained in between."""

@@ -66,8 +66,8 @@ class FullySharded:
             fully_shard(module, **options)
         # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
         self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
-        self._poll = Poll(self._voting, device)
         fully_shard(self._voting, **options)
+        self._poll = Poll(self._voting, device)
         self.scored: Callable[..., Any] = _Answering(self._voting, keeps=not parallel.reshard_after_forward)
         if average is not None:
             # It has no backward pass to keep gathered weights for.
@@ -86,7 +86,7 @@ class FullySharded:
         return nullcontext()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Nothing of a network that is compiled is spread, and nothing else asks for this.
+        """What asks for this (trials of a compiled network, or of deterministic kernels) is not done here.
 
         Raises:
             NotImplementedError: Always.
@@ -133,7 +133,7 @@ class FullySharded:
         self._synced = list(modules)
 
     def _counted(self) -> torch.Tensor | None:
-        gradient: Any = self._voting.votes.grad
+        gradient: Any = self._poll.votes.grad
         return None if gradient is None else gradient.to_local()[0]
 
 

@@ -68,12 +68,13 @@ class PowerSgd:
         return done
 
     def gather(self) -> None:
-        """Collect every process's errors for :meth:`state_dict`; a collective."""
-        self._gathered = self._collectives.gather({name: each.cpu() for name, each in self._errors.items()})
+        """Collect every process's errors on the first one, for :meth:`state_dict`; a collective."""
+        self._gathered = self._collectives.gather_on_first({name: each.cpu() for name, each in self._errors.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps seen, the last Q of each parameter, and everyone's errors as they were last gathered."""
+        """The steps seen, the last Q of each parameter, and everyone's errors, if they have just been gathered."""
         everyones = {str(rank): dict(errors) for rank, errors in enumerate(self._gathered) if errors}
+        self._gathered = []  # as large as the network, for each process
         return {"steps": self._steps, "factors": dict(self._factors), "errors": everyones}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -23,9 +23,9 @@ def modules_to_shard(network: nn.Module, parallel: Parallel) -> dict[str, nn.Mod
     net's blocks and its stages): items of ``nn.ModuleList`` and ``nn.Sequential`` that have modules of their own.
 
     Raises:
-        ModelError: If a pattern matches no module with parameters.
+        ModelError: If a pattern matches no module with parameters that can be called.
     """
-    named = {name: module for name, module in network.named_modules() if name and _has_parameters(module)}
+    named = {name: module for name, module in network.named_modules() if name and _gathers(module)}
     if parallel.shard_modules:
         chosen = _matching(named, parallel.shard_modules)
     else:
@@ -39,7 +39,7 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
     Raises:
         ModelError: If they cannot.
     """
-    modules_to_shard(network, parallel)
+    _check_shared(network, modules_to_shard(network, parallel))
     scalars = [name for name, parameter in network.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise ModelError(
@@ -59,6 +59,26 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
             f"{', …' * (len(norms) > _NAMED)}), which needs its parameters in fp32; gather fp32, or use a network with "
             "LayerNorm."
         )
+
+
+def _check_shared(network: nn.Module, sharded: dict[str, nn.Module]) -> None:
+    """A parameter is gathered by one module, so whoever else uses it must be inside."""
+    owners: dict[int, set[str]] = {}
+    names: dict[int, str] = {}
+    for path, module in network.named_modules():
+        inside = (path if path in sharded else "", *(each for each in sharded if path.startswith(f"{each}.")))
+        owner = max(inside, key=len)
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(owner)
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+    for key, found in owners.items():
+        if len(found) > 1:
+            apart = " and ".join(sorted(each or "the rest of the network" for each in found))
+            raise ModelError(
+                f"parallel.strategy=fsdp: {names[key]} is used by {apart}, which gather their weights apart; "
+                "name modules with parallel.shard_modules so that one holds all that use it, or use "
+                "parallel.strategy=ddp."
+            )
 
 
 def sharding_options(parallel: Parallel, mesh: Any) -> dict[str, Any]:
@@ -82,8 +102,8 @@ def _matching(named: dict[str, nn.Module], patterns: tuple[str, ...]) -> set[str
         matched = fnmatch.filter(named, pattern)
         if not matched:
             raise ModelError(
-                f"parallel.shard_modules: no module with parameters has a name that matches '{pattern}'. The first "
-                f"ones are {', '.join(list(named)[:_NAMED])}; a pattern may have * and ?."
+                f"parallel.shard_modules: no module that is called and has parameters has a name that matches "
+                f"'{pattern}'. The first ones are {', '.join(list(named)[:_NAMED])}; a pattern may have * and ?."
             )
         chosen.update(matched)
     return chosen
@@ -94,5 +114,6 @@ def _is_block(network: nn.Module, name: str, module: nn.Module) -> bool:
     return isinstance(parent, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.children())
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _gathers(module: nn.Module) -> bool:
+    """Whether it has parameters, and is called: a list of modules is not."""
+    return next(module.parameters(), None) is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))

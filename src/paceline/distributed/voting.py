@@ -58,12 +58,16 @@ class Poll:
     """The votes of a run's steps: cast at the end of a backward pass, read when the reduction has added them up.
 
     Args:
-        voting: What carries them.
+        voting: What carries them, as the reduction knows it: where parameters are spread over processes, spread by now.
         device: Where they are.
+
+    Attributes:
+        votes: The parameter whose gradient they become; the network may hold a gathered one in its place for a while.
     """
 
     def __init__(self, voting: Voting, device: torch.device) -> None:
         self._voting = voting
+        self.votes = voting.votes
         self._shape = voting.votes.shape
         self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
         self._marks = Marks()
@@ -83,7 +87,7 @@ class Poll:
         self._marks.add(spoiled, loss, is_last=is_last)
         if not is_last:
             return loss
-        self._voting.votes.grad = None
+        self.votes.grad = None
         self._voting.cast = lambda: torch.stack(
             [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
         ).expand(self._shape)

@@ -47,6 +47,8 @@ def choose_strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons
         RecipeError: If the one asked for does not fit the processes or the rest of the recipe.
     """
     asked = recipe.parallel.strategy
+    if recipe.parallel.gradient_compression == "powersgd":
+        _check_powersgd(recipe)
     if recipe.parallel.exact:
         if asked != "auto":
             raise RecipeError(
@@ -132,6 +134,11 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         raise RecipeError(
             f"model.{key} does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
         )
+    if recipe.parallel.unused_parameters == "allow":
+        raise RecipeError(
+            "parallel.unused_parameters=allow does not go with parallel.strategy=fsdp, where all processes gather the "
+            "same weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp."
+        )
     if recipe.parallel.gradient_compression == "powersgd":
         raise RecipeError(
             "parallel.gradient_compression=powersgd takes whole matrices apart, of which each process has a part with "
@@ -172,6 +179,17 @@ def unused_by(recipe: Recipe, strategy: str) -> dict[str, str]:
     if strategy != "fsdp" and recipe.parallel.strategy == "auto":
         found |= dict.fromkeys(_OF_FSDP, f"parallel.strategy=auto came to {name}, which spreads nothing")
     return found
+
+
+def _check_powersgd(recipe: Recipe) -> None:
+    """What is lost of a gradient is made up for in the next step: one that is no number would be for ever."""
+    if recipe.train.precision == "fp16" or recipe.train.nonfinite == "skip":
+        other = "train.precision=fp16" if recipe.train.precision == "fp16" else "train.nonfinite=skip"
+        raise RecipeError(
+            f"parallel.gradient_compression=powersgd carries what it leaves out of a gradient over to the next, and "
+            f"{other} goes on after gradients that are no numbers; use train.precision=bf16 with train.nonfinite=stop, "
+            "or another compression."
+        )
 
 
 def _moments(optimizer: Optimizer) -> int:

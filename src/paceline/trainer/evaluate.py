@@ -107,7 +107,7 @@ class Evaluator:
         if self.rounds is not None:
             for model in models.values():
                 with self.precision.autocast():
-                    self.task.score(model, batch)
+                    self.task.score(self.task.evaluated(model), batch)
 
 
 def evaluate_run(run: Run) -> None:

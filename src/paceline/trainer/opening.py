@@ -211,6 +211,13 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
                 f"the run in '{directory.root}' has {number}={old}, but here it comes to {new}; it can only go on as "
                 f"before (see {key})."
             )
+    before, now = plan.get("powersgd_start_step") is not None, asked.plan.powersgd_start_step is not None
+    if before != now:
+        raise RunDirectoryError(
+            f"the run in '{directory.root}' was {'' if before else 'not '}begun with "
+            "parallel.gradient_compression=powersgd and several processes, whose state is part of its checkpoints; go "
+            "on as before, or begin in another --run-dir."
+        )
     task, asked_task = plan["data"].get("task"), asked.plan.data.get("task")
     if task != asked_task:
         raise RunDirectoryError(

@@ -57,8 +57,10 @@ def _submit(run: Run) -> None:
         return
     room = run.collectives.on_first(lambda: CheckpointStore(run.directory.checkpoints).make_room(run.progress.step))
     patience = run.recipe.parallel.timeout.seconds
-    together = Together(room, run.world.rank, run.world.world_size, patience)
-    run.collectives.on_all(lambda: run.writer.submit(_write_later(run, together)))
+    together = Together(room, run.world.rank, run.world.world_size, patience, run.writer.given_up)
+    # Nobody begins before all have taken their state, and found nothing wrong with it.
+    write = run.collectives.on_all(lambda: _write_later(run, together))
+    run.writer.submit(write)
 
 
 def finish_saving(run: Run) -> None:
@@ -75,6 +77,9 @@ def finish_saving(run: Run) -> None:
         if said.size_bytes != size_bytes:
             run.pulse.tick()
         size_bytes = said.size_bytes
+        if run.strategy.is_sharded:
+            # Who cannot write may not be able to leave a note of it either.
+            run.collectives.on_all(run.writer.raise_if_failed)
     run.collectives.on_first(run.writer.wait)
     # What has failed elsewhere has failed on the first process too.
     with contextlib.suppress(CheckpointError):

@@ -1,7 +1,7 @@
 """For which process do the others wait, and in which part of the step is it slow?
 
-Replicas wait for one another in the reduction of gradients, and nowhere else. So the slowest one is told by the parts
-of the step in which nobody waits; that it is slow shows in the others' reduction, not in its own.
+Processes wait for one another where they exchange gradients, and weights if these are spread over them. So the slowest
+one is told by the parts of the step in which nobody waits; that it is slow shows in the others' exchange, not its own.
 """
 
 from __future__ import annotations

@@ -232,6 +232,7 @@ def _wait_for_save(run: Run, error: BaseException) -> None:
     try:
         run.writer.wait(timeout_seconds=_PATIENCE_SECONDS)
     except TimeoutError:
+        run.writer.given_up.set()
         # A slow disk must not keep back the error; the save is finished when the interpreter ends.
         return
     except Exception as lost:  # noqa: BLE001  # whatever it is, the error under way came first

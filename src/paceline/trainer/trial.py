@@ -104,7 +104,9 @@ def try_out(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: On every process, if what is compiled is not what was written.
     """
-    asked = [try_compiled] * (run.plan.compile != "off") + [try_deterministic] * run.recipe.train.deterministic
+    # A network that is spread over processes cannot be tried by itself: what determinism costs there is not measured.
+    measured = run.recipe.train.deterministic and not run.strategy.is_sharded
+    asked = [try_compiled] * (run.plan.compile != "off") + [try_deterministic] * measured
     if run.progress.position or not asked:
         return batches
     first = next(batches, None)

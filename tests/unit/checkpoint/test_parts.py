@@ -149,6 +149,41 @@ def test_a_part_beyond_the_whole_is_refused(tmp_path: Path) -> None:
         verify(save(tmp_path, world_size=3, change=shift))
 
 
+def test_two_parts_in_one_place_are_refused(tmp_path: Path) -> None:
+    def shift(rank: int, held: dict[str, Any]) -> None:
+        if rank == 1:
+            part = held["matrix"]
+            held["matrix"] = Part(part.tensor, part.shape, (0, 0))
+
+    path = save(tmp_path, world_size=3, change=shift)
+    with pytest.raises(CheckpointError, match="'matrix' has two parts in the same place"):
+        verify(path)
+    with pytest.raises(CheckpointError, match="'matrix' has two parts in the same place"):
+        read_components(path, ("model",))
+
+
+@pytest.mark.parametrize(
+    "said", ["[1]", '{"matrix": 3}', '{"matrix": {}}', "{", '{"matrix": {"saved_offsets": ["a"]}}']
+)
+def test_a_header_that_says_nothing_is_refused(said: str) -> None:
+    specs = {"matrix": TensorSpec("float32", (7, 5))}
+    with pytest.raises(ValueError, match=r"its header (does not say where its tensors begin|begins a tensor where)"):
+        check_cover(specs, [(specs, {"DCP_SHARDING_INFO": said})])
+
+
+def test_a_dtype_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'nn'"):
+        assemble({"x": TensorSpec("nn", (1,))}, [])
+
+
+def test_who_waits_in_vain_can_be_told(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    together = Together(store.make_room(4), 0, 2, patience_seconds=60)
+    together.given_up.set()
+    with pytest.raises(CheckpointError, match="has not written its part of the checkpoint, and the run has failed"):
+        store.save(4, {"model": state(0, 2)}, FACTS, together=together)
+
+
 def test_who_cannot_write_is_named(tmp_path: Path) -> None:
     def obstruct(rank: int, _: dict[str, Any]) -> None:
         if rank == 2:  # a file where its folder would be

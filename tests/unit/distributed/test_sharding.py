@@ -42,8 +42,24 @@ def test_modules_by_pattern() -> None:
     assert list(modules_to_shard(network, parallel(shard_modules=("stages.?", "classifier")))) == [
         *("classifier", "stages.1", "stages.0")
     ]
-    with pytest.raises(ModelError, match=r"parallel.shard_modules: no module with parameters .* matches 'layers.\*'"):
-        check_sharded(network, parallel(shard_modules=("layers.*",)))
+    for pattern in ("layers.*", "stages.0.refine.0.pool"):
+        with pytest.raises(ModelError, match=r"parallel\.shard_modules: no module that is called and has parameters"):
+            check_sharded(network, parallel(shard_modules=(pattern,)))
+
+
+def test_lists_of_modules_are_not_called() -> None:
+    network = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Sequential(nn.Linear(2, 2)))])
+    assert list(modules_to_shard(network, parallel())) == ["0.1", "0"]
+
+
+def test_modules_that_share_a_parameter_gather_together() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(2)))
+    network = nn.Sequential(blocks, nn.Linear(3, 3))
+    check_sharded(network, parallel())
+    blocks[1][0].weight = blocks[0][0].weight
+    with pytest.raises(ModelError, match=r"0\.0\.0\.weight is used by 0\.0 and 0\.1, which gather their weights apart"):
+        check_sharded(network, parallel())
+    check_sharded(network, parallel(shard_modules=("0",)))
 
 
 def test_networks_that_cannot_be_spread() -> None:

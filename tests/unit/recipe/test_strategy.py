@@ -91,6 +91,7 @@ def test_what_was_asked_for_stays() -> None:
         (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
         (["optimizer.clip_adaptive=0.01"], "optimizer.clip_adaptive=0.01 compares whole rows"),
         (["train.precision=fp16"], "train.precision=fp16 scales the loss by what one process finds"),
+        (["parallel.unused_parameters=allow"], "parallel.unused_parameters=allow does not go with"),
         (["model.compile=true"], "model.compile=true does not go with parallel.strategy=fsdp yet"),
         (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not go with"),
         (["model.adapters.rank=4"], "model.adapters does not go with parallel.strategy=fsdp yet"),
@@ -108,6 +109,13 @@ def test_what_does_not_go_with_it_is_refused(overrides: list[str], said: str) ->
     asked = recipe(*overrides)
     with pytest.raises(RecipeError, match=said):
         with_network(plan(asked), asked, large)
+
+
+@pytest.mark.parametrize("other", ["train.precision=fp16", "train.nonfinite=skip"])
+def test_what_is_left_out_of_a_gradient_must_be_a_number(other: str) -> None:
+    powersgd = ("parallel.gradient_compression=powersgd", "parallel.powersgd.start=9 steps")
+    with pytest.raises(RecipeError, match=f"powersgd carries what it leaves out .* {other} goes on"):
+        plan(recipe(*powersgd, other))
 
 
 def test_one_process_has_nobody_to_share_with() -> None:
