@@ -197,7 +197,9 @@ def test_sharded_micro_batches_are_one_big_batch(
             f"{name}-ragged": whole | FSDP | ragged,
             f"{name}-half": whole | FSDP | {"train.until": "6 steps"},
         }
+    runs["sgd-ddp"] = DOUBLE | OPTIMIZERS["sgd"] | {"batch.micro_size": 2}
     together(runs)
+    assert difference(state(ground / "sgd-ddp"), state(ground / "sgd-alone")) <= 1e-12
     for name, changes in OPTIMIZERS.items():
         # What is spread opens where nothing is.
         alone(f"{name}-half", DOUBLE | changes | {"batch.micro_size": 16})
@@ -266,3 +268,35 @@ def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) ->
     together({"damaged": DOUBLE | FSDP, "undamaged": DOUBLE | FSDP})
     assert difference(state(ground / "damaged"), state(ground / "undamaged")) == 0
     assert (ground / "damaged" / "checkpoints" / "step-00000008.damaged").is_dir()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.thorough
+def test_killed_while_parts_are_written(
+    ground: Path, start: Callable[..., Any], run: Callable[..., Any], steps_recorded: Callable[[Path], int]
+) -> None:
+    changes = [f"{key}={value}" for key, value in (SHORT | FSDP).items()]
+    command = (
+        "train",
+        "recipe.yaml",
+        *changes,
+        "train.duration=40 steps",
+        "checkpoint.every=2 steps",
+        "--processes",
+        2,
+    )
+    whole, killed = ground / "killed-never", ground / "killed-often"
+    assert run(*command, "--run-dir", whole, where=ground).code == 0
+    for number in range(3):
+        launched = start(*command, "--run-dir", killed, where=ground)
+        reached = steps_recorded(killed)
+        launched.wait_for(lambda reached=reached: steps_recorded(killed) > reached + 3)
+        # In the midst of a save: one process's part is there, and no manifest yet.
+        part = f".saving-*/*/part-0000{number % 2}.safetensors"
+        launched.wait_for(lambda part=part: any((killed / "checkpoints").glob(part)))
+        launched.kill()
+    done = run(*command, "--run-dir", killed, where=ground)
+    assert done.code == 0, done.err
+    assert difference(state(killed, 40), state(whole, 40)) == 0
+    assert metrics(killed) == metrics(whole)
+    assert run("audit", killed, where=ground).code == 0
