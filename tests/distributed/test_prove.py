@@ -123,11 +123,14 @@ def test_processes_that_fail_are_told(run: Callable[..., Any], tmp_path: Path) -
 
 @pytest.mark.thorough
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("place", ["*/one-batch/run", "*/2-processes/run/events.jsonl"])
-def test_a_proof_that_is_ended_leaves_nothing(start: Callable[..., Any], place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [("*/one-batch/run", signal.SIGTERM), ("*/2-processes/run/events.jsonl", signal.SIGHUP)],
+)
+def test_a_proof_that_is_ended_leaves_nothing(start: Callable[..., Any], place: str, number: signal.Signals) -> None:
     launched = start("prove", *DIGITS)
     launched.wait_for(lambda: list(launched.temporary.glob(f"paceline-prove-{place}")))
-    os.kill(launched.process.pid, signal.SIGTERM)
+    os.kill(launched.process.pid, number)
     done = launched.wait(60)
     assert done.code != 0
     launched.seconds_until_alone()

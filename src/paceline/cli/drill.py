@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
 from paceline.cli.output import print_json, print_table
 
@@ -50,21 +48,13 @@ def command(
 
     names = tuple(name.strip() for name in only.split(",")) if only is not None else ()
     asked = Asked(recipe=recipe, overrides=overrides, processes=processes, steps=steps, only=names, keep=keep)
-    # Asked to end, it still ends what it has started.
-    previous = signal.signal(signal.SIGTERM, _end)
-    try:
+    with ends_in_order():
         report = drill(asked, lambda line: click.echo(line, err=True))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     if as_json:
         print_json(report.to_json())
     else:
         _show(report)
     return 0 if report.passed else 1
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _show(report: DrillReport) -> None:

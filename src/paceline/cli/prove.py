@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
 from paceline.cli.output import print_json
 
@@ -51,23 +50,14 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
     from paceline.studies.prove.study import Asked, prove
 
     asked = Asked(recipe=recipe, overrides=overrides, processes=processes)
-    # Asked to end, it still ends what it has started.
-    previous = signal.signal(signal.SIGTERM, _end)
-    try:
-        # The user's code runs in this process, and may print.
-        with contextlib.redirect_stdout(sys.stderr):
-            report = prove(asked, lambda line: click.echo(line, err=True))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    # The user's code runs in this process, and may print.
+    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
+        report = prove(asked, lambda line: click.echo(line, err=True))
     if as_json:
         print_json(report.to_json())
     else:
         _show(report)
     return 0 if report.passed else 1
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _show(report: ProveReport) -> None:

@@ -1,7 +1,8 @@
 """What are a step's gradient and a set of weights' metrics, worked out without the trainer?
 
-A plain loop over the task's own loss and scores. It shares with the trainer the data, the network and the task, and
-the documented key of the random numbers of a forward pass; nothing of its steps, strategies, accumulators or averages.
+A plain loop over the task's own loss and scores. It shares with the trainer the data, the network and the task, how
+both are prepared before the first step, the order of samples, and the documented key of the random numbers of a
+forward pass; nothing of its steps, strategies, accumulators or averages.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Plain:
         self.network.load_state_dict(state)
         with self._evaluating(), torch.no_grad():
             batches = self._prepared.pipeline.evaluation_batches(1, World())
-            scores = [self._task.score(self.network, batch) for batch in batches if len(batch.ids)]
+            asked = self._task.evaluated(self.network)
+            scores = [self._task.score(asked, batch) for batch in batches if len(batch.ids)]
         return {
             metric.name: metric.scale * sum(each[metric.name].double().mean().item() for each in scores) / len(scores)
             for metric in self._task.metrics

@@ -16,6 +16,7 @@ from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.studies.launches import Launch, OverdueError, said
+from paceline.studies.prove.bare import bare
 from paceline.studies.prove.notes import ORDERS_VARIABLE, Observed, Orders
 from paceline.studies.prove.witness import REFERENCE, Witness
 from paceline.tasks.build import build_task
@@ -148,44 +149,24 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
         rate *= min(1.0, sizes.global_batch / recipe.batch.global_size)
     reads_files = recipe.data.backend in ("auto", "pytorch")
     evaluates = sizes.evaluation_samples > 0
+    left = bare(recipe)
     return replace(
-        recipe,
-        model=replace(
-            recipe.model, pretrained=False, initialize_from=None, initialize_partly=False, compile=False, unfreeze={}
-        ),
-        data=replace(
-            recipe.data,
-            workers=0 if reads_files else "auto",
-            augment=replace(recipe.data.augment, repeats=1),
-        ),
+        left,
+        data=replace(left.data, workers=0 if reads_files else "auto"),
         batch=Batch(global_size=sizes.global_batch, micro_size=micro_batch),
-        optimizer=replace(recipe.optimizer, lr=rate, clip_adaptive=None),
+        optimizer=replace(left.optimizer, lr=rate),
         schedule=Schedule(name="constant"),
-        train=replace(
-            recipe.train,
-            duration=Duration(_EPOCHS, "epochs"),
-            until=None,
-            precision="fp32",
-            nonfinite="stop",
-            deterministic=False,
-        ),
+        train=replace(left.train, duration=Duration(_EPOCHS, "epochs")),
         evaluate=replace(
-            recipe.evaluate,
+            left.evaluate,
             every=Duration(1, "epochs") if evaluates else None,
             batch_size=sizes.evaluation_batch,
-            patience=None,
-            augment="none",
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(
-            recipe.parallel,
-            device="cpu",
-            strategy="auto",
+            left.parallel,
             exact=exact,
             logical_ranks="auto",
-            gradient_compression="none",
-            static_graph=False,
-            affinity="none",
             # Parameters without a gradient are found, and named, by a check of their own.
             unused_parameters="refuse" if exact else "allow",
         ),

@@ -161,7 +161,9 @@ def _peaks(evidence: Evidence) -> list[tuple[str, float, float]]:
         top = _top_step(evidence.recipe, plan)
         if top is not None:
             rate = LearningRate.of(evidence.recipe.schedule, plan)(top)
-            wanted = _peak(evidence.recipe, min(plan.global_batch_size, plan.train_samples))
+            # By then the batch may have grown.
+            batch = plan.epochs.phase_at(top).global_batch_size
+            wanted = _peak(evidence.recipe, min(batch, plan.train_samples))
             found.append((f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}", rate, wanted))
     return found
 

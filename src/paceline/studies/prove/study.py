@@ -19,6 +19,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import Plan
 from paceline.studies.launches import can_watch, check_alone
 from paceline.studies.prove import behaviour, gradients, state
+from paceline.studies.prove.bare import neutral, set_aside, unused
 from paceline.studies.prove.evidence import Evidence
 from paceline.studies.prove.nature import Nature, look
 from paceline.studies.prove.notes import Observed
@@ -118,6 +119,8 @@ def prove(asked: Asked, tell: Callable[[str], None]) -> ProveReport:
     check_alone("a proof")
     begun = time.perf_counter()
     loaded = load_recipe(asked.recipe, asked.overrides)
+    if aside := set_aside(loaded.recipe):
+        tell(f"set aside: {', '.join(aside)}")
     plans, sizes = _plan(loaded, asked.processes)
     with _scratch() as scratch, _threads_put_back():
         runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=scratch, double=True)
@@ -142,14 +145,14 @@ def prove(asked: Asked, tell: Callable[[str], None]) -> ProveReport:
 
 def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]:
     """The recipe's own plans, by number of processes, and the sizes of its short runs."""
-    recipe = loaded.recipe
+    recipe = neutral(loaded.recipe)
     task, machine = build_task(recipe), describe_machine(torch.device("cpu"))
     plans = {1: plan_run(recipe, task, machine, World())}
-    loaded.checked(plans[1].unused)
     if processes > 1:
         # A batch that so many cannot share is no mistake here: the short runs have another.
         with contextlib.suppress(RecipeError):
             plans[processes] = plan_run(recipe, task, machine, World(world_size=processes, local_world_size=processes))
+    loaded.checked(unused(plans.values()))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
     # Where a pipeline of the user's own ends cannot be changed; so all of it is scored, if that is not much.
     whole = not isinstance(task, ImageClassification) and held_out <= _MOST_SCORED

@@ -69,6 +69,7 @@ class Witness(Task):
         self._alter = alter
         self._world = read_launch(os.environ).world
         self._network: nn.Module | None = None
+        self._evaluated: tuple[Model | None, Model | None] = (None, None)
         self._before: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
@@ -94,6 +95,7 @@ class Witness(Task):
     def build_model(self) -> nn.Module:
         """The task's network, watched."""
         network = self.task.build_model()
+        self.task.check_network(network)  # as the task knows it, before it computes in other numbers
         if self._orders.double:
             network.double()
         if self._alter is not None:
@@ -109,6 +111,9 @@ class Witness(Task):
         self._network = network
         return network
 
+    def check_network(self, network: nn.Module) -> None:
+        """Nothing: the task was asked when it had built it."""
+
     def prepare_training(self, placement: Placement) -> None:
         """The task's."""
         self.task.prepare_training(placement)
@@ -119,14 +124,22 @@ class Witness(Task):
             self._note(batch)
         return self.task.loss(model, batch)
 
+    def evaluated(self, model: Model) -> Model:
+        """The task's; whose answers they are is remembered."""
+        self._evaluated = (self.task.evaluated(model), model)
+        return self._evaluated[0]
+
     def score(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """The task's, noted."""
-        assert isinstance(model, nn.Module)  # the network or its average, which are not compiled here
-        name = "model" if model is self._network else "ema"
+        answering, network = self._evaluated
+        # The network or its average, which are not compiled here.
+        network = network if model is answering else model
+        assert isinstance(network, nn.Module)
+        name = "model" if network is self._network else "ema"
         position, scores = len(self.notes.steps), self.notes.scores
         if not any((each.position, each.weights) == (position, name) for each in scores):
-            digest = digest_of(model.buffers())
-            scores.append(ScoreNote(position=position, weights=name, buffers=digest, training=model.training))
+            digest = digest_of(network.buffers())
+            scores.append(ScoreNote(position=position, weights=name, buffers=digest, training=network.training))
         note = next(each for each in scores if (each.position, each.weights) == (position, name))
         note.ids += batch.ids.tolist()
         return self.task.score(model, batch)
