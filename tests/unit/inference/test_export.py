@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,23 @@ def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
         export_safetensors(run, tmp_path / "weights.bin")
     with pytest.raises(CheckpointError, match="Cannot write the weights to"):
         export_safetensors(run, tmp_path / "nowhere" / "weights.safetensors")
+
+
+def test_adapters_are_merged(tmp_path: Path) -> None:
+    down, up, weight = torch.randn(2, 3), torch.randn(4, 2), torch.randn(4, 3)
+    state = {
+        "fc.base_layer.weight": weight,
+        "fc.base_layer.bias": torch.ones(4),
+        "fc.lora_A.default.weight": down,
+        "fc.lora_B.default.weight": up,
+    }
+    metadata = {"recipe": json.dumps({"model": {"adapters": {"rank": 2, "alpha": 6.0}}})}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(1, {"model": state}, {}, file_metadata=metadata)
+    first, again = tmp_path / "plain.safetensors", tmp_path / "again.safetensors"
+    export_safetensors(tmp_path, first)
+    export_safetensors(first, again)
+    for path in (first, again):
+        found = load_file(path)
+        assert found.keys() == {"fc.weight", "fc.bias"}
+        assert torch.allclose(found["fc.weight"], weight + 3 * up @ down)
