@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.weights import read_weights
-from paceline.errors import ModelError, RecipeError
+from paceline.errors import ModelError, RecipeError, RunDirectoryError
 
 # The stage follows in the third step, the stem in the fifth. What could move a frozen weight by itself is on: decay,
 # momentum from before, the average; what could move it in a resume too: AdamW's counts.
@@ -97,6 +97,16 @@ def test_it_is_as_if_the_run_had_been_frozen_and_then_not(train_tiny: Callable[.
         assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     fifth = weights_after(late.run_dir, 5)
     assert not torch.equal(fifth["stem.conv.weight"], weights_after(before.run_dir, 5)["stem.conv.weight"])
+
+
+def test_a_longer_run_does_not_freeze_again_what_it_trains(train_tiny: Callable[..., Any]) -> None:
+    share = {"model.frozen": ["stem.*"], "model.unfreeze": {"stem.*": "50%"}, "checkpoint.every": "1 steps"}
+    train_tiny("share", {**share, "train.until": "6 steps"})
+    with pytest.raises(RunDirectoryError, match=r"unfreeze_steps=\{'stem\.\*': 4\}, but here .*: 10\}.*percent"):
+        train_tiny("share", {**share, "train.duration": "20 steps"})
+    fixed = {**share, "model.unfreeze": {"stem.*": "4 steps"}}
+    train_tiny("fixed", {**fixed, "train.until": "6 steps"})
+    train_tiny("fixed", {**fixed, "train.duration": "10 steps"})
 
 
 @pytest.mark.parametrize(

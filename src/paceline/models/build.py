@@ -61,11 +61,11 @@ def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: in
     try:
         # A copy: a network of one's own may write into its buffers even in evaluation.
         copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever a network of one's own raises
         shown = f"{height}" if height == width else f"{height}x{width}"
         raise ModelError(
             f"the network {type(network).__name__} (model.name={name}) does not take images of {shown} pixels "
-            f"({' '.join(str(error).split())[:200]}); "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
             f"{_how_to_take_any_size(network)}, or see data.image_size, data.evaluation_size, data.evaluation_shape "
             "and data.progressive."
         ) from error

@@ -63,6 +63,8 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
         # One for all blocks of a kind: so they are compiled as one kind too.
         classes.setdefault(type(block), _recomputed_class(type(block), how))
         block.__class__ = classes[type(block)]
+        if how == "selective":
+            _keep_results_whole(block)
     return paths
 
 
@@ -113,6 +115,13 @@ def _check(block: nn.Module, path: str, how: Recompute, *, compiled: bool) -> No
             f"{said}whose running statistics a compiled block would take in twice; set model.compile=false, or leave "
             "it out: a compiled network keeps less anyway."
         )
+
+
+def _keep_results_whole(block: nn.Module) -> None:
+    """Let activations write beside what they are given: it may be a result that is kept. The numbers are the same."""
+    for module in block.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]  # a flag, not a module
 
 
 def _recomputed_class(block: type[nn.Module], how: Recompute) -> type[nn.Module]:

@@ -111,11 +111,12 @@ _FOR_TRAINING = (
     *("optimizer.", "schedule.", "checkpoint.", "telemetry.", "distillation."),
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
-    *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "batch.micro_size"),
+    *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb"),
+    *("batch.micro_size", "batch.growth", "data.holdout_fraction"),
     *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
     *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),
-    *("model.frozen", "model.unfreeze", "model.adapters.", "train.float32_matmul"),
+    *("model.frozen", "model.unfreeze", "model.adapters."),
 )
 
 

@@ -127,6 +127,20 @@ class Epochs:
         part, epoch = math.modf(length.value)
         return self.first_step(int(epoch)) + round(part * self.phase_of_epoch(int(epoch)).steps_per_epoch)
 
+    def steps_at_end(self, length: Duration, total: int) -> int:
+        """The last steps of a run of ``total`` that are so long: rounded to nearest; for samples, enough to have them.
+
+        More than ``total`` where the run is shorter.
+        """
+        if len(self.phases) == 1 or length.unit in ("steps", "percent"):
+            return self.steps_in(length, total)
+        before = (self.samples_before(total) if length.unit == "samples" else self.length(total)) - length.value
+        if before < 0:
+            return max(total + 1, self.steps_in(length, total))
+        first = self.steps_in(Duration(before, length.unit), total)
+        is_late = length.unit == "samples" and self.samples_before(first) > before
+        return total - (first - 1 if is_late else first)
+
     def moments(self, every: Duration, total: int) -> tuple[int, ...]:
         """After which steps of a run of ``total`` something is due every so many epochs or samples.
 

@@ -359,6 +359,7 @@ _ALWAYS_TOLD = (
     "optimizer.lr",
     "evaluate.top_k",
     "evaluate.every",
+    "data.evaluation_shape",
     "data.validation",
     "parallel.exact",
     "parallel.affinity",

@@ -38,7 +38,14 @@ class Lengths:
 
     def within(self, key: str, length: Duration, total: int) -> int:
         """Steps of something that must fit into the run."""
-        steps = self.steps(length, total)
+        return self._fitting(key, length, self.steps(length, total), total)
+
+    def at_end(self, key: str, length: Duration, total: int) -> int:
+        """Steps of something that ends with the run."""
+        return self._fitting(key, length, self.epochs.steps_at_end(length, total), total)
+
+    @staticmethod
+    def _fitting(key: str, length: Duration, steps: int, total: int) -> int:
         if steps > total:
             raise RecipeError(
                 f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
@@ -94,7 +101,7 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
             "set that, or leave the schedule out."
         )
     warmup = lengths.within("schedule.warmup", schedule.warmup, total)
-    decay = lengths.within("schedule.decay", schedule.decay, total) if schedule.name == "trapezoid" else 0
+    decay = lengths.at_end("schedule.decay", schedule.decay, total) if schedule.name == "trapezoid" else 0
     if warmup + decay > total:
         raise RecipeError(
             f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
@@ -109,10 +116,20 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
         first_lr=_first_rate(recipe, peak, warmup, reasons),
         warmup_steps=warmup,
         milestone_steps=tuple(lengths.within("schedule.milestones", each, total) for each in schedule.milestones),
-        period_steps=lengths.interval("schedule.period", schedule.period, total),
+        period_steps=_period(recipe, lengths, total),
         decay_steps=decay,
         grown_peak_lrs=grown,
     )
+
+
+def _period(recipe: Recipe, lengths: Lengths, total: int) -> int | None:
+    period = recipe.schedule.period
+    if period is not None and recipe.batch.growth and period.unit in ("epochs", "samples"):
+        raise RecipeError(
+            f"schedule.period='{period}' is not the same number of steps before and after the batch grows "
+            "(batch.growth), and periods are counted in steps; give it in steps or percent."
+        )
+    return lengths.interval("schedule.period", period, total)
 
 
 def peak_learning_rate(recipe: Recipe, batch: int, reasons: dict[str, str]) -> float:

@@ -28,14 +28,15 @@ def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
             found["data.workers"] = why
     elif data.description.get("workers") == 0:
         found["data.prefetch"] = "there are no loader processes (see data.workers)"
-    found |= unused_in_data(data)
+    # The shape decides how images are predicted, whatever the held-out ones come to.
+    found |= {key: why for key, why in unused_in_data(data).items() if key != "data.evaluation_shape"}
     found |= _unused_in_augmentation(recipe.data) | unused_in_profile(recipe.telemetry.profile)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
-        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size", "evaluate.augment")
-        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) not in ("auto", "none")}
+        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
+        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) != "auto"}
         if recipe.evaluate.every is not None:
             found["evaluate.every"] = f"nothing is evaluated ({why})"
     return found

@@ -55,11 +55,15 @@ class ImageClassification(Task):
     def _shapes(self) -> SampleShapes | None:
         """At which shape each held-out image is shown; None if all are squares."""
         data, found = self.recipe.data, self.dataset
-        if data.evaluation_shape == "square" or len(found.validation) == 0 or data.dataset == "synthetic":
+        if not self._may_be_rectangles or len(found.validation) == 0:
             return None
         size = evaluation_size(data, found)
         shapes = measure(found.validation, size=size, multiple=data.evaluation_multiple)
         return None if (shapes == size).all() else shapes
+
+    @property
+    def _may_be_rectangles(self) -> bool:
+        return self.recipe.data.evaluation_shape != "square" and self.recipe.data.dataset != "synthetic"
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
@@ -76,8 +80,10 @@ class ImageClassification(Task):
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
         reasons["data.evaluation_size"] = "as data.image_size"
-        if data.evaluation_shape != "square" and self._shapes is None:
-            reasons["data.evaluation_shape"] = "every held-out image comes to a square"
+        if self._may_be_rectangles and self._shapes is None:
+            reasons["data.evaluation_shape"] = (
+                "every held-out image comes to a square" if len(found.validation) else "no images are held out"
+            )
         self._choose_metrics(reasons)
         return DataFacts(
             train_samples=len(found.train) * self.recipe.data.augment.repeats,
@@ -105,7 +111,8 @@ class ImageClassification(Task):
             "class_names": list(self.dataset.classes),
             "evaluation_crop": self.recipe.data.evaluation_crop,
             "interpolation": self.recipe.data.interpolation,
-            **({} if self._shapes is None else {"evaluation_multiple": self.recipe.data.evaluation_multiple}),
+            # Also where the held-out images are squares: those that are predicted need not be.
+            **({"evaluation_multiple": self.recipe.data.evaluation_multiple} if self._may_be_rectangles else {}),
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
@@ -174,11 +181,10 @@ class ImageClassification(Task):
     def _shown(self) -> Data:
         """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""
         data, augment = self.recipe.data, self.recipe.evaluate.augment
-        if self._shapes is None and data.dataset != "synthetic":
-            data = replace(data, evaluation_shape="square")
         if augment in CROPS:
             data = shown_for_crops(data, evaluation_size(data, self.dataset), augment)
-        return data
+        is_square = self._may_be_rectangles and self._shapes is None
+        return replace(data, evaluation_shape="square") if is_square else data
 
     def _shapes_found(self) -> dict[str, dict[str, int]]:
         """How many held-out images have which shape, for the plan; empty if all are squares."""

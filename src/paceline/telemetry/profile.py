@@ -182,7 +182,7 @@ class ProfilingClock(StepClock):
         position = self._asked.position()
         self._first = max(self._first, position + 1)
         if self._first >= self._asked.end:
-            self._finish(f"they lie before step {position + 1}, where this launch begins")
+            self._leave_out(position)
         self._arrive(position)
         self._clock.start()
 
@@ -233,6 +233,13 @@ class ProfilingClock(StepClock):
 
     def _settle(self) -> None:
         """The clock does it."""
+
+    def _leave_out(self, position: int) -> None:
+        """The window is over already; an earlier launch may have profiled it, or what it had left of it."""
+        if any(self._asked.folder(first).exists() for first in range(self._asked.first, self._asked.end)):
+            self._state = "over"
+        else:
+            self._finish(f"they lie before this launch, which begins with step {position + 1}")
 
     def _arrive(self, position: int) -> None:
         match self._state:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.telemetry.display import choose_display
+from paceline.trainer.precision import keeping_float32_matmul
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
 
 
@@ -51,16 +52,13 @@ def train(
 def _torch_as_it_was() -> Iterator[None]:
     """Give back what a run sets for the whole process; a command ends after it, a caller goes on."""
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    matmul, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        yield
+        with keeping_float32_matmul():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        if (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) != (matmul, tf32):
-            torch.set_float32_matmul_precision(matmul)
-            torch.backends.cudnn.allow_tf32 = tf32
         if torch.are_deterministic_algorithms_enabled() != deterministic[0]:
             # Only then: the call imports torch's compiler, which takes seconds.
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

@@ -23,15 +23,18 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.recipe.compute import resolve_float32_matmul
 from paceline.recipe.load import (
     Overrides,
     refuse_foreign_code,
     refuse_unused_overrides,
+    set_by,
     stored_recipe,
     to_tree,
 )
 from paceline.recipe.plan import (
     DataFacts,
+    MachineFacts,
     resolve_channels_last,
     resolve_evaluation_batch,
     resolve_precision,
@@ -43,7 +46,7 @@ from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
-from paceline.trainer.precision import Precision
+from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
 from paceline.trainer.preparation import place
 from paceline.world import World
 
@@ -126,7 +129,10 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     device = choose_device(recipe.parallel.device, launch.world)
     machine, reasons = describe_machine(device), dict[str, str]()
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
+    products = _float32_matmul(request, recipe, machine)
     tasks = [_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
+    if sizes != (None,):
+        _check_shows_sizes(tasks[0])
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
     # The network is the same for all sizes; each has its own look at whether it is taken.
     network = tasks[0].build_model()
@@ -134,13 +140,21 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
         task.check_network(network)
     network = _with_weights(network, saved, placement)
     with contextlib.ExitStack() as opened:
+        opened.enter_context(keeping_float32_matmul())
+        set_float32_matmul(products)
         opened.callback(leave)
-        pipelines = [opened.enter_context(contextlib.closing(task.open_pipeline(placement))) for task in tasks]
+        # Loader processes are forked before there is a process group, so those of all sizes are. Each size has as many
+        # as it would have alone: only one is at work at a time, and ends its own.
+        turns = [opened.enter_context(contextlib.ExitStack()) for _ in tasks]
+        pipelines = [
+            turn.enter_context(contextlib.closing(task.open_pipeline(placement)))
+            for turn, task in zip(turns, tasks, strict=True)
+        ]
         for pipeline in pipelines:
             pipeline.start(training=False, evaluation=True)
         collectives = join(launch, device)
         reports = []
-        for task, pipeline in zip(tasks, pipelines, strict=True):
+        for task, pipeline, turn in zip(tasks, pipelines, turns, strict=True):
             evaluator = Evaluator(
                 task=task,
                 pipeline=pipeline,
@@ -149,7 +163,8 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 device=device,
                 batch_size=resolve_evaluation_batch(recipe, reasons),
             )
-            reports.append(_score(request, saved, evaluator, network))
+            with turn:
+                reports.append(_score(request, saved, evaluator, network))
     return reports
 
 
@@ -163,6 +178,22 @@ def _score(
     if request.predictions is not None:
         _write_predictions(request.predictions, lines, evaluator.collectives)
     return _report(saved, evaluator.task, evaluation, seconds)
+
+
+def _float32_matmul(request: EvaluationRequest, recipe: Recipe, machine: MachineFacts) -> str:
+    try:
+        return resolve_float32_matmul(recipe, machine.device, machine.lacks, {})
+    except RecipeError:
+        if "train.float32_matmul" in set_by(request.overrides):
+            raise
+        return "default"  # the run's machine rounded more than this one can
+
+
+def _check_shows_sizes(task: Task) -> None:
+    if not isinstance(task, ImageClassification):
+        raise RecipeError(
+            f"--sizes has no effect on the task {task_name(task)}, which shows its samples itself; leave it out."
+        )
 
 
 def _with_size(recipe: Recipe, size: int | None) -> Recipe:

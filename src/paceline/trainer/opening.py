@@ -44,6 +44,8 @@ _FIXED_NUMBERS = {
     "channels_last": "model.channels_last",
     "train_samples": "data.path",
     "steps_per_epoch": "batch.global_size",
+    # Else a longer run would freeze again what it trains already.
+    "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
 }
 
 # Those that an exact run must keep as well: what its bits depend on.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,3 +85,15 @@ def set_float32_matmul(name: str) -> None:
         return
     torch.set_float32_matmul_precision(name)
     torch.backends.cudnn.allow_tf32 = name != "highest"
+
+
+@contextmanager
+def keeping_float32_matmul() -> Iterator[None]:
+    """Give back, at the end, how this process multiplied fp32 numbers before."""
+    products, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        if (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) != (products, tf32):
+            torch.set_float32_matmul_precision(products)
+            torch.backends.cudnn.allow_tf32 = tf32

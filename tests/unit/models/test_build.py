@@ -187,6 +187,18 @@ def test_what_would_let_a_network_take_any_size_is_said() -> None:
     check_takes(timm.create_model("swin_tiny_patch4_window7_224", **options), 256, channels=3, name="swin")
 
 
+@pytest.mark.parametrize("error", [IndexError, TypeError, KeyError])
+def test_whatever_a_network_of_ones_own_raises_is_named(error: type[Exception]) -> None:
+    class Small(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[2] > 16:
+                raise error("no such place")
+            return x
+
+    with pytest.raises(ModelError, match=rf"does not take images of 32 pixels \({error.__name__}: .*no such place"):
+        check_takes(Small(), 32, channels=3, name="small")
+
+
 def test_finding_out_leaves_the_network_as_it_was() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

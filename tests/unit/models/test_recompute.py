@@ -38,10 +38,17 @@ def own() -> nn.Module:
     return small_resnet(3, 3, width=8, stages=2, depth=1, dropout=0.1)
 
 
+def squeezed() -> nn.Module:
+    """Squeeze and excitation: an activation in place right after a convolution."""
+    torch.manual_seed(0)
+    return timm.create_model("seresnet18", num_classes=3, channels=(4, 4, 8, 8), layers=(1, 1, 1, 1))
+
+
 NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
     "vit": vit,
     "vit, attention with dropout": lambda: vit(attn_drop_rate=0.3),
     "resnet": resnet,
+    "squeezed": squeezed,
     "own": own,
 }
 

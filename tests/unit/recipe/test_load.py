@@ -393,6 +393,8 @@ def test_what_was_not_asked_for_is_not_told(tmp_path: Path) -> None:
         ("evaluate.patience=3", "evaluate.patience"),
         ("model.pretrained=true", "model.pretrained"),
         ("parallel.bucket_cap_mb=3", "parallel.bucket_cap_mb"),
+        ("batch.growth={2: 64}", r"batch\.growth.*"),
+        ("data.holdout_fraction=0.3", "data.holdout_fraction"),
     ],
 )
 def test_saved_weights_are_scored_and_not_trained(override: str, key: str) -> None:
@@ -405,7 +407,7 @@ def test_what_scoring_depends_on_may_be_overridden() -> None:
         [
             *("data.path=x", "data.workers=0", "data.augment=null", "evaluate.batch_size=7", "evaluate.top_k=3"),
             *("train.precision=fp32", "train.label_smoothing=0.1", "parallel.device=cpu", "parallel.threads=1"),
-            *("model.channels_last=false", "model.initialize_from=null", "task=mine:Task"),
+            *("model.channels_last=false", "model.initialize_from=null", "task=mine:Task", "train.float32_matmul=high"),
         ]
     )
 

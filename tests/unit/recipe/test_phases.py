@@ -88,6 +88,29 @@ def test_a_length_is_as_many_steps_as_it_takes(drawn: tuple[int, Sizes], quarter
         assert abs(found - (before + part * within)) <= Fraction(1, 2)
 
 
+@given(growths(), st.integers(0, 40), st.integers(1, 40), st.sampled_from(["epochs", "samples", "steps"]))
+def test_a_length_at_the_end_is_the_last_steps_that_have_it(
+    drawn: tuple[int, Sizes], at: int, of: int, unit: Any
+) -> None:
+    """Counted back step by step: as many whole epochs, or as few steps as have so many samples."""
+    samples, sizes = drawn
+    epochs, steps = Epochs.cut(samples, sizes), counted_out(samples, sizes, 16)
+    total = sum(epoch < 12 for epoch, _, _ in steps)
+    last = steps[:total]
+    if unit == "steps":
+        assert epochs.steps_at_end(Duration(at, "steps"), total) == at
+    elif unit == "samples":
+        wanted = at * 12 * samples // of
+        used = list(itertools.accumulate((size for _, _, size in reversed(last)), initial=0))
+        found = epochs.steps_at_end(Duration(wanted, "samples"), total)
+        enough = [count for count, done in enumerate(used) if done >= wanted]
+        if len(sizes) > 1:  # of one size, whole steps are counted, as a length from the start is
+            assert found == enough[0] if enough else found > total
+    else:
+        found = epochs.steps_at_end(Duration(at, "epochs"), total)
+        assert found == sum(epoch >= 12 - at for epoch, _, _ in last) if at <= 12 else found > total
+
+
 @given(st.integers(1, 500), st.integers(1, 90), st.floats(0, 30), st.sampled_from(["epochs", "samples", "steps"]))
 def test_one_size_is_what_it_always_was(samples: int, size: int, value: float, unit: Any) -> None:
     length = Duration(value, unit)

@@ -397,6 +397,26 @@ def test_a_batch_that_grows() -> None:
     assert plan("batch.global_size=64").moments == {}
 
 
+@pytest.mark.parametrize(
+    ("decay", "first"), [("2 epochs", 32), ("1.5 epochs", 36), ("1000 samples", 40), ("6 steps", 38)]
+)
+def test_a_decay_is_counted_back_from_the_end(decay: str, first: int) -> None:
+    """Of 44 steps, the last epoch has four and the one before it eight."""
+    trapezoid = ("schedule.name=trapezoid", f"schedule.decay={decay}")
+    made = plan(*GROWING, *trapezoid)
+    assert made.total_steps - made.decay_steps == first
+    with pytest.raises(RecipeError, match=r"schedule\.decay='5 epochs' is \d+ steps, longer than the run's 44"):
+        plan(*GROWING, "schedule.name=trapezoid", "schedule.decay=5 epochs")
+
+
+@pytest.mark.parametrize("period", ["1 epoch", "1000 samples"])
+def test_a_period_is_no_length_of_changing_steps(period: str) -> None:
+    with pytest.raises(RecipeError, match=r"not the same number of steps before and after the batch grows"):
+        plan(*GROWING, "schedule.name=cosine", f"schedule.period={period}")
+    assert plan(*GROWING, "schedule.name=cosine", "schedule.period=25%").period_steps == 11
+    assert plan("batch.global_size=64", "schedule.name=cosine", f"schedule.period={period}").period_steps == 16
+
+
 @pytest.mark.parametrize(("rule", "peaks"), [("none", (0.1, 0.1)), ("linear", (0.2, 0.4)), ("sqrt", (0.1414, 0.2))])
 def test_the_rate_follows_the_rule_that_was_chosen_and_no_other(rule: str, peaks: tuple[float, ...]) -> None:
     scaling = () if rule == "none" else (f"optimizer.lr_scaling={rule}", "optimizer.lr_reference_batch=64")

@@ -116,3 +116,8 @@ def test_it_takes_some_steps(name: str, photos: Path, tmp_path: Path) -> None:
     assert done.summary.metrics["loss"] < 20
     (picture,) = load_predictor(tmp_path / "run").predict([photos / "val" / "cat" / "0.png"])
     assert set(picture.labels) == {"cat", "dog"}
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if "_ffcv_" in name])
+def test_ffcv_s_are_evaluated_as_they_were_published(name: str) -> None:
+    assert load_recipe(name).recipe.evaluate.augment == "flip"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from paceline.errors import PacelineError
 from paceline.recipe.data import Data
 from paceline.records.ledger import ledger_files, read_ledger
 from paceline.studies.evaluation_sizes import SizeSweep, SizeTrial, sweep_sizes
+from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 
 RECIPE: dict[str, Any] = {
@@ -155,3 +158,60 @@ def test_other_data_have_nothing_that_is_known_to_be_held_out(
 def test_on_the_validation_images_it_may_be_asked_for(trained: Callable[[float], Path]) -> None:
     sweep = sweep_sizes(EvaluationRequest(target=trained(0.0)), (16, 24))
     assert [trial.report.samples for trial in sweep.trials] == [6, 6]
+
+
+def test_a_size_ends_its_loader_processes(trained: Callable[[float], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all there from the beginning, since they are forked first, and for no longer than they are needed."""
+    alive: list[int] = []
+    score = ImageClassification.score
+
+    def counted(*arguments: Any) -> Any:
+        alive.append(len(multiprocessing.active_children()))
+        return score(*arguments)
+
+    monkeypatch.setattr(ImageClassification, "score", counted)
+    sweep_sizes(EvaluationRequest(target=trained(0.2), overrides=["data.workers=1"]), (16, 20, 24))
+    assert alive == [3, 3, 2, 2, 1, 1]  # six images in batches of four
+    assert multiprocessing.active_children() == []
+
+
+PLAIN = """
+from paceline import ImageClassification
+from paceline.tasks.task import Task
+
+class Plain(Task):
+    def __init__(self, recipe):
+        super().__init__(recipe)
+        self._inner = ImageClassification(recipe)
+        self.data_facts, self.open_pipeline = self._inner.data_facts, self._inner.open_pipeline
+        self.metrics = self._inner.metrics[:1]
+
+    def build_model(self):
+        return self._inner.build_model()
+
+    def loss(self, model, batch):
+        return self._inner.loss(model, batch)
+
+    def score(self, model, batch):
+        return {"loss": self._inner.score(model, batch)["loss"]}
+
+    def data_facts(self, world): ...
+    def open_pipeline(self, placement): ...
+"""
+
+
+def test_a_task_that_shows_its_samples_itself_has_no_sizes(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plain_task.py").write_text(PLAIN)
+    (tmp_path / "photos.yaml").write_text(json.dumps(RECIPE))
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = {"data.path": str(photos), "task": "plain_task:Plain", "evaluate.metric": "loss"}
+    run_dir = paceline.train(
+        tmp_path / "photos.yaml", overrides=overrides, run_dir=tmp_path / "run", quiet=True
+    ).run_dir
+    request = EvaluationRequest(target=run_dir, trust_code=True)
+    assert evaluate_target(request).samples == 6
+    with pytest.raises(PacelineError, match="--sizes has no effect on the task plain_task:Plain"):
+        sweep_sizes(request, (16, 20))
+    sys.modules.pop("plain_task")

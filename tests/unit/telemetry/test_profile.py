@@ -105,7 +105,17 @@ def test_a_run_that_goes_on_behind_the_steps_says_so(train_tiny: Any, events: An
     done = train_tiny("run", PROFILED)
     assert not (done.run_dir / "profile").exists()
     messages = [each["message"] for each in events(done.run_dir, "incident")]
-    assert messages == ["steps 3 to 5 were not profiled: they lie before step 7, where this launch begins."]
+    assert messages == ["steps 3 to 5 were not profiled: they lie before this launch, which begins with step 7."]
+
+
+@pytest.mark.parametrize("stop", ["2 steps", "6 steps"])
+def test_of_steps_that_an_earlier_launch_has_profiled_nothing_is_said(stop: str, train_tiny: Any, events: Any) -> None:
+    """All of them, or those that were left of them."""
+    for until in (stop, "7 steps"):
+        train_tiny("run", {**PROFILED, "train.until": until})
+    done = train_tiny("run", PROFILED)
+    assert len(events(done.run_dir, "profile")) == 1
+    assert all("launch" not in each["message"] for each in events(done.run_dir, "incident"))
 
 
 def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, runs: Path, events: Any) -> None:

@@ -17,6 +17,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.metrics.accumulator import Accumulator
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
+from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.precision import Precision
@@ -309,3 +310,25 @@ def test_an_image_size_that_is_asked_for_is_the_evaluations_too(tmp_path: Path) 
 
     assert loss("data.image_size=12") == loss("data.image_size=12", "data.evaluation_size=12") != loss()
     assert loss("data.evaluation_size=12") == loss("data.image_size=12")
+
+
+def test_saved_weights_are_multiplied_as_they_were_in_training(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"train.float32_matmul": "highest", "train.duration": "1 steps"}
+    run_dir = paceline.train(tiny_recipe, overrides=asked, run_dir=tmp_path, quiet=True).run_dir
+    seen: list[bool] = []
+    score = ImageClassification.score
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return score(*arguments)
+
+    monkeypatch.setattr(ImageClassification, "score", noted)
+    assert torch.backends.cudnn.allow_tf32
+    evaluate_target(EvaluationRequest(target=run_dir))
+    assert set(seen) == {False}
+    assert torch.backends.cudnn.allow_tf32
+    seen.clear()
+    evaluate_target(EvaluationRequest(target=run_dir, overrides=["train.float32_matmul=auto"]))
+    assert set(seen) == {True}

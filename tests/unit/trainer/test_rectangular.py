@@ -224,10 +224,40 @@ def test_what_cannot_be_done_is_found_by_the_plan(
         plan_only(load_recipe(recipe, {"data.path": str(photos), **overrides}))
 
 
-def test_it_is_refused_where_all_images_are_square(tiny_recipe: Path) -> None:
-    loaded = load_recipe(tiny_recipe, {"data.evaluation_shape": "rectangular"})
-    with pytest.raises(PacelineError, match=r"'data\.evaluation_shape=rectangular' has no effect: every .* square"):
-        loaded.checked(plan_only(loaded).unused)
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({}, "every held-out image comes to a square"),
+        ({"data.dataset": "image_folder", "data.validation_fraction": 0, "data.channels": 3}, "no images are held out"),
+    ],
+)
+def test_pictures_are_predicted_at_their_shape_whatever_is_held_out(
+    asked: dict[str, Any], why: str, photos: Path, tiny_recipe: Path, runs: Path
+) -> None:
+    if asked:
+        asked = {**asked, "data.path": str(photos / "train"), "data.image_size": 16, "batch.global_size": 8}
+    shape = {"data.evaluation_shape": "rectangular", "data.evaluation_multiple": 8, "train.duration": "2 steps"}
+    loaded = load_recipe(tiny_recipe, {**asked, **shape})
+    plan = plan_only(loaded)
+    assert "data.evaluation_shape" not in plan.unused
+    assert plan.reasons["data.evaluation_shape"] == why
+    predictor = load_predictor(
+        paceline.train(tiny_recipe, overrides={**asked, **shape}, run_dir=runs / "run", quiet=True).run_dir
+    )
+    wide = photos / "val" / "first" / "06.jpg"
+    with Image.open(wide) as stored:
+        assert max(stored.size) == 90
+    height, width = predictor._shape_of(wide)
+    assert max(height, width) == 2 * min(height, width)
+
+
+def test_crops_are_refused_beside_it_where_all_images_are_square(tiny_recipe: Path) -> None:
+    asked = {"data.evaluation_shape": "rectangular", "evaluate.augment": "five_crop", "data.evaluation_crop": 0.8}
+    with pytest.raises(PacelineError, match=r"five_crop cuts its crops from a square"):
+        plan_only(load_recipe(tiny_recipe, asked))
+
+
+def test_noise_has_one_shape(tiny_recipe: Path) -> None:
     noise = load_recipe(tiny_recipe, {"data.evaluation_shape": "rectangular", "data.dataset": "synthetic"})
     with pytest.raises(PacelineError, match="several shapes, and the synthetic back-end"):
         plan_only(noise)

@@ -207,7 +207,9 @@ def test_what_has_no_effect_is_found_by_the_plan(
         plan_only(load_recipe(recipe, {"data.path": str(photos), **overrides}))
 
 
-def test_without_evaluation_it_is_refused(tiny_recipe: Path) -> None:
+def test_without_evaluation_it_is_for_prediction(tiny_recipe: Path) -> None:
     loaded = load_recipe(tiny_recipe, {"evaluate.augment": "flip", "evaluate.every": "off"})
-    with pytest.raises(PacelineError, match=r"'evaluate\.augment=flip' has no effect: nothing is evaluated"):
-        loaded.checked(plan_only(loaded).unused)
+    assert loaded.checked(plan_only(loaded).unused).notices == ()
+    also = load_recipe(tiny_recipe, {"evaluate.top_k": 2, "evaluate.every": "off"})
+    with pytest.raises(PacelineError, match=r"'evaluate\.top_k=2' has no effect: nothing is evaluated"):
+        also.checked(plan_only(also).unused)
