@@ -275,16 +275,9 @@ def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) ->
 def test_killed_while_parts_are_written(
     ground: Path, start: Callable[..., Any], run: Callable[..., Any], steps_recorded: Callable[[Path], int]
 ) -> None:
-    changes = [f"{key}={value}" for key, value in (SHORT | FSDP).items()]
-    command = (
-        "train",
-        "recipe.yaml",
-        *changes,
-        "train.duration=40 steps",
-        "checkpoint.every=2 steps",
-        "--processes",
-        2,
-    )
+    longer = {"train.duration": "40 steps", "checkpoint.every": "2 steps"}
+    changes = [f"{key}={value}" for key, value in (SHORT | FSDP | longer).items()]
+    command = ("train", "recipe.yaml", *changes, "--processes", 2)
     whole, killed = ground / "killed-never", ground / "killed-often"
     assert run(*command, "--run-dir", whole, where=ground).code == 0
     for number in range(3):

@@ -34,6 +34,8 @@ class _Recomputed(nn.Module):
         """Compute the block, and when a gradient is asked for keep as little of it as was asked."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
+        # A list of what came before, as DenseNet's layers take, may be longer by the time they are computed again.
+        args = tuple(list(each) if type(each) is list else each for each in args)
         norms = [each for each in self.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
         if norms:
             contexts = partial(_contexts_with_norms, self._recompute, norms)

@@ -44,11 +44,19 @@ def squeezed() -> nn.Module:
     return timm.create_model("seresnet18", num_classes=3, channels=(4, 4, 8, 8), layers=(1, 1, 1, 1))
 
 
+def dense() -> nn.Module:
+    """Its layers take lists that grow behind them."""
+    torch.manual_seed(0)
+    network: nn.Module = timm.create_model("densenet121", num_classes=3, growth_rate=4, block_config=(2, 2))
+    return network
+
+
 NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
     "vit": vit,
     "vit, attention with dropout": lambda: vit(attn_drop_rate=0.3),
     "resnet": resnet,
     "squeezed": squeezed,
+    "dense": dense,
     "own": own,
 }
 
