@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from hypothesis import settings
 # A busy machine is no reason to fail: what is too slow is found by its own tests.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
+
+SOURCES = Path(__file__).parents[1] / "src"
 
 TINY = """
 model: {name: small_resnet, channels_last: false, options: {width: 4, stages: 1, depth: 1}}
@@ -161,6 +165,46 @@ def _events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     lines = (run_dir / "events.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     return [event for event in found if event["event"] in kinds] if kinds else found
+
+
+def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 90) -> list[dict[str, Any]]:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            cwd=directory,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": f"{SOURCES}:{directory}",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "PACELINE_RENDEZVOUS": f"file://{directory}/meet",
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=seconds) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks() -> Callable[..., list[dict[str, Any]]]:
+    """``on_two_ranks(["-c", program], directory)``: the last line that each of two processes prints, as JSON.
+
+    They meet through a file in the directory, from which they can also import.
+    """
+    return _on_two_ranks
 
 
 @pytest.fixture

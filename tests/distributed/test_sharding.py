@@ -32,6 +32,7 @@ for name, overrides in json.loads(open("runs.json").read()):
 torch.distributed.destroy_process_group()
 """
 MODELS = """
+import os
 import torch
 from torch import nn
 
@@ -61,6 +62,14 @@ class Spoiled(Double):
 
 def spoiled(num_classes, in_channels):
     return Spoiled(num_classes, in_channels)
+
+def drawn_by_each(num_classes, in_channels):
+    torch.manual_seed(int(os.environ["RANK"]))
+    return Double(num_classes, in_channels)
+
+def drawn_alike(num_classes, in_channels):
+    torch.manual_seed(0)
+    return Double(num_classes, in_channels)
 """
 FSDP = {"parallel.strategy": "fsdp"}
 # A micro-batch for each process: two addends have one sum, and so ddp and fsdp one result.
@@ -225,7 +234,14 @@ def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., No
         "views-ddp": views,
         "views-fsdp": views | kept,
     }
+    # Networks that are another on each process begin as the first one's; a short way to float64's one result.
+    each, alike = ({"model.name": f"models:drawn_{how}"} for how in ("by_each", "alike"))
+    exact = {"parallel.exact": True, "parallel.logical_ranks": 2}
+    runs |= {"alike": DOUBLE | alike, "each-ddp": DOUBLE | each, "each-fsdp": DOUBLE | each | FSDP}
+    runs |= {"each-exact": DOUBLE | each | exact}
     together({f"votes-{name}": changes for name, changes in runs.items()})
+    for name in ("ddp", "fsdp", "exact"):
+        assert difference(state(ground / f"votes-each-{name}"), state(ground / "votes-alike")) <= 1e-12, name
     for name in ("ddp", "fsdp", "fsdp-kept"):
         events = [json.loads(line) for line in (ground / f"votes-{name}" / "events.jsonl").read_text().splitlines()]
         assert [each["incident"] for each in events if each["event"] == "incident"] == ["nonfinite_loss"], name

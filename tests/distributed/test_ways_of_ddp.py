@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import paceline
-
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
-SOURCE = str(Path(paceline.__file__).parents[1])
 # Everything that DDP could do otherwise: accumulation, BatchNorm, dropout, an epoch's last step that is smaller.
 PROGRAM = """
 import json, os, sys
@@ -94,38 +86,11 @@ class Spare(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(on_two_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the first of the two has to say, by the name of the way; both must say the same."""
     directory = tmp_path_factory.mktemp("ways")
     (directory / "spare.py").write_text(SPARE)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning", "-c", PROGRAM],
-            cwd=directory,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                "PATH": os.environ["PATH"],
-                "PYTHONPATH": f"{SOURCE}:{directory}",
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "PACELINE_RENDEZVOUS": f"file://{directory}/meet",
-            },
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
-    answers: list[dict[str, Any]] = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    answers = on_two_ranks(["-W", "error::UserWarning", "-c", PROGRAM], directory, seconds=240)
     for way, answer in answers[0].items():
         assert answers[1][way].get("sha") == answer.get("sha"), way
         assert answers[1][way].get("error") == answer.get("error"), way

@@ -145,7 +145,9 @@ def test_cut_off_twice_in_one_epoch_and_stopped_between(
     train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(6)))
     with pytest.raises(PowerCutError):
         train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(7)))
-    same_end(whole, train_tiny("pieces", EVERYTHING), course)
+    last = train_tiny("pieces", EVERYTHING)
+    assert last.summary.resumes == 4  # two of which no checkpoint had been saved after
+    same_end(whole, last, course)
 
 
 def test_cut_off_in_an_evaluation(

@@ -123,7 +123,7 @@ def chunk_of(tensor: Tensor) -> Chunk | None:
     """What this process holds of a tensor; None if that is all of it."""
     if not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements):
         return None
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # untyped in torch
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes))
 
 

@@ -45,6 +45,24 @@ def has_training_buffers(network: nn.Module) -> bool:
     )
 
 
+class Buffers:
+    """Buffers that each process moves by itself in training, and that become the first one's now and then."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._synced: list[nn.Module] = []
+
+    def moved(self) -> None:
+        """There was a forward pass in training."""
+        self._synced = []
+
+    def sync(self, modules: list[nn.Module]) -> None:
+        """Broadcast those of some modules, if they have moved since; a collective."""
+        if modules != self._synced:
+            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        self._synced = list(modules)
+
+
 class DataParallel:
     """torch's DistributedDataParallel: one replica per process, gradients averaged bucket by bucket.
 
@@ -72,7 +90,7 @@ class DataParallel:
         self._voting = Voting(called, (VOTES,), torch.empty((), device=device))
         self._poll = Poll(self._voting, device)
         self._collectives = collectives
-        self._synced: list[nn.Module] = []
+        self._buffers = Buffers(collectives)
         self.scored = called
         self._options: dict[str, Any] = {
             "device_ids": [device.index] if device.index is not None else None,
@@ -131,7 +149,7 @@ class DataParallel:
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add zero to the loss; the votes are its gradient."""
-        self._synced = []
+        self._buffers.moved()
         return self._poll.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
 
     def spoiled(self) -> torch.Tensor:
@@ -144,9 +162,7 @@ class DataParallel:
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first rank; once, if nothing is trained in between."""
-        if modules != self._synced:
-            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-        self._synced = list(modules)
+        self._buffers.sync(modules)
 
     def gather(self) -> None:
         """Collect what compression has lost on each process."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.data_parallel import has_training_buffers
+from paceline.distributed.data_parallel import Buffers, has_training_buffers
 from paceline.distributed.sharding import modules_to_shard, sharding_options
 from paceline.distributed.strategy import MicroBatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
@@ -55,7 +55,7 @@ class FullySharded:
         self._collectives = collectives
         mesh = _mesh(parallel, device, collectives.world.world_size)
         options = sharding_options(parallel, mesh)
-        self._synced: list[nn.Module] = []
+        self._buffers = Buffers(collectives)
         # What is not a parameter is whole on every process.
         self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
         self._is_new_step = True
@@ -85,22 +85,6 @@ class FullySharded:
         self._is_new_step = part.is_last
         return nullcontext()
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """What asks for this (trials of a compiled network, or of deterministic kernels) is not done here.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("passes beside the steps of a network that is spread over processes")
-
-    def gradients_changed(self) -> None:
-        """A recipe that trains parameters later on does not spread them.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("other gradients of a network that is spread over processes")
-
     def combine(self) -> None:
         """FSDP's hooks have done it."""
 
@@ -115,7 +99,7 @@ class FullySharded:
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add zero to the loss; the votes are its gradient."""
-        self._synced = []
+        self._buffers.moved()
         return self._poll.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
 
     def spoiled(self) -> torch.Tensor:
@@ -128,9 +112,7 @@ class FullySharded:
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first process; once, if nothing is trained in between."""
-        if modules != self._synced:
-            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-        self._synced = list(modules)
+        self._buffers.sync(modules)
 
     def _counted(self) -> torch.Tensor | None:
         gradient: Any = self._poll.votes.grad

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch leaves it out of __all__
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
@@ -58,7 +58,7 @@ class PowerSgd:
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Make a bucket's gradients their mean over the processes, or what P and Q keep of it."""
         if not self._is_training or self._steps < self._start:
-            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # of all processes
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all processes
         with torch.no_grad():
             self._reduce(bucket)
         done: torch.futures.Future[Tensor] = torch.futures.Future(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -75,10 +75,6 @@ class Strategy(Protocol):
         """Around the forward and backward pass of a micro-batch."""
         ...
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """Around passes that belong to no step: nothing is reduced, and nothing kept."""
-        ...
-
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -112,10 +108,6 @@ class Strategy(Protocol):
         """
         ...
 
-    def gradients_changed(self) -> None:
-        """Take note, between two steps, that other parameters of the network need a gradient than before."""
-        ...
-
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Make buffers (BatchNorm statistics) the first rank's, before they are scored or saved."""
         ...
@@ -126,6 +118,19 @@ class Strategy(Protocol):
 
     def components(self) -> Mapping[str, Any]:
         """What a checkpoint must hold of it, by name: anything with ``state_dict`` and ``load_state_dict``."""
+        ...
+
+
+@runtime_checkable
+class Replicas(Strategy, Protocol):
+    """A strategy with the whole network on every process, which can therefore be called and changed between steps."""
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Around passes that belong to no step: nothing is reduced, and nothing kept."""
+        ...
+
+    def gradients_changed(self) -> None:
+        """Take note, between two steps, that other parameters of the network need a gradient than before."""
         ...
 
 

@@ -43,7 +43,7 @@ def add_adapters(network: nn.Module, adapters: Adapters) -> None:
     learning = [each for each in network.parameters() if each.requires_grad]
     try:
         inject_adapter_in_model(config, network)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError) as error:  # peft's, for layers that it does not know
         raise ModelError(f"model.adapters: peft cannot put them into this network ({error}).") from error
     for parameter in learning:  # what is frozen is decided in one place, and peft has frozen everything
         parameter.requires_grad = True

@@ -54,8 +54,8 @@ class CompileLog:
         def begun(args: Any) -> None:
             # Backward passes are compiled when they are first run, which is nobody's surprise.
             traced = args.callback_trigger.name == "DYNAMO"
-            if traced and (log := own()) is not None and not log._is_planned:  # noqa: SLF001  # its own
-                log._unplanned.append(args.compile_id)  # noqa: SLF001
+            if traced and (log := own()) is not None:
+                log.note(args.compile_id)
 
         def leave() -> None:
             with contextlib.suppress(ValueError):  # torch.compiler.reset() was there before
@@ -63,6 +63,11 @@ class CompileLog:
 
         callback_handler.register_start_callback(begun)
         weakref.finalize(self, leave)
+
+    def note(self, compiled: Any) -> None:
+        """A graph, of which this is torch's number, is begun."""
+        if not self._is_planned:
+            self._unplanned.append(compiled)
 
     @contextmanager
     def first_call(self, shape: tuple[int, ...], *, training: bool) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,12 +37,11 @@ class ExponentialMovingAverage:
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:
-    return [_mine(t.detach()) for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-
-
-def _mine(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that is spread over processes; the average is spread alike."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    parameters: list[Any] = list(module.parameters())
+    if parameters and hasattr(parameters[0], "to_local"):
+        # All are spread over processes, or none; the average is spread alike.
+        parameters = [each.to_local() for each in parameters]
+    return [each.detach() for each in (*parameters, *module.buffers()) if each.is_floating_point()]
 
 
 def _integral(module: nn.Module) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
 from paceline.distributed.sightings import Pulse
+from paceline.distributed.strategy import Replicas, Strategy
 from paceline.distributed.watchdog import Hands, Watchdog
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
@@ -97,9 +98,7 @@ def build_run(setting: Setting) -> Run:
         geometry=prepared.geometry,
         precision=precision,
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
-        thawing=Thawing(
-            network, first_steps(network, recipe.model, plan.unfreeze_steps), changed=strategy.gradients_changed
-        ),
+        thawing=_thawing(strategy, prepared),
         ema=ema,
         evaluator=_evaluator(setting, precision, pulse),
         progress=Progress(begun=setting.started),
@@ -118,6 +117,15 @@ def build_run(setting: Setting) -> Run:
     _register(run)
     run.clock = with_profile(run)
     return run
+
+
+def _thawing(strategy: Strategy, prepared: Prepared) -> Thawing:
+    network = prepared.network
+    if not isinstance(strategy, Replicas):
+        # A plan that spreads weights has refused model.unfreeze (recipe/strategy.py).
+        return Thawing(network, {}, changed=lambda: None)
+    late = first_steps(network, prepared.recipe.model, prepared.plan.unfreeze_steps)
+    return Thawing(network, late, changed=strategy.gradients_changed)
 
 
 def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:

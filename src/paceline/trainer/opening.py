@@ -17,7 +17,7 @@ from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.ledger import ledger_files
-from paceline.records.reader import read_environment, read_plan, read_recipe, read_summary
+from paceline.records.reader import read_environment, read_events, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, sync_directory, write_json, write_text
 from paceline.trainer.saving import prepare_resume
 
@@ -94,10 +94,12 @@ class Opening:
         choice: The checkpoint to go on from, if any.
         completed: True if there is nothing left to do.
         notices: What the user should know.
+        resumes: How often the run was resumed before.
     """
 
     choice: Choice
     completed: bool = False
+    resumes: int = 0
     notices: tuple[str, ...] = ()
 
 
@@ -143,12 +145,20 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
         )
     if wanted is None and _is_complete(directory, asked):
         return Opening(choice=Choice(None, 0), completed=True)
+    # Before the records are cut back.
+    resumes = _resumes(directory)
     choice = prepare_resume(directory, wanted, asked.plan.total_steps)
     # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
     directory.summary.unlink(missing_ok=True)
     sync_directory(directory.root)
     _write_what_was_asked(directory, asked)
-    return Opening(choice=choice, notices=notices)
+    return Opening(choice=choice, notices=notices, resumes=resumes)
+
+
+def _resumes(directory: RunDirectory) -> int:
+    if not directory.events.is_file():
+        return 0
+    return max((int(event["resumes"]) for event in read_events(directory.events, kinds={"resume"})), default=0)
 
 
 def _begin(directory: RunDirectory, asked: Asked) -> Opening:

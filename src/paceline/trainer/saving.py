@@ -180,13 +180,14 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, total_steps: in
     return choice
 
 
-def restore(run: Run, choice: Choice) -> None:
-    """Put the run where the checkpoint left it, on every rank alike."""
+def restore(run: Run, choice: Choice, *, resumes: int) -> None:
+    """Put the run where the checkpoint left it, on every rank alike; ``resumes`` is how often that was done before."""
     if choice.path is None:
         return
     states = read_components(choice.path, chunks=run.components.chunks())
     run.components.restore(states)
-    run.progress.resumes += 1
+    # The checkpoint knows none that came after it.
+    run.progress.resumes = max(run.progress.resumes, resumes) + 1
     run.saved_position = run.progress.position
     # A kill between a save and its best.json would have left an older name there.
     store = CheckpointStore(run.directory.checkpoints)

@@ -211,7 +211,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
     with contextlib.closing(setting.display):
         run = build_run(setting)
         try:
-            restore(run, opening.choice)
+            restore(run, opening.choice, resumes=opening.resumes)
             _announce(run, loaded, opening, setting.prepared.notices)
             _load(run)
             result = _fit(run)

@@ -14,6 +14,7 @@ import torch
 
 from paceline.data.batch import Batch
 from paceline.distributed.exact_buffers import buffers_of, put_back
+from paceline.distributed.strategy import Replicas
 from paceline.errors import ModelError
 from paceline.records.events import MeasurementEvent
 from paceline.trainer.compile_trial import try_compiled
@@ -55,8 +56,9 @@ class Comparison:
 class Trial:
     """Forward and backward passes of one micro-batch that move nothing: no weight, buffer, gradient or random state."""
 
-    def __init__(self, run: Run, batch: Batch) -> None:
+    def __init__(self, run: Run, replicas: Replicas, batch: Batch) -> None:
         self.run = run
+        self._replicas = replicas
         self.batch = batch
         self._named = {name: each for name, each in run.network.named_parameters() if each.requires_grad}
 
@@ -67,7 +69,7 @@ class Trial:
         with ExitStack() as undo:
             undo.enter_context(_random_states_kept(self.run.device))
             undo.callback(_restore, buffers)
-            undo.enter_context(self.run.strategy.aside())
+            undo.enter_context(self._replicas.aside())
             yield
 
     def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:
@@ -104,10 +106,9 @@ def try_out(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: On every process, if what is compiled is not what was written.
     """
+    asked = [try_compiled] * (run.plan.compile != "off") + [try_deterministic] * run.recipe.train.deterministic
     # A network that is spread over processes cannot be tried by itself: what determinism costs there is not measured.
-    measured = run.recipe.train.deterministic and not run.strategy.is_sharded
-    asked = [try_compiled] * (run.plan.compile != "off") + [try_deterministic] * measured
-    if run.progress.position or not asked:
+    if run.progress.position or not asked or not isinstance(run.strategy, Replicas):
         return batches
     first = next(batches, None)
     if first is None:
@@ -117,7 +118,7 @@ def try_out(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         begun = time.perf_counter()
         found, failure = None, ""
         try:
-            with (trial := Trial(run, first)).without_a_trace():
+            with (trial := Trial(run, run.strategy, first)).without_a_trace():
                 found = each(trial)
         except ModelError as error:
             failure = str(error)

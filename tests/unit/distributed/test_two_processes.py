@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import paceline
-
-SOURCE = str(Path(paceline.__file__).parents[1])
+Both = Callable[..., list[dict[str, Any]]]
 BEGINNING = """
 import json, os, sys
 import torch
@@ -33,39 +29,14 @@ print(json.dumps(answer))
 """
 
 
-def both(program: str, directory: Path) -> list[dict[str, Any]]:
+@pytest.fixture(scope="session")
+def both(on_two_ranks: Both) -> Both:
     """Run a program on two ranks; returns what each put into ``answer``."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEGINNING + textwrap.dedent(program) + END],
-            cwd=directory,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                "PYTHONPATH": f"{SOURCE}:{directory}",
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "PACELINE_RENDEZVOUS": f"file://{directory}/meet",
-            },
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [process.communicate(timeout=90) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], told
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+    return lambda program, directory: on_two_ranks(["-c", BEGINNING + textwrap.dedent(program) + END], directory)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes have to say of one meeting: the same on both."""
     first, second = both(
         """
@@ -169,7 +140,7 @@ class Task(ImageClassification):
 
 
 def test_a_buffer_of_training_is_the_same_whatever_the_evaluations_and_saves_and_the_callers_group_stays(
-    tmp_path: Path,
+    both: Both, tmp_path: Path
 ) -> None:
     (tmp_path / "scaled.py").write_text(SCALED)
     program = """

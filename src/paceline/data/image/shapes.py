@@ -8,6 +8,7 @@ shapes a batch by its mean ratio, does not promise that).
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeGuard
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
 
     def fill(begin: int) -> None:
         for sample in range(begin, min(begin + _MEASURED_AT_ONCE, len(source))):
-            found = source.size(sample)  # type: ignore[attr-defined]  # _is_measured
+            found = source.size(sample)
             if found is not None:
                 shapes[sample] = rectangle(*found, size=size, multiple=multiple)
 
@@ -67,5 +68,5 @@ def distinct(shapes: SampleShapes) -> dict[Shape, int]:
     return {(int(height), int(width)): int(count) for (height, width), count in zip(found, counts, strict=True)}
 
 
-def _is_measured(source: SampleSource) -> bool:
+def _is_measured(source: SampleSource) -> TypeGuard[MeasuredSource]:
     return _is_measured(source.base) if isinstance(source, SubsetSource) else isinstance(source, MeasuredSource)
