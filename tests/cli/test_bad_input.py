@@ -97,7 +97,7 @@ def test_an_override(paceline_here: Callable[..., Any], tmp_path: Path, name: st
 
 
 FILES = {
-    "not YAML": ("train: [", ("recipe.yaml", "not readable as YAML")),
+    "not YAML": ("train: [", ("recipe.yaml: not readable as YAML at line 1, column 9: ",)),
     "a list": ("- train\n", ("recipe.yaml", "mapping of sections", "list")),
     "a key at the top": ("optimizr: {lr: 0.1}\n", ("recipe.yaml", "optimizr", "Did you mean 'optimizer'?")),
     "a key twice": ("train: {ema: 0.9, ema: 0.8}\n", ("recipe.yaml", "ema", "twice")),
@@ -107,7 +107,8 @@ FILES = {
         "train: !!python/object/apply:os.getcwd []\n",
         ("recipe.yaml", "not readable as YAML"),
     ),
-    "a base that is not there": ("base: nothing\n", ("nothing", "digits")),
+    "a base that is not there": ("base: nothing\n", ("recipe.yaml: base: no recipe 'nothing'", "digits")),
+    "a misspelt base": ("base: midle.yaml\n", ("Did you mean 'middle.yaml'",)),
     "a base with a base": ("base: middle.yaml\n", ("middle.yaml", "one level")),
     "a base that is a number": ("base: 7\n", ("7",)),
 }
@@ -145,8 +146,14 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         (("trian", "digits"), ("'trian'", "Did you mean 'train'?")),
         (("train",), ("RECIPE",)),
         (("train", "digits", "--run-dri", "x"), ("--run-dri", "--run-dir")),
-        (("train", "digits", "--lr", "0.1"), ("'--lr'", "KEY=VALUE", "optimizer.lr=0.1", "train --help")),
-        (("train", "digits", "--epochs", "3"), ("'--epochs'", 'train.duration="10 epochs"')),
+        (("train", "digits", "--lr", "0.3"), ("'--lr'", "KEY=VALUE", "optimizer.lr=0.3", "train --help")),
+        (("train", "digits", "--batch-size=32"), ("'--batch-size'", "batch.global_size=32")),
+        (("train", "digits", "--epochs", "3"), ("'--epochs'", 'train.duration="3 epochs"')),
+        (("train", "digits", "--opt"), ("'--opt'", "optimizer.name=")),
+        (
+            ("train", "digits", "batch.size=32"),
+            ("Did you mean 'batch.global_size' or 'batch.micro_size'",),
+        ),
         (("train", "digits", "-b", "64"), ("'-b'", "batch.global_size=")),
         (("evaluate", "x", "--batch-size", "64"), ("'--batch-size'", "batch.global_size=")),
         (("predict", "x", "y", "--batch-size", "64"), ("'--batch-size'", "predict --help")),

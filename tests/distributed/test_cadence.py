@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.thorough)])
 def test_both_save_after_the_same_steps(
     studio: Path, run: Callable[..., Any], summary: Callable[[Path], dict[str, Any]], exact: str
 ) -> None:

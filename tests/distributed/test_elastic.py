@@ -192,11 +192,12 @@ CRASHING = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("raise ZeroDivisionError('too many')", "ZeroDivisionError: too many"),
-        pytest.param("os._exit(3)", "rank 0 ended with exit code 3", marks=pytest.mark.thorough),
+        ("os._exit(3)", "rank 0 ended with exit code 3"),
     ],
     ids=["exception", "exit"],
 )

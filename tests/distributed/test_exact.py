@@ -46,7 +46,7 @@ def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], 
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_any_number_of_processes_gives_the_same_bits(
     studio: Path,
     run: Callable[..., Any],
@@ -107,6 +107,7 @@ GROWING = ("batch.growth={1: 32, 2: 48}", "train.duration=3 epochs", "evaluate.e
 GROWING_LONGER = ("batch.growth={2: 32, 4: 48}", "train.duration=6 epochs", "checkpoint.every=0.5 epochs", *SCALED)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_batch_that_grows_gives_the_same_bits_in_any_world(

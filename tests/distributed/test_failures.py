@@ -157,6 +157,7 @@ def test_a_mistake_is_told_once(
     assert not list(tmp_path.rglob("step-*"))
 
 
+@pytest.mark.thorough
 def test_a_broken_image_is_told_once(
     studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -63,8 +63,9 @@ def kill_one(launched: Any, victim: int) -> None:
     assert launched.leftovers() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_killed_again_and_again(
     studio: Path,
     start: Callable[..., Any],

@@ -69,6 +69,7 @@ def _checks(done: Any) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(done.out)["checks"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[..., Any], tmp_path: Path) -> None:
     done = run("prove", *DIGITS, "--json")

@@ -192,6 +192,7 @@ def read_by_torch(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_sharded_micro_batches_are_one_big_batch(
     ground: Path, together: Callable[..., None], alone: Callable[..., None]
@@ -252,6 +253,7 @@ def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., No
         assert mine[weights] == pytest.approx(theirs[weights], rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(4)
 def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Callable[..., None]) -> None:
     # Hybrid: two groups of two; more processes than validation batches and than a last step's samples, too.
@@ -269,6 +271,7 @@ def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Ca
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) -> None:
     together({"damaged": DOUBLE | FSDP | {"train.until": "8 steps"}})

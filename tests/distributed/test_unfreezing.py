@@ -26,6 +26,7 @@ telemetry: {log_every: 1 steps, trackers: []}
 """
 
 
+@pytest.mark.thorough
 def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
     """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
     pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]

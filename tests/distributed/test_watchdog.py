@@ -269,6 +269,7 @@ def _has_open(pid: int, path: Path) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_an_error_says_on_which_host_and_in_which_step_with_which_samples(faulty: Callable[..., Any]) -> None:
     done, _ = faulty("raise")
     assert done.code == 1
@@ -296,7 +297,7 @@ def test_all_that_stand_still_are_shown(faulty: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "more", "variables"),
     [
-        pytest.param("slow", (), {"ON": "1", "SECONDS": "6"}, id="a slow step"),
+        pytest.param("slow", (), {"ON": "1", "SECONDS": "6"}, id="a slow step", marks=THOROUGH),
         pytest.param(
             "first", ("parallel.timeout=5 seconds",), {"ON": "0,1", "SECONDS": "10"}, id="a first step", marks=THOROUGH
         ),

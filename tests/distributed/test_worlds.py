@@ -330,9 +330,10 @@ def test_contradictions_are_named(variables: dict[str, str], named: str) -> None
     assert str(caught.value).count("\n") == 0
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_compressed_gradients_are_nearly_the_same(studio: Path, train: Callable[..., Any], dtype: str) -> None:
     command = (*PLAIN_MODEL, "train.duration=12 steps", "checkpoint.every=off")
     plain = train(studio / f"plain-{dtype}", *command, processes=2)

@@ -96,7 +96,12 @@ def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RUNNING, ids=name)
+@pytest.mark.parametrize(
+    "path",
+    # A drill is long, and has tests of its own.
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.name == "drill.md")) for path in RUNNING],
+    ids=name,
+)
 def test_marked_blocks_do_what_the_page_says(
     path: Path, page: Callable[[Path], Any], scratch: Path, environment: dict[str, str]
 ) -> None:

@@ -147,6 +147,7 @@ def assert_went_on_to_the_same_end(slurm: Slurm, job_id: str, run_dir: str, undi
     assert mine["ledger"] == undisturbed["ledger"]
 
 
+@pytest.mark.thorough
 def test_a_preempted_job_goes_on_to_the_undisturbed_weights(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     job_id = slurm.submit("preempted", *LONG, "--nodes", "2")
     slurm.wait_for_step("preempted", 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 
@@ -83,7 +84,7 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" See `{context.command_path} --help`." if context is not None else ""
-        click.echo(f"paceline: {_recipe_key_hint(error) or error.format_message()}{hint}", err=True)
+        click.echo(f"paceline: {_recipe_key_hint(error, arguments) or error.format_message()}{hint}", err=True)
         end_torchrun(os.environ)
         return error.exit_code
     except click.Abort:
@@ -99,7 +100,7 @@ def run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _recipe_key_hint(error: click.ClickException) -> str | None:
+def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str | None:
     """What to say to `--lr 0.1` where a recipe is changed: other trainers have options, recipes have keys."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return None
@@ -108,7 +109,19 @@ def _recipe_key_hint(error: click.ClickException) -> str | None:
     from paceline.recipe.layers import keys_for, spelled
     from paceline.recipe.schema import Recipe
 
-    examples = [spelled(Recipe(), key) for key in keys_for(error.option_name)]
+    value = _value_typed(error.option_name, arguments)
+    examples = [f"{key}={value}" if value else spelled(Recipe(), key) for key in keys_for(error.option_name)]
     if not examples:
         return None
     return f"No such option '{error.option_name}': recipes are changed by KEY=VALUE, here {' or '.join(examples)}."
+
+
+def _value_typed(option: str, arguments: list[str]) -> str:
+    """What was given to an option, as `--lr 0.1` or `--lr=0.1`; empty if nothing was."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
+    value = next((after for word, after in itertools.pairwise(words) if word == option), "")
+    if value.startswith("-"):
+        return ""
+    # Ours says what it counts: `--epochs 3` is "3 epochs".
+    unit = next((unit for unit in ("epochs", "steps") if unit in option), "")
+    return f'"{value} {unit}"' if unit and value.isdigit() else value

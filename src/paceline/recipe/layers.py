@@ -8,7 +8,7 @@ another choice (``optimizer.name=adamw``) takes away what earlier layers set for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
@@ -57,7 +57,7 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
         dotted = f"{path}{key}"
         if key not in known:
             place = f"'{path.rstrip('.')}'" if path else "a recipe"
-            homes = keys_for(str(key)) if not path or our_key(str(key)) else []
+            homes = keys_for(str(key)) if not path or our_key(str(key)) else _kinds_of(str(key), known, path)
             if homes:
                 named = " or ".join(f"'{home}'" for home in homes)
                 raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {named}?")
@@ -92,6 +92,11 @@ def _ending_in(name: str, section: type[Any], path: str) -> list[str]:
         elif key == name and path:
             found.append(f"{path}{key}")
     return found
+
+
+def _kinds_of(word: str, known: Iterable[str], path: str) -> list[str]:
+    """A section's keys of that kind: ``batch.size`` may mean `batch.global_size` or `batch.micro_size`."""
+    return [f"{path}{key}" for key in known if key.endswith(f"_{word}")]
 
 
 class _Afresh(dict[str, Any]):

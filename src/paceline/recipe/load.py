@@ -237,7 +237,8 @@ def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _locate(source: str | Path) -> Path:
+def _locate(source: str | Path, beside: Path = Path()) -> Path:
+    """Find a recipe by its name or path; the files in the folder ``beside`` are what a misspelt one may have meant."""
     shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]
@@ -251,8 +252,9 @@ def _locate(source: str | Path) -> Path:
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
             f"paceline train image_folder data.path={source}"
         )
+    near = [*shipped, *(entry.name for entry in beside.glob("*.y*ml"))]
     raise RecipeError(
-        f"no recipe '{source}': it is neither a file nor a shipped recipe.{did_you_mean(str(source), shipped)} "
+        f"no recipe '{source}': it is neither a file nor a shipped recipe.{did_you_mean(str(source), near)} "
         f"Shipped recipes: {', '.join(shipped)}."
     )
 
@@ -264,7 +266,10 @@ def _with_base(path: Path, notices: list[str]) -> layers.Tree:
     if base is None:
         return layers.merge({}, tree, notices)
     beside = path.parent / str(base)
-    base_path = beside if beside.is_file() else _locate(str(base))
+    try:
+        base_path = beside if beside.is_file() else _locate(str(base), path.parent)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: base: {error}") from None
     below = _read(base_path)
     if "base" in below:
         raise RecipeError(
@@ -279,6 +284,10 @@ def _read(path: Path) -> layers.Tree:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # a SafeLoader
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise RecipeError(f"{path}: not readable as YAML{where}: {error.problem}.") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise RecipeError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if tree is None:

@@ -168,7 +168,9 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
         )
     if asked.resume not in ("auto", "never"):
-        raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.")
+        of_run = Path(asked.resume).parent.parent
+        meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
+        raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
     for stale in (directory.events, directory.summary):
         stale.unlink(missing_ok=True)
     _write_what_was_asked(directory, asked)

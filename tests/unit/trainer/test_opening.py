@@ -240,8 +240,14 @@ def test_a_checkpoint_that_is_not_there_is_refused(train_tiny: Train, runs: Path
 
 
 def test_there_is_nothing_to_go_on_with(train_tiny: Train, runs: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="there is no run in"):
+    with pytest.raises(RunDirectoryError, match=r"there is no run in '.*/run' to go on with\.$"):
         train_tiny("run", resume=str(runs / "run/checkpoints/step-00000001"))
+
+
+def test_the_run_of_a_checkpoint_is_meant(train_tiny: Train, runs: Path) -> None:
+    train_tiny("run", {"train.duration": "2 steps"})
+    with pytest.raises(RunDirectoryError, match=f"Did you mean --run-dir {runs / 'run'}\\?"):
+        train_tiny("other", resume=str(runs / "run/checkpoints/step-00000002"))
 
 
 # ------------------------------------------------------------------------------------------ damage
