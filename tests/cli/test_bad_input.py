@@ -147,6 +147,16 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         (("train",), ("RECIPE",)),
         (("train", "digits", "--run-dri", "x"), ("--run-dri", "--run-dir")),
         (("train", "digits", "--lr", "0.3"), ("'--lr'", "KEY=VALUE", "optimizer.lr=0.3", "train --help")),
+        (
+            ("train", "digits", "optimizer.options={foo: 1}", "--plan-only"),
+            ("optimizer.options {'foo': 1}", "name=sgd"),
+        ),
+        (("train", "digits", "model.name=vit_tiny_patch16_224", "--plan-only"), ("vit_tiny_patch16_224", "8")),
+        (
+            ("train", "digits", "data.mix.mixup=1", "data.mix.epochs=99", "--plan-only"),
+            ("data.mix.epochs", "all are mixed"),
+        ),
+        (("train", "digits", 'optimizer.groups={"*": {weight_decay: off}}'), ("optimizer.groups", "found False")),
         (("train", "digits", "--batch-size=32"), ("'--batch-size'", "batch.global_size=32")),
         (("train", "digits", "--epochs", "3"), ("'--epochs'", 'train.duration="3 epochs"')),
         (("train", "digits", "--opt"), ("'--opt'", "optimizer.name=")),

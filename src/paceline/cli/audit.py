@@ -42,8 +42,8 @@ def command(run: Path, as_json: bool) -> int:
     if audit.passed:
         click.echo(
             f"Passed: over {format_count(audit.steps)} steps each of {format_count(audit.samples_per_epoch)} samples "
-            f"was used{', or found broken,' * any(one.broken for one in audit.epochs)} exactly once per epoch, in the "
-            "recipe's order."
+            f"was used{', or found broken,' * any(one.broken for one in audit.epochs)} exactly once per "
+            f"{'finished ' * any(not one.is_over for one in audit.epochs)}epoch, in the recipe's order."
         )
     return 0 if audit.passed else 1
 

@@ -155,8 +155,8 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
     print_pairs(_figures(result))
     click.echo()
     if summary.status == "stopped":
-        sooner = " without --until" * (summary.details.get("ending") == "until")
-        click.echo(f"Run the same command{sooner} with --run-dir {run_dir} to go on.")
+        later = ", with a later --until or train.until or none," * (summary.details.get("ending") == "until")
+        click.echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")
         return
     click.echo("Next:")
     click.echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")

@@ -110,12 +110,11 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
 def _as_asked(name: str, usual: Treatment, optimizer: Optimizer) -> Treatment:
     for pattern, asked in optimizer.groups.items():
         if fnmatch.fnmatchcase(name, pattern):
-            own = asked.weight_decay is not None
             return Treatment(
                 source=pattern,
                 lr_factor=usual.lr_factor * asked.lr_factor,
-                weight_decay=usual.weight_decay if asked.weight_decay is None else asked.weight_decay,
-                decay_moves=usual.decay_moves and not own,
+                weight_decay=usual.weight_decay if asked.weight_decay == "auto" else asked.weight_decay,
+                decay_moves=usual.decay_moves and asked.weight_decay == "auto",
             )
     return usual
 

@@ -37,8 +37,8 @@ class Model:
     """Low-rank matrices that are trained instead of the network's own weights."""
     activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None
     """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
-    et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to; or
-    `off`."""
+    et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to;
+    `true` is `full`; or `off`."""
     channels_last: Auto | Switch = "auto"
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False

@@ -35,8 +35,8 @@ class ParameterGroup:
 
     lr_factor: NonNegativeFloat = 1.0
     """Their learning rate, as a factor on the schedule's."""
-    weight_decay: Annotated[NonNegativeFloat | None, Off] = None
-    """Their weight decay; `off` leaves them what they would have had."""
+    weight_decay: Auto | NonNegativeFloat = "auto"
+    """Their weight decay, 0 for none; `auto` leaves them what they would have had."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -55,11 +55,12 @@ class Optimizer:
     lr_reference_batch: Annotated[PositiveInt | None, Off, Applies("lr_scaling", ("linear", "sqrt"))] = None
     """The global batch that `lr` is meant for."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 coefficient (`sgd`, `rmsprop`, `lars`, `lamb`), or decoupled decay (the others)."""
+    """Decay towards zero: added to the gradient (`sgd`, `rmsprop`, `lars`), to the update before its norm is set
+    (`lamb`), or taken off the weights themselves (the others)."""
     decay_norm_and_bias: Switch = False
     """Whether weight decay also acts on biases and normalisation parameters."""
     momentum: Annotated[OpenFraction, Applies("name", _WITH_MOMENTUM)] = 0.9
-    """Momentum coefficient."""
+    """Momentum coefficient; `muon`'s author uses 0.95."""
     nesterov: Annotated[Switch, Applies("name", ("sgd", "lars", "muon"))] = False
     """Nesterov's form of momentum."""
     betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", _WITH_BETAS)] = "auto"

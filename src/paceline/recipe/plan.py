@@ -266,8 +266,12 @@ def make_plan(
         unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
         profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
-        unused=unused_keys(recipe, data) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates),
+        unused=_unused(recipe, data, rates, strategy, epochs.length(total)),
     )
+
+
+def _unused(recipe: Recipe, data: DataFacts, rates: Rates, strategy: str, epochs: float) -> dict[str, str]:
+    return unused_keys(recipe, data, epochs) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates)
 
 
 def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:

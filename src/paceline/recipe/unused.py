@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from paceline.recipe.plan import DataFacts
 
 
-def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
-    """Dotted keys that ask for something which has no effect on this data, with the reason.
+def unused_keys(recipe: Recipe, data: DataFacts, epochs: float) -> dict[str, str]:
+    """Dotted keys that ask for something which has no effect on this data in so many epochs, with the reason.
 
     A request that is met anyway is not in vain: ``off``, ``auto``, ``false``, or no loader processes where none are.
     """
@@ -31,6 +31,7 @@ def unused_keys(recipe: Recipe, data: DataFacts) -> dict[str, str]:
     # The shape decides how images are predicted, whatever the held-out ones come to.
     found |= {key: why for key, why in unused_in_data(data).items() if key != "data.evaluation_shape"}
     found |= _unused_in_augmentation(recipe.data) | unused_in_profile(recipe.telemetry.profile)
+    found |= _beyond_the_end(recipe.data, epochs)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
@@ -78,6 +79,17 @@ def _unused_in_augmentation(data: Data) -> dict[str, str]:
         found |= dict.fromkeys((f"data.progressive.{key}" for key in ("begin", "end", "multiple")), why)
     if not any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)):
         found["data.augment.jitter.probability"] = "there is no jitter"
+    return found
+
+
+def _beyond_the_end(data: Data, epochs: float) -> dict[str, str]:
+    """Keys that speak of epochs which a run does not have."""
+    found: dict[str, str] = {}
+    why = f"the run has {epochs:g} epochs"
+    if data.mix.epochs is not None and data.mix.epochs >= epochs and (data.mix.mixup or data.mix.cutmix):
+        found["data.mix.epochs"] = f"{why}: all are mixed"
+    if data.progressive.start_size is not None and data.progressive.begin >= epochs:
+        found["data.progressive.end"] = f"{why}: images stay as they begin"
     return found
 
 

@@ -93,6 +93,7 @@ class ImageClassification(Task):
                 "digest": found.digest,
                 "classes": len(found.classes),
                 "image_size": found.image_size,
+                **_sizes_by_epoch(data.progressive, found.image_size),
                 "evaluation_size": evaluation_size(data, found),
                 **self._shapes_found(),
                 **({} if found.holdout is None else {"holdout_samples": len(found.holdout)}),
@@ -143,10 +144,10 @@ class ImageClassification(Task):
         return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
 
     def check_network(self, network: nn.Module) -> None:
-        """Try each size that training or evaluation shows, beside the one that the network was built for."""
+        """Try each size that training or evaluation shows."""
         found, data = self.dataset, self.recipe.data
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
-        sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
+        sides |= {found.image_size, evaluation_size(data, found)}
         shapes = {(side, side) for side in sides} | ({} if self._shapes is None else distinct(self._shapes)).keys()
         for shape in sorted(shapes):
             check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
@@ -219,6 +220,15 @@ def _check_growth(progressive: Progressive, image_size: int) -> None:
             f"data.progressive.start_size={progressive.start_size}, but images grow from it to data.image_size="
             f"{image_size}; give a smaller one, or off."
         )
+
+
+def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict[str, int]]:
+    """From which epoch, counted from 0, training images have which size, for the plan; empty if it is one."""
+    if progressive.start_size is None:
+        return {}
+    sizes = [progressive.size_at(epoch, image_size) for epoch in range(progressive.end + 1)]
+    changes = [epoch for epoch, size in enumerate(sizes) if epoch == 0 or size != sizes[epoch - 1]]
+    return {"image_size_from_epoch": {str(epoch): sizes[epoch] for epoch in changes}}
 
 
 def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

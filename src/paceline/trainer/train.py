@@ -22,6 +22,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.transfer import adapt
+from paceline.optim.build import build_optimizer
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -107,7 +108,9 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     task.check_network(network)
     adapt(network, loaded.recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
-    return plan_network(plan, network, loaded.recipe)
+    plan = plan_network(plan, network, loaded.recipe)
+    build_optimizer(network, loaded.recipe.optimizer, torch.device("cpu"))
+    return plan
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
