@@ -102,7 +102,7 @@ def main() -> None:
     measured = ", ".join(f"{workers}: {value:.0f}" for workers, value in table.items())
     lines = [
         f"Measured beforehand, images per second by loader processes: {measured}.",
-        f"Chosen: {chosen} processes, which train {medians[chosen, 2]:.0f} images/s (median of {arguments.rounds} runs).",
+        f"Chosen: {chosen}, which train {medians[chosen, 2]:.0f} images/s (median of {arguments.rounds} runs).",
         f"Best of {len(medians)} combinations: {best[0]} processes, {best[1]} batches ready each, {medians[best]:.0f}.",
         f"The choice comes to {100 * share:.1f} % of the best.",
     ]
