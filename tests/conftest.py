@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,15 @@ def pytest_configure() -> None:
     """Take SIGINT as a terminal's programs do: a shell's background jobs, and their children, ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        # What runs remember between them is not for the tests to find, nor the tests' for the user's runs.
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="paceline-cache-")
+
+
+def pytest_unconfigure() -> None:
+    """Remove what was remembered."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -30,3 +30,9 @@ def cpu_name() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
+
+
+def cache_folder() -> Path:
+    """Where what can be found out again is kept between runs (XDG Base Directory Specification); it may not exist."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"

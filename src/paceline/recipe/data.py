@@ -149,7 +149,9 @@ class Data:
     backend: Literal["auto", "memory", "pytorch", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers."""
     workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch"))] = "auto"
-    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process."""
+    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. `auto` measures, for runs
+    of 200,000 images or more and once, which number feeds the model best; else it is a rank's share of the cores but
+    one."""
     prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch"))] = 2
     """Batches each worker keeps ready."""
     image_size: Auto | PositiveInt = "auto"

@@ -13,6 +13,7 @@ from torch import nn
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.feeding import remembered
 from paceline.data.image.mixing import Mixing
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit
 from paceline.data.image.shapes import distinct, measure
@@ -76,7 +77,7 @@ class ImageClassification(Task):
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
         _check_growth(data.progressive, found.image_size)
         self._backend, backend_reason = choose_backend(self._shown(), found)
-        self._workers, workers_reason = choose_workers(data, self._backend, world)
+        self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
         reasons["data.evaluation_size"] = "as data.image_size"

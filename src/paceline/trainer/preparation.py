@@ -99,7 +99,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             device=device,
             network=network,
             pipeline=pipeline,
-            geometry=_geometry(recipe, plan),
+            geometry=geometry_of(recipe, plan),
             cores=cores,
             notices=notices if cores is None else (*notices, cores.why),
         )
@@ -108,7 +108,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     return prepared
 
 
-def _geometry(recipe: Recipe, plan: Plan) -> StepGeometry:
+def geometry_of(recipe: Recipe, plan: Plan) -> StepGeometry:
+    """Which samples every step of a run uses."""
     return StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,

@@ -34,6 +34,7 @@ from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
+from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
 from paceline.trainer.preparation import Prepared, plan_network, plan_run, prepare
@@ -137,6 +138,9 @@ def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: floa
     make_task = build_task if options.task is None else options.task
     task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
     with StopRequest() as stop, affinity_restored():
+        if options.task is None:
+            say = options.display.message if options.display and launch.world.is_first else lambda _: None
+            measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=say)
         prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
         with (

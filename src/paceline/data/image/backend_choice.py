@@ -11,6 +11,7 @@ from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
+from paceline.data.image.feeding import Feeding
 from paceline.data.image.source import repeated
 from paceline.data.image.transforms import View
 from paceline.data.image.variation import asks_for_variation
@@ -70,12 +71,17 @@ def evaluation_size(data: Data, dataset: ImageDataset) -> int:
     return dataset.image_size if data.evaluation_size == "auto" else data.evaluation_size
 
 
-def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
-    """Return the loader processes per rank and why so many; one core of each rank's share is for training."""
+def choose_workers(data: Data, backend: str, world: World, measured: Feeding | None = None) -> tuple[int, str]:
+    """Return the loader processes per rank and why so many.
+
+    What was measured decides; where nothing was, one core of each rank's share is for training.
+    """
     if backend != "pytorch":
         return 0, f"the {backend} back-end has none"
     if data.workers != "auto":
         return data.workers, "as the recipe says"
+    if measured is not None:
+        return measured.best, str(measured)
     cores = available_cores()
     workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"

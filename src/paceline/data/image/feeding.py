@@ -1,0 +1,107 @@
+"""How many loader processes feed this model best on this machine? Found once by measuring, and remembered.
+
+The measuring is the trainer's (``trainer/feeding.py``); here is what it found, for whoever makes the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.machine import available_cores, cache_folder, cpu_name
+from paceline.recipe.load import to_tree
+from paceline.recipe.schema import Recipe
+from paceline.world import World
+
+# Fewer processes are as good as more if they are this near: each of them costs memory.
+_AS_GOOD = 0.98
+_FAILURE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """What was measured.
+
+    Attributes:
+        rates: Images per second in training, by the number of loader processes.
+        alone: Images per second of the model with nothing to wait for.
+    """
+
+    rates: dict[int, float]
+    alone: float
+
+    @property
+    def best(self) -> int:
+        """The fewest processes that are as good as any."""
+        most = max(self.rates.values())
+        return min(workers for workers, rate in self.rates.items() if rate >= _AS_GOOD * most)
+
+    def __str__(self) -> str:
+        table = ", ".join(f"{workers}: {rate:,.0f}" for workers, rate in sorted(self.rates.items()))
+        return f"measured here in images per second: {table}; the model alone: {self.alone:,.0f}"
+
+
+def remembered(recipe: Recipe, world: World) -> Feeding | None:
+    """What was measured for such runs; None if nothing was, or if it failed."""
+    return _feeding(_read(_path(recipe, world)))
+
+
+def is_open(recipe: Recipe, world: World) -> bool:
+    """Whether it is worth measuring: nothing is remembered, and it did not fail a short while ago."""
+    found = _read(_path(recipe, world))
+    failed_at = found["time"] if "failed" in found else 0.0
+    return _feeding(found) is None and time.time() - failed_at > _FAILURE_SECONDS
+
+
+def remember(recipe: Recipe, world: World, found: Feeding | None, *, reason: str = "") -> None:
+    """Keep what was measured, or why it failed; where nothing can be written, nothing is remembered."""
+    path = _path(recipe, world)
+    told = {"rates": found.rates, "alone": found.alone} if found is not None else {"failed": reason}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({**told, "time": time.time()}), encoding="utf-8")
+        draft.replace(path)
+
+
+def _path(recipe: Recipe, world: World) -> Path:
+    """The file of runs that are fed alike: of the same data shown the same way to the same model, on this machine."""
+    data = {key: value for key, value in to_tree(recipe)["data"].items() if key != "mix"}
+    if data.get("path") is not None:
+        data["path"] = str(Path(data["path"]).expanduser().absolute())
+    same = {
+        "task": recipe.task,
+        "data": data,
+        "model": to_tree(recipe)["model"],
+        "batch": to_tree(recipe)["batch"],
+        "precision": recipe.train.precision,
+        "device": recipe.parallel.device,
+        "threads": [recipe.parallel.threads, os.environ.get("OMP_NUM_THREADS")],
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "machine": [cpu_name(), available_cores(), world.local_world_size],
+    }
+    digest = hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_folder() / "feeding" / f"{digest[:32]}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file's content; nothing if it is not there or is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {**found, "time": float(found["time"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+def _feeding(found: dict[str, Any]) -> Feeding | None:
+    try:
+        rates = {int(workers): float(rate) for workers, rate in found["rates"].items()}
+        return Feeding(rates, float(found["alone"]))
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return None

@@ -1,0 +1,231 @@
+"""How many loader processes feed this model best? Measured on the run's own files before a long run begins.
+
+A process of its own does it, since loader processes are to be forked before a process has threads and a GPU:
+``python -m paceline.trainer.feeding RECIPE MOST`` trains on real batches with each number of loader processes in turn,
+keeps nothing of that, and prints what it found. The outcome is remembered where the plan finds it
+(``data/image/feeding.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.data.image.feeding import Feeding, is_open, remember
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import PacelineError, TrainingError
+from paceline.machine import available_cores, cache_folder
+from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task
+from paceline.tasks.task import Task
+from paceline.trainer.precision import Precision, set_float32_matmul
+from paceline.trainer.preparation import build_network, geometry_of, plan_run
+from paceline.world import World
+
+# Runs of fewer images are over before the measuring has paid for itself.
+_WORTH_IT = 200_000
+# What would take longer is not measured: then the model is slow, and the cores it leaves feed it.
+_AT_MOST_SECONDS = 45.0
+_LIMIT_SECONDS = 120.0
+_LOOK_SECONDS = 0.2
+_BURST_SECONDS = 1.5
+_FEWEST_BATCHES = 3
+_ROUNDS = 2
+
+
+def measure_feeding(
+    recipe: Recipe, task: Task, world: World, *, stopped: Callable[[], bool], say: Callable[[str], None]
+) -> None:
+    """Measure once how many loader processes are best, if the recipe leaves it open and the run is long.
+
+    Whatever goes wrong is remembered for a while, and the number is chosen by the cores. Of several processes on a
+    machine one measures, and the others wait for it.
+
+    Args:
+        recipe: The run's.
+        task: What it trains.
+        world: This process's place.
+        stopped: Whether the run was asked to stop, so that nobody waits for this any longer.
+        say: Tells the user what is going on.
+    """
+    if recipe.data.workers != "auto" or world.local_world_size != world.world_size:
+        return
+    device = choose_device(recipe.parallel.device, world)
+    plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
+    steps = plan.total_steps if plan.until_step is None else plan.until_step
+    is_long = steps * plan.global_batch_size >= _WORTH_IT
+    if plan.data.get("backend") != "pytorch" or not is_long or not is_open(recipe, world):
+        return
+    with _one_at_a_time():
+        if is_open(recipe, world):
+            say("measuring how many loader processes feed this model best: once, at most two minutes …")
+            found, reason = _in_a_process(recipe, plan, world, stopped)
+            remember(recipe, world, found, reason=reason)
+            if found is None:
+                say(f"not measured ({reason}): data.workers follows the number of cores")
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep other processes of this machine waiting; a system without locks lets them all measure."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            folder = cache_folder() / "feeding"
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _in_a_process(recipe: Recipe, plan: Plan, world: World, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
+    """What the measuring process printed, or why it printed nothing."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
+    }
+    environment["OMP_NUM_THREADS"] = str(plan.threads_per_process)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", _overrides(plan))), encoding="utf-8")
+        most = max(1, available_cores() // world.local_world_size)
+        command = [sys.executable, "-m", "paceline.trainer.feeding", str(path), str(most)]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            said = _outcome(process, stopped)
+    if said is None:
+        return None, "it was ended"
+    out, err = said
+    if process.returncode != 0:
+        return None, (err.strip().splitlines() or ["no reason was given"])[-1]
+    found = json.loads(out.splitlines()[-1])
+    return Feeding({int(workers): rate for workers, rate in found["rates"].items()}, found["alone"]), ""
+
+
+def _outcome(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> tuple[str, str] | None:
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_LOOK_SECONDS)
+        if stopped() or time.monotonic() > deadline:
+            process.kill()
+            process.communicate()
+            return None
+
+
+def _overrides(plan: Plan) -> dict[str, Any]:
+    """What of a recipe is otherwise while it is measured: one process with a rank's share of the work."""
+    return {
+        "model.pretrained": False,
+        "model.initialize_from": None,
+        "model.compile": False,
+        "batch.micro_size": plan.micro_batch_size,
+        "train.precision": "bf16" if plan.precision == "fp8" else plan.precision,
+        "parallel": None,
+        "parallel.device": plan.device,
+        "parallel.threads": plan.threads_per_process,
+    }
+
+
+class _Trainer:
+    """Forward and backward passes on the batches of one pipeline or another; the weights stay as they are."""
+
+    def __init__(self, recipe: Recipe, task: Task, plan: Plan, placement: Placement) -> None:
+        self._task, self._device = task, placement.device
+        self._precision = Precision(plan.precision, placement.device, recipe.train.grad_scaler)
+        self._network: nn.Module = build_network(recipe, task, placement)[0]
+        task.prepare_training(placement)
+
+    def rate(self, batches: Iterator[Batch], skipped: int) -> float:
+        """Images per second, after some batches that had been read before."""
+        for _ in range(skipped):
+            self._pass(next(batches))
+        self._settle()
+        begun, images, count = time.perf_counter(), 0, 0
+        while count < _FEWEST_BATCHES or time.perf_counter() - begun < _BURST_SECONDS:
+            images += self._pass(next(batches))
+            count += 1
+        self._settle()
+        return images / (time.perf_counter() - begun)
+
+    def check_time(self, batch: Batch, passes: int) -> None:
+        """Give up a measurement that would take too long, by one pass that is timed after one that is not."""
+        self._pass(batch)
+        self._settle()
+        begun = time.perf_counter()
+        self._pass(batch)
+        self._settle()
+        seconds = time.perf_counter() - begun
+        if seconds * passes > _AT_MOST_SECONDS:
+            raise TrainingError(f"a batch takes {seconds:.1f} s, too long to try several numbers")
+
+    def _pass(self, batch: Batch) -> int:
+        with self._precision.autocast():
+            loss = self._task.loss(self._network, batch)
+        self._precision.backward(loss)
+        self._network.zero_grad(set_to_none=True)
+        return len(batch.ids)
+
+    def _settle(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
+
+
+def measure(recipe: Recipe, most: int) -> Feeding:
+    """Train on real batches with each number of loader processes in turn, up to one for each core."""
+    world, device = World(), choose_device(recipe.parallel.device, World())
+    # Twice as many each time, and all but one of the cores, which is what is taken unmeasured.
+    numbers = sorted({0, most, most - 1, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+    tasks = {count: build_task(replace(recipe, data=replace(recipe.data, workers=count))) for count in numbers}
+    plans = {count: plan_run(each.recipe, each, describe_machine(device), world) for count, each in tasks.items()}
+    plan = plans[numbers[0]]
+    placement = Placement(device=device, channels_last=plan.channels_last)
+    with contextlib.ExitStack() as opened:
+        pipelines: dict[int, Pipeline] = {}
+        for count, task in tasks.items():
+            pipelines[count] = opened.enter_context(contextlib.closing(task.open_pipeline(placement)))
+            # All before any thread: what is forked later would inherit its locks.
+            pipelines[count].start(training=True, evaluation=False)
+        torch.set_num_threads(plan.threads_per_process)
+        set_float32_matmul(plan.float32_matmul)
+        trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)
+        geometry = geometry_of(recipe, plan)
+        streams = {count: each.train_batches(geometry, 0, plan.total_steps, world) for count, each in pipelines.items()}
+        # What loader processes hold ready, and a first pass at a size, are no measure.
+        skipped = {count: count * recipe.data.prefetch + 1 for count in numbers}
+        batch = next(streams[0])
+        trainer.check_time(batch, _ROUNDS * sum(each + _FEWEST_BATCHES for each in skipped.values()))
+        rates = dict.fromkeys(numbers, 0.0)
+        for _ in range(_ROUNDS):
+            for count, stream in streams.items():
+                # The better round: what else goes on in the machine only takes away.
+                rates[count] = max(rates[count], trainer.rate(stream, skipped=skipped[count]))
+        alone = max(trainer.rate(iter(lambda: batch, None), skipped=1) for _ in range(_ROUNDS))
+    return Feeding(rates, alone)
+
+
+if __name__ == "__main__":
+    try:
+        measured = measure(load_recipe(sys.argv[1]).recipe, int(sys.argv[2]))
+    except PacelineError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps({"rates": measured.rates, "alone": measured.alone}))
