@@ -117,6 +117,22 @@ def random_resized_box(
     return _central_box(height, width, ratio)
 
 
+def shrinkage(box: Box, target: int) -> int:
+    """How much smaller a file may be decoded for a box that is resized to a square of ``target`` pixels: 1, 2, 4 or 8.
+
+    As much as leaves the box at least twice as large as the target, so that resizing still has the last word.
+    """
+    return next((each for each in (8, 4, 2) if min(box.height, box.width) >= 2 * each * target), 1)
+
+
+def snapped(box: Box, size: tuple[int, int], step: int) -> Box:
+    """The box with its edges at the nearest whole steps of an image of ``size``; none moves by more than a step."""
+    top, left = (min(round(edge / step), side // step) for edge, side in zip(box[:2], size, strict=True))
+    bottom = min(round((box.top + box.height) / step), size[0] // step)
+    right = min(round((box.left + box.width) / step), size[1] // step)
+    return Box(top * step, left * step, (bottom - top) * step, (right - left) * step)
+
+
 def _central_box(height: int, width: int, ratio: tuple[float, float]) -> Box:
     part_height, part_width = height, width
     if width / height < ratio[0]:

@@ -1,4 +1,8 @@
-"""How does a slice become a batch, read sample by sample? The same in a worker as in the run's process."""
+"""How does a slice become a batch, read sample by sample? The same in a worker as in the run's process.
+
+Of a file only what is needed is decoded: its head says how large the picture is, the sample's draws say which part of
+it the model sees, and that part is decoded, resized, and written into the batch.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.augmentation import Draws, draw, random_resized_box
+from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.batched import vary
-from paceline.data.image.source import BrokenImageError, SampleSource
-from paceline.data.image.transforms import Shape, View, evaluation_image, training_image
-from paceline.data.image.variation import Variation
+from paceline.data.image.decode import DecodedPicture, Picture
+from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source
+from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
+from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
 
@@ -38,23 +45,25 @@ class SliceReader:
     def __init__(self, source: SampleSource, view: View, note: Callable[[int], None] | None = None) -> None:
         """Read from ``source`` what ``view`` shows; ``note`` is told each sample's id before it is read."""
         self._source = source
+        self._files = encoded_source(source)
         self._view = view
         self._note = note
-        self._variation = Variation(view.augment or Augment(), view.mean, view.seed)
+        self._augment = view.augment or Augment()
+        self._variation = Variation(self._augment, view.mean, view.seed)
+        self._shifts = self._augment.crop == "pad"
 
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
         size = view.size_at(piece.epoch)
         shape = piece.shape or (size, size)
-        inputs = torch.empty(len(piece.ids), view.channels, *shape, dtype=torch.uint8)
+        inputs = self._empty(len(piece.ids), shape)
         broken: list[BrokenSample] = []
         whole = np.ones(len(piece.ids), dtype=bool)
         for row, sample in enumerate(piece.ids.tolist()):
             try:
-                inputs[row - len(broken)] = self._image(
-                    sample, shape, None if draws is None else draws.part(row, row + 1)
-                )
+                image = self._image(sample, shape, None if draws is None else draws.part(row, row + 1))
+                inputs[row - len(broken)].copy_(image)
             except BrokenImageError as error:
                 broken.append(BrokenSample(sample, error.path, error.reason))
                 whole[row] = False
@@ -67,6 +76,21 @@ class SliceReader:
             draws = None if draws is None else draws.where(whole)
         return self._batch(piece, inputs, ids, draws, tuple(broken))
 
+    def _empty(self, count: int, shape: Shape) -> torch.Tensor:
+        """Memory for a batch, uint8 [N, C, H, W]; in a worker, memory that the run's process sees too."""
+        channels, (height, width) = self._view.channels, shape
+        size = count * channels * height * width
+        if get_worker_info() is None:
+            flat = torch.empty(size, dtype=torch.uint8)
+        else:
+            # As torch's own collation does: a batch in other memory would be copied when it is handed over.
+            flat = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))  # noqa: SLF001
+        if self._shifts or asks_for_variation(self._augment):
+            # Shifts are made of rows of one channel, and torchvision's operations may round otherwise when the channel
+            # is the fastest axis.
+            return flat.view(count, channels, height, width)
+        return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
+
     def _batch(
         self,
         piece: SampleSlice,
@@ -75,17 +99,33 @@ class SliceReader:
         draws: Draws | None,
         broken: tuple[BrokenSample, ...],
     ) -> Batch:
-        if self._view.augment is not None and draws is not None:
-            inputs = self._variation(vary(inputs, self._view.augment, draws), ids, piece.epoch)
+        if draws is not None:
+            if self._shifts:
+                inputs = vary(inputs, self._augment, draws)
+            inputs = self._variation(inputs, ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
     def _image(self, sample: int, shape: Shape, draws: Draws | None) -> torch.Tensor:
+        """One image, uint8 [C, height, width], cropped and flipped as drawn in the one row of ``draws``."""
         view = self._view
         if self._note is not None:
             self._note(sample)
-        image = self._source.read(sample)
-        if view.augment is None or draws is None or draws.attempts is None:
-            return evaluation_image(image, shape, view.evaluation_crop, view.interpolation)
-        height, width = image.shape[:2]
-        box = random_resized_box(draws.attempts[0], (height, width), view.augment.scale, view.augment.ratio)
-        return training_image(image, box, shape[0], view.interpolation)
+        picture = self._picture(sample)
+        if draws is None or draws.attempts is None:
+            image = evaluation_image(picture.part(), shape, view.evaluation_crop, view.interpolation)
+        else:
+            image = self._cropped(picture, draws.attempts[0], shape[0])
+        return image.flip(-1) if draws is not None and draws.flip[0] and not self._shifts else image
+
+    def _picture(self, sample: int) -> Picture | DecodedPicture:
+        if self._files is None:
+            return DecodedPicture(self._source.read(sample))
+        return Picture(self._files.encoded(sample), self._view.channels, self._source.path(sample))
+
+    def _cropped(self, picture: Picture | DecodedPicture, attempts: NDArray[np.float64], size: int) -> torch.Tensor:
+        augment = self._augment
+        box = random_resized_box(attempts, picture.size, augment.scale, augment.ratio)
+        shrink = shrinkage(box, size) if augment.shrink_on_load and picture.shrinks else 1
+        if shrink > 1:
+            box = snapped(box, picture.size, shrink)
+        return resized_part(picture.part(box, shrink), size, self._view.interpolation)

@@ -1,0 +1,356 @@
+/* Decodes a rectangle of a JPEG file, to the same bits as that part of the whole picture decoded by libjpeg-turbo.
+ *
+ * Entropy decoding stops at the rectangle's last row; of what lies above it only the coefficients' positions are
+ * followed, and of what lies beside it nothing is transformed. One unit of the coding grid around the rectangle is
+ * decoded with it, because the interpolation of colour looks at its neighbours.
+ *
+ * Only files are taken whose judgement needs nobody else: 8-bit baseline or progressive files of one or three
+ * components, upright, with nothing that libjpeg warns of, whose last scan ends with an end-of-image marker and holds
+ * no marker that could make a whole decoding fail. All others are declined, and the caller asks Pillow.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <setjmp.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <jpeglib.h>
+
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
+#error "libjpeg-turbo 2.1 or newer is needed: earlier ones cannot skip rows of every file to the bit"
+#endif
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+enum { DECLINED = 0, DECODED = 1 };
+
+/* -------------------------------------------------------------------------------------------- the file's head */
+
+typedef struct {
+    const unsigned char *at;
+    size_t left;
+} Bytes;
+
+typedef struct {
+    unsigned height, width, components;
+} Head;
+
+static unsigned big16(const unsigned char *p) { return (unsigned)p[0] << 8 | p[1]; }
+
+static int begins(Bytes s, const char *with, size_t length) {
+    return s.left >= length && memcmp(s.at, with, length) == 0;
+}
+
+static unsigned word(const unsigned char *p, int bytes, int little) {
+    unsigned value = 0;
+    for (int i = 0; i < bytes; i++) value = value << 8 | p[little ? bytes - 1 - i : i];
+    return value;
+}
+
+/* Whether EXIF data (from the byte order on) plainly say "upright", or nothing at all. */
+static int upright_exif(Bytes tiff) {
+    if (tiff.left < 14) return 0;
+    int little = begins(tiff, "II*\0", 4);
+    if (!little && !begins(tiff, "MM\0*", 4)) return 0;
+    size_t start = word(tiff.at + 4, 4, little);
+    if (start < 8 || start > tiff.left - 2) return 0;
+    size_t entries = word(tiff.at + start, 2, little);
+    if ((tiff.left - start - 2) / 12 < entries) return 0;
+    int told = 0;
+    for (size_t i = 0; i < entries; i++) {
+        const unsigned char *entry = tiff.at + start + 2 + 12 * i;
+        if (word(entry, 2, little) != 0x0112) continue;
+        /* One short with the value 1, and no second opinion. */
+        if (told++ || word(entry + 2, 2, little) != 3 || word(entry + 4, 4, little) != 1) return 0;
+        if (word(entry + 8, 2, little) != 1) return 0;
+    }
+    return 1;
+}
+
+/* Whether a packet of XMP leaves the picture as it lies. */
+static int upright_xmp(Bytes s) {
+    static const char key[] = "tiff:Orientation";
+    const size_t length = sizeof key - 1;
+    while (s.left >= length) {
+        const unsigned char *found = memchr(s.at, 't', s.left - length + 1);
+        if (found == NULL) return 1;
+        s.left -= (size_t)(found - s.at);
+        s.at = found;
+        if (begins(s, key, length)) {
+            Bytes rest = {s.at + length, s.left - length};
+            if (!begins(rest, "=\"1\"", 4) && !begins(rest, ">1<", 3)) return 0;
+        }
+        s.at++;
+        s.left--;
+    }
+    return 1;
+}
+
+/* Whether an application segment is one that Pillow reads without a word and that changes nothing. */
+static int harmless_segment(int marker, Bytes s, int *has_exif) {
+    if (marker == 0xE0) return !begins(s, "JFIF", 4) || s.left >= 7;
+    if (marker == 0xE1) {
+        if (begins(s, "Exif\0\0", 6)) return !(*has_exif)++ && upright_exif((Bytes){s.at + 6, s.left - 6});
+        return upright_xmp(s);
+    }
+    if (marker == 0xE2) return !begins(s, "MPF\0", 4) && (!begins(s, "ICC_PROFILE\0", 12) || s.left >= 14);
+    if (marker == 0xEE) return !begins(s, "Adobe", 5) || s.left >= 12;
+    return 1;
+}
+
+static int read_frame(Bytes s, Head *head) {
+    if (head->width || s.left < 6 || s.at[0] != 8) return DECLINED;
+    head->height = big16(s.at + 1);
+    head->width = big16(s.at + 3);
+    head->components = s.at[5];
+    if (!head->height || !head->width || (head->components != 1 && head->components != 3)) return DECLINED;
+    if (s.left != 6 + 3 * (size_t)head->components) return DECLINED;
+    if (head->components == 1) return DECODED;
+    /* 4:4:4, 4:2:2 or 4:2:0: versions of libjpeg-turbo interpolate the rarer ones differently. */
+    unsigned luma = s.at[7];
+    return (luma == 0x11 || luma == 0x21 || luma == 0x22) && s.at[10] == 0x11 && s.at[13] == 0x11 ? DECODED : DECLINED;
+}
+
+/* Reads the segments up to the first scan; declines whatever is in any way unusual. */
+static int read_head(const unsigned char *data, size_t size, Head *head) {
+    size_t at = 2;
+    int has_exif = 0;
+    *head = (Head){0, 0, 0};
+    if (size < 4 || data[0] != 0xFF || data[1] != 0xD8) return DECLINED;
+    while (size - at >= 4 && data[at] == 0xFF) {
+        int marker = data[at + 1];
+        size_t length = big16(data + at + 2);
+        if (length < 2 || length > size - at - 2) return DECLINED;
+        Bytes segment = {data + at + 4, length - 2};
+        switch (marker) {
+        case 0xC0: case 0xC1: case 0xC2:
+            if (read_frame(segment, head) == DECLINED) return DECLINED;
+            break;
+        case 0xC4: case 0xDB: case 0xDD: case 0xFE:
+            break;
+        case 0xDA:
+            return head->width ? DECODED : DECLINED;
+        default:
+            if (marker < 0xE0 || marker > 0xEF || !harmless_segment(marker, segment, &has_exif)) return DECLINED;
+        }
+        at += 2 + length;
+    }
+    return DECLINED;
+}
+
+/* ------------------------------------------------------------------------------------------------- the pixels */
+
+typedef struct {
+    const unsigned char *data;
+    size_t size;
+    unsigned char *out;
+    unsigned channels, top, left, height, width, denominator;
+} Job;
+
+typedef struct {
+    struct jpeg_error_mgr base;
+    jmp_buf escape;
+} Errors;
+
+static void escape(j_common_ptr info) { longjmp(((Errors *)info->err)->escape, 1); }
+
+static void stay_silent(j_common_ptr info) { (void)info; }
+
+static void count_warning(j_common_ptr info, int level) {
+    if (level < 0) info->err->num_warnings++;
+}
+
+/* Whether what follows the decoded rows can only end well: no marker but restarts, then the end of the image. */
+static int ends_well(j_decompress_ptr info) {
+    const unsigned char *at = info->src->next_input_byte, *end = at + info->src->bytes_in_buffer;
+    int marker = info->unread_marker;
+    for (;;) {
+        if (marker == 0xD9) return 1;
+        if (marker != 0 && (marker < 0xD0 || marker > 0xD7)) return 0;
+        at = at < end ? memchr(at, 0xFF, (size_t)(end - at)) : NULL;
+        if (at == NULL) return 0;
+        while (at < end && *at == 0xFF) at++;
+        if (at == end) return 0;
+        marker = *at++;
+    }
+}
+
+/* Whether all bits of a progressive file's coefficients have come: else libjpeg would smooth what lacks them. */
+static int is_complete(j_decompress_ptr info) {
+    if (!info->progressive_mode) return 1;
+    for (int component = 0; component < info->num_components; component++)
+        for (int k = 0; k < DCTSIZE2; k++)
+            if (info->coef_bits[component][k] > 0 || (k < 10 && info->coef_bits[component][k] < 0)) return 0;
+    return 1;
+}
+
+/* ITU-R 601 luma in 16 bits, as Pillow computes it of decoded colours. */
+static void to_grey(unsigned char *out, const unsigned char *rgb, unsigned width) {
+    for (unsigned i = 0; i < width; i++, rgb += 3)
+        out[i] = (unsigned char)((rgb[0] * 19595u + rgb[1] * 38470u + rgb[2] * 7471u + 0x8000u) >> 16);
+}
+
+static void read_rows(j_decompress_ptr info, const Job *job, unsigned skipped_columns) {
+    unsigned decoded = (unsigned)info->output_components;
+    size_t row_bytes = (size_t)job->width * job->channels;
+    JSAMPARRAY rows = info->mem->alloc_sarray(
+        (j_common_ptr)info, JPOOL_IMAGE, info->output_width * decoded, (JDIMENSION)info->rec_outbuf_height);
+    unsigned char *out = job->out;
+    unsigned end = job->top + job->height;
+    while (info->output_scanline < end) {
+        unsigned first = info->output_scanline;
+        unsigned count = jpeg_read_scanlines(info, rows, (JDIMENSION)info->rec_outbuf_height);
+        for (unsigned i = 0; i < count; i++) {
+            if (first + i < job->top || first + i >= end) continue;
+            const unsigned char *row = rows[i] + (size_t)skipped_columns * decoded;
+            if (decoded == job->channels) memcpy(out, row, row_bytes);
+            else to_grey(out, row, job->width);
+            out += row_bytes;
+        }
+    }
+}
+
+static int decode_started(j_decompress_ptr info, const Job *job) {
+    if (job->left + job->width > info->output_width || job->top + job->height > info->output_height) return DECLINED;
+    unsigned unit = (unsigned)info->min_DCT_scaled_size;
+    unsigned across = unit * (unsigned)info->max_h_samp_factor, down = unit * (unsigned)info->max_v_samp_factor;
+    unsigned left = job->left > across ? job->left - across : 0;
+    unsigned right = job->left + job->width + across;
+    if (right > info->output_width) right = info->output_width;
+    JDIMENSION first = left, span = right - left;
+    if (span < info->output_width) jpeg_crop_scanline(info, &first, &span);
+    else first = 0;
+    if (job->top > down) jpeg_skip_scanlines(info, job->top - down);
+    read_rows(info, job, job->left - first);
+    return DECODED;
+}
+
+static int decode(const Job *job) {
+    struct jpeg_decompress_struct info;
+    Errors errors;
+    volatile int result = DECLINED;
+    info.err = jpeg_std_error(&errors.base);
+    errors.base.error_exit = escape;
+    errors.base.output_message = stay_silent;
+    errors.base.emit_message = count_warning;
+    if (setjmp(errors.escape) == 0) {
+        jpeg_create_decompress(&info);
+        jpeg_mem_src(&info, job->data, (unsigned long)job->size);
+        jpeg_read_header(&info, TRUE);
+        J_COLOR_SPACE space = info.jpeg_color_space;
+        if (space == JCS_GRAYSCALE || space == JCS_YCbCr || space == JCS_RGB) {
+            info.out_color_space = space == JCS_GRAYSCALE && job->channels == 1 ? JCS_GRAYSCALE : JCS_RGB;
+            info.scale_num = 1;
+            info.scale_denom = job->denominator;
+            info.dct_method = JDCT_ISLOW;
+            info.do_block_smoothing = FALSE;
+            jpeg_start_decompress(&info);
+            int whole = jpeg_has_multiple_scans(&info); /* then all of the file has been read */
+            if (is_complete(&info) && decode_started(&info, job) == DECODED)
+                result = (whole || ends_well(&info)) && errors.base.num_warnings == 0 ? DECODED : DECLINED;
+        }
+    } else {
+        result = DECLINED;
+    }
+    jpeg_destroy_decompress(&info);
+    return result;
+}
+
+/* ------------------------------------------------------------------------------------------------- for Python */
+
+PyDoc_STRVAR(header_doc,
+"header(content, /) -> (height, width, components) or None\n\n"
+"Height, width and components (1 or 3) of a JPEG file, from its head; None if it is one to ask Pillow about.");
+
+static PyObject *header(PyObject *Py_UNUSED(module), PyObject *content) {
+    Py_buffer data;
+    Head head;
+    if (PyObject_GetBuffer(content, &data, PyBUF_SIMPLE) < 0) return NULL;
+    int known = read_head(data.buf, (size_t)data.len, &head);
+    PyBuffer_Release(&data);
+    if (known == DECLINED) Py_RETURN_NONE;
+    return Py_BuildValue("III", head.height, head.width, head.components);
+}
+
+PyDoc_STRVAR(read_region_doc,
+"read_region(content, out, top, left, height, width, denominator=1, /) -> bool\n\n"
+"Decode a rectangle into ``out``, a writable buffer of height * width * (1 or 3) bytes, rows first.\n"
+"False if Pillow is to be asked. With a denominator of 2, 4 or 8 the picture is decoded that much smaller, and the\n"
+"rectangle is one of the smaller picture.");
+
+static int set_job(Job *job, const Py_buffer *data, const Py_buffer *out) {
+    const unsigned most = JPEG_MAX_DIMENSION;
+    if (job->height < 1 || job->width < 1 || job->height > most || job->width > most || job->top > most ||
+        job->left > most)
+        return 0;
+    if (job->denominator != 1 && job->denominator != 2 && job->denominator != 4 && job->denominator != 8) return 0;
+    size_t pixels = (size_t)job->height * job->width;
+    if ((size_t)out->len != pixels && (size_t)out->len != 3 * pixels) return 0;
+    job->channels = (size_t)out->len == pixels ? 1 : 3;
+    job->data = data->buf;
+    job->size = (size_t)data->len;
+    job->out = out->buf;
+    return 1;
+}
+
+static PyObject *read_region(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer data, out;
+    Job job = {.denominator = 1};
+    int result = DECLINED;
+    if (!PyArg_ParseTuple(args, "y*w*IIII|I:read_region", &data, &out, &job.top, &job.left, &job.height, &job.width,
+                          &job.denominator))
+        return NULL;
+    int fits = set_job(&job, &data, &out);
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        result = decode(&job);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&out);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "the rectangle, the buffer's size or the denominator is out of range");
+        return NULL;
+    }
+    return PyBool_FromLong(result);
+}
+
+static PyMethodDef methods[] = {
+    {"header", header, METH_O, header_doc},
+    {"read_region", read_region, METH_VARARGS, read_region_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Fails where the library loaded is not the one this was compiled for. */
+static int try_library(void) {
+    struct jpeg_decompress_struct info;
+    Errors errors;
+    info.err = jpeg_std_error(&errors.base);
+    errors.base.error_exit = escape;
+    errors.base.output_message = stay_silent;
+    if (setjmp(errors.escape) != 0) {
+        PyErr_SetString(PyExc_ImportError, "the libjpeg found is not the libjpeg-turbo this was compiled for");
+        return -1;
+    }
+    jpeg_create_decompress(&info);
+    jpeg_destroy_decompress(&info);
+    return 0;
+}
+
+static int execute(PyObject *module) {
+    if (try_library() < 0) return -1;
+    return PyModule_AddStringConstant(module, "LIBRARY", "libjpeg-turbo " TEXT(LIBJPEG_TURBO_VERSION));
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "jpeg_region",
+    .m_doc = "Decodes a rectangle of a JPEG file.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_jpeg_region(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,264 @@
+"""A part of a JPEG file is decoded to the bits of that part of Pillow's picture, or Pillow is asked."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image import jpeg
+from paceline.data.image.augmentation import Box
+from paceline.data.image.decode import BrokenImageError, Picture, decode
+
+jpeg_region = pytest.importorskip("paceline.data.image.jpeg_region", reason="needs the compiled decoder")
+
+KINDS: list[dict[str, Any]] = [
+    {"subsampling": subsampling, "progressive": progressive, "restart_marker_blocks": restarts}
+    for subsampling in (0, 1, 2)
+    for progressive in (False, True)
+    for restarts in (0, 3)
+]
+SIZES = [(1, 1), (7, 9), (16, 16), (17, 33), (64, 48), (95, 131)]
+KIND_NAMES = [
+    f"{('444', '422', '420')[kind['subsampling']]}{'-progressive' * kind['progressive']}"
+    f"{'-restarts' * bool(kind['restart_marker_blocks'])}"
+    for kind in KINDS
+]
+
+
+def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Colour edges at every scale: what a wrong neighbour in the interpolation of colour would show in."""
+    generator = np.random.default_rng(seed + height * 1000 + width)
+    coarse = generator.integers(0, 256, (height // 6 + 2, width // 6 + 2, 3), dtype=np.uint8)
+    large = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST)).astype(int)
+    noisy = large + generator.integers(-20, 21, large.shape)
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).convert(mode)
+
+
+def encoded(image: Image.Image, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", **{"quality": 90, **options})
+    return buffer.getvalue()
+
+
+def by_pillow(content: bytes, mode: str, shrink: int = 1) -> np.ndarray:
+    with Image.open(io.BytesIO(content)) as image:
+        if shrink > 1:
+            image.draft(None, (image.width // shrink, image.height // shrink))
+        pixels = np.asarray(image.convert(mode))
+    return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+
+def boxes(height: int, width: int, count: int, seed: int = 0) -> Iterator[Box]:
+    """All of it, its corners, and rectangles anywhere."""
+    yield Box(0, 0, height, width)
+    yield Box(height - 1, width - 1, 1, 1)
+    yield Box(0, width // 2, height, width - width // 2)
+    chance = random.Random(seed)
+    for _ in range(count):
+        top, left = chance.randrange(height), chance.randrange(width)
+        yield Box(top, left, chance.randint(1, height - top), chance.randint(1, width - left))
+
+
+def part(content: bytes, box: Box, channels: int = 3, shrink: int = 1) -> np.ndarray | None:
+    return jpeg.read_part(content, channels, box, shrink)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
+def test_parts_have_the_bits_of_the_whole(kind: dict[str, Any], size: tuple[int, int]) -> None:
+    content = encoded(picture(*size), **kind)
+    assert jpeg.size_of(content) == size
+    colour, grey = by_pillow(content, "RGB"), by_pillow(content, "L")
+    for box in boxes(*size, count=40):
+        rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+        assert np.array_equal(part(content, box), colour[rows, columns]), box
+        assert np.array_equal(part(content, box, channels=1), grey[rows, columns]), box
+
+
+@pytest.mark.parametrize("sampling", [0x11, 0x22])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_parts_of_grey_pictures(progressive: bool, sampling: int) -> None:
+    content = bytearray(encoded(picture(95, 131, "L"), progressive=progressive))
+    frame = content.index(b"\xff\xc2" if progressive else b"\xff\xc0")
+    content[frame + 11] = sampling  # of one component it means nothing, and some cameras write 2x2
+    colour, grey = by_pillow(bytes(content), "RGB"), by_pillow(bytes(content), "L")
+    for box in boxes(95, 131, count=60):
+        rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+        assert np.array_equal(part(content, box), colour[rows, columns]), box
+        assert np.array_equal(part(content, box, channels=1), grey[rows, columns]), box
+
+
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS[::2], ids=KIND_NAMES[::2])
+def test_smaller_pictures_are_the_same_for_all_decoders(kind: dict[str, Any], shrink: int) -> None:
+    content = encoded(picture(157, 211), **kind)
+    whole = by_pillow(content, "RGB", shrink)
+    height, width = whole.shape[:2]
+    assert (height, width) == (-(-157 // shrink), -(-211 // shrink))
+    for box in boxes(height, width, count=40):
+        rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+        assert np.array_equal(part(content, box, shrink=shrink), whole[rows, columns]), box
+
+
+def odd_files() -> dict[str, bytes]:
+    """Files that are plain in all but one thing."""
+    plain = encoded(picture(64, 48))
+    scan = plain.index(b"\xff\xda")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = {
+        "cmyk": encoded(picture(64, 48).convert("CMYK")),
+        "turned": encoded(picture(64, 48), exif=turned),
+        "turned by XMP": encoded(picture(64, 48), xmp=b'<x tiff:Orientation="6"/>'),
+        "damaged EXIF": encoded(picture(64, 48), exif=b"Exif\0\0MM\0*\xff\xff\xff\xff"),
+        "short ICC profile": plain[:2] + b"\xff\xe2\x00\x0eICC_PROFILE\0" + plain[2:],
+        "no end": plain[:-2],
+        "half": plain[: len(plain) // 2],
+        "all but the last rows": plain[:-40],
+        "head only": plain[:scan],
+        "rubbish in the scan": plain[: scan + 400] + bytes(100) + plain[scan + 500 :],
+        "a marker in the scan": plain[: len(plain) - 60] + b"\xff\xc4\x00\x05abc" + plain[-60:],
+        "another frame in the scan": plain[:-60] + plain[plain.index(b"\xff\xc0") :][:19] + plain[-60:],
+        "rubbish between segments": plain[:20] + b"\x01\x02" + plain[20:],
+        "a lossless frame": plain.replace(b"\xff\xc0", b"\xff\xc3", 1),
+        "no rows": plain.replace(b"\xff\xc0\x00\x11\x08\x00\x40", b"\xff\xc0\x00\x11\x08\x00\x00", 1),
+        "too many rows": plain.replace(b"\xff\xc0\x00\x11\x08\x00\x40", b"\xff\xc0\x00\x11\x08\xff\xff", 1),
+        "4:4:0": plain.replace(b"\x01\x22\x00\x02\x11", b"\x01\x12\x00\x02\x11", 1),
+        "an unfinished progressive": _unfinished(encoded(picture(64, 48), progressive=True)),
+    }
+    assert all(content != plain for content in files.values())
+    return files
+
+
+def _unfinished(content: bytes) -> bytes:
+    """Without its last scan, but with its end."""
+    return content[: content.rindex(b"\xff\xda")] + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("name", odd_files())
+@pytest.mark.parametrize("box", [Box(0, 0, 64, 48), Box(0, 0, 9, 9), Box(20, 20, 20, 20)], ids=str)
+def test_pillow_judges_what_is_odd(name: str, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = odd_files()[name]
+
+    def outcome() -> object:
+        try:
+            return Picture(content, 3, name).part(box).tolist()
+        except BrokenImageError as error:
+            return error.reason
+
+    ours = outcome()
+    monkeypatch.setattr(jpeg, "_REGION", None)
+    assert ours == outcome()
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """Cut, overwritten, with bits turned, bytes taken out or markers put in."""
+    damaged = bytearray(content)
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        at = chance.randrange(len(damaged))
+        match chance.randrange(6):
+            case 0:
+                damaged[at] ^= 1 << chance.randrange(8)
+            case 1:
+                damaged[at] = chance.randrange(256)
+            case 2:
+                del damaged[at : at + chance.choice((1, 2, 30))]
+            case 3:
+                damaged[at:at] = bytes((0xFF, chance.randrange(256)))
+            case 4:
+                damaged[at : at + 8] = chance.randbytes(8)
+            case _:
+                damaged = damaged[: max(at, 1)] + (b"\xff\xd9" if chance.random() < 0.5 else b"")
+        if not damaged:
+            break
+    return bytes(damaged)
+
+
+def _fuzz(rounds: int, seed: int) -> tuple[int, int]:
+    """Damage files and read parts; return how many were decoded here and how many went to Pillow."""
+    chance = random.Random(seed)
+    plain = [encoded(picture(40, 56), **kind) for kind in KINDS] + [encoded(picture(40, 56, "L"))]
+    here = elsewhere = 0
+    for _ in range(rounds):
+        content = mutated(chance.choice(plain), chance)
+        size = jpeg.size_of(content)
+        if size is None or size[0] * size[1] > 2**20:
+            elsewhere += 1
+            continue
+        box = _any(size, chance)
+        pixels = part(content, box)
+        if pixels is None:
+            elsewhere += 1
+            continue
+        here += 1
+        # What is decoded here, Pillow must not call broken, and must see alike.
+        whole = by_pillow(content, "RGB")
+        assert np.array_equal(pixels, whole[box.top : box.top + box.height, box.left : box.left + box.width])
+    return here, elsewhere
+
+
+def _any(size: tuple[int, int], chance: random.Random) -> Box:
+    top, left = chance.randrange(size[0]), chance.randrange(size[1])
+    return Box(top, left, chance.randint(1, size[0] - top), chance.randint(1, size[1] - left))
+
+
+def test_damaged_files_neither_crash_nor_change() -> None:
+    here, elsewhere = _fuzz(1500, seed=0)
+    assert here > 100
+    assert elsewhere > 300
+
+
+@pytest.mark.thorough
+def test_many_damaged_files_neither_crash_nor_change() -> None:
+    for seed in range(1, 41):
+        _fuzz(2500, seed)
+
+
+def test_threads_share_nothing() -> None:
+    contents = [encoded(picture(95, 131, seed=seed), **KINDS[seed % len(KINDS)]) for seed in range(24)]
+    expected = [by_pillow(content, "RGB") for content in contents]
+    box = Box(10, 20, 60, 70)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            for pixels, whole in zip(pool.map(lambda each: part(each, box), contents), expected, strict=True):
+                assert np.array_equal(pixels, whole[10:70, 20:90])
+
+
+def test_every_kind_of_buffer_is_read() -> None:
+    content = encoded(picture(20, 30))
+    for each in (content, bytearray(content), memoryview(content), memoryview(b"xx" + content)[2:]):
+        assert jpeg.size_of(each) == (20, 30)
+        assert np.array_equal(part(each, Box(0, 0, 20, 30)), by_pillow(content, "RGB"))
+        assert np.array_equal(decode(each, 3), by_pillow(content, "RGB"))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    content = encoded(picture(20, 30))
+    out = np.empty((20, 30, 3), np.uint8)
+    for arguments in ((0, 0, 20, 31), (0, 0, 0, 30), (70000, 0, 20, 30), (0, 0, 20, 30, 3), (0, 0, 20, 30, 0)):
+        with pytest.raises(ValueError, match="out of range"):
+            jpeg_region.read_region(content, out, *arguments)
+    assert not jpeg_region.read_region(content, out, 1, 0, 20, 30)  # beyond the picture
+    assert not jpeg_region.read_region(content, out, 0, 2**16 - 10, 20, 30)
+    with pytest.raises((TypeError, BufferError)):
+        jpeg_region.read_region(content, bytes(1800), 0, 0, 20, 30)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8\xff\xda", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xc0\x00\x11"]
+)
+def test_what_is_no_jpeg_has_no_size(content: bytes) -> None:
+    assert jpeg.size_of(content) is None
+
+
+def test_the_decoder_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jpeg.describe_decoder().startswith("compiled, with libjpeg-turbo ")
+    monkeypatch.setattr(jpeg, "_REGION", None)
+    assert jpeg.describe_decoder().startswith("Pillow; the compiled decoder is not available (")
