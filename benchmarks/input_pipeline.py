@@ -140,11 +140,11 @@ def make_folder(root: Path, count: int, *, small: bool) -> Path:
             width = int(height * size[0] / size[1])
         part = photo.resize(size, Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
         # The originals have been compressed and their finest noise with them; cameras' pictures have it.
-        noise = generator.normal(0, 4, (size[1], size[0], 3))
+        noise = generator.normal(0, 6, (size[1], size[0], 3))
         pixels = (np.asarray(part) + noise).clip(0, 255).astype(np.uint8)
         folder = root / "ab"[index % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        quality = int(generator.integers(88, 97))
+        quality = int(generator.integers(90, 98))
         Image.fromarray(pixels).save(
             folder / f"{index:05d}.jpg", quality=quality, subsampling=int(generator.choice([2, 2, 2, 0]))
         )

@@ -125,11 +125,10 @@ def shrinkage(box: Box, target: int) -> int:
     return next((each for each in (8, 4, 2) if min(box.height, box.width) >= 2 * each * target), 1)
 
 
-def snapped(box: Box, size: tuple[int, int], step: int) -> Box:
-    """The box with its edges at the nearest whole steps of an image of ``size``; none moves by more than a step."""
-    top, left = (min(round(edge / step), side // step) for edge, side in zip(box[:2], size, strict=True))
-    bottom = min(round((box.top + box.height) / step), size[0] // step)
-    right = min(round((box.left + box.width) / step), size[1] // step)
+def snapped(box: Box, step: int) -> Box:
+    """The box with each edge at the nearest whole step, which may be the end of a last, broken step of the image."""
+    top, left = round(box.top / step), round(box.left / step)
+    bottom, right = round((box.top + box.height) / step), round((box.left + box.width) / step)
     return Box(top * step, left * step, (bottom - top) * step, (right - left) * step)
 
 

@@ -70,13 +70,13 @@ class Picture:
     size: tuple[int, int]
     shrinks: bool
 
-    def __init__(self, content: Content, channels: int, name: str) -> None:
+    def __init__(self, content: Content, channels: int, name: str = "") -> None:
         """Look at the head of a file.
 
         Args:
             content: The whole file.
             channels: 1 for greyscale (ITU-R 601 luma), 3 for RGB.
-            name: What it is called in errors.
+            name: What it is called in errors; left empty, the caller is to say it.
 
         Raises:
             BrokenImageError: If the file is truncated, no image, larger than ``LARGEST_PIXELS``, or holds numbers

@@ -253,7 +253,7 @@ def _recall(memory: Path, root: Path, folders: Sequence[Path]) -> Listed | None:
     """What was listed earlier, if it is still so."""
     begin = time.perf_counter()
     try:
-        with np.load(memory, allow_pickle=False) as arrays:
+        with open(memory, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
             if not _is_valid(facts, folders):
                 return None

@@ -60,12 +60,12 @@ class SliceReader:
         inputs = self._empty(len(piece.ids), shape)
         broken: list[BrokenSample] = []
         whole = np.ones(len(piece.ids), dtype=bool)
+        rows = inputs.unbind()
         for row, sample in enumerate(piece.ids.tolist()):
             try:
-                image = self._image(sample, shape, None if draws is None else draws.part(row, row + 1))
-                inputs[row - len(broken)].copy_(image)
+                rows[row - len(broken)].copy_(self._image(sample, shape, draws, row))
             except BrokenImageError as error:
-                broken.append(BrokenSample(sample, error.path, error.reason))
+                broken.append(BrokenSample(sample, error.path or self._source.path(sample), error.reason))
                 whole[row] = False
             except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
                 where = f"Reading sample {sample} ({self._source.path(sample)})"
@@ -105,27 +105,25 @@ class SliceReader:
             inputs = self._variation(inputs, ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
-    def _image(self, sample: int, shape: Shape, draws: Draws | None) -> torch.Tensor:
-        """One image, uint8 [C, height, width], cropped and flipped as drawn in the one row of ``draws``."""
+    def _image(self, sample: int, shape: Shape, draws: Draws | None, row: int) -> torch.Tensor:
+        """One image, uint8 [C, height, width], cropped and flipped as drawn in a row of ``draws``."""
         view = self._view
         if self._note is not None:
             self._note(sample)
-        picture = self._picture(sample)
+        if self._files is None:
+            picture: Picture | DecodedPicture = DecodedPicture(self._source.read(sample))
+        else:
+            picture = Picture(self._files.encoded(sample), view.channels)
         if draws is None or draws.attempts is None:
             image = evaluation_image(picture.part(), shape, view.evaluation_crop, view.interpolation)
         else:
-            image = self._cropped(picture, draws.attempts[0], shape[0])
-        return image.flip(-1) if draws is not None and draws.flip[0] and not self._shifts else image
-
-    def _picture(self, sample: int) -> Picture | DecodedPicture:
-        if self._files is None:
-            return DecodedPicture(self._source.read(sample))
-        return Picture(self._files.encoded(sample), self._view.channels, self._source.path(sample))
+            image = self._cropped(picture, draws.attempts[row], shape[0])
+        return image.flip(-1) if draws is not None and draws.flip[row] and not self._shifts else image
 
     def _cropped(self, picture: Picture | DecodedPicture, attempts: NDArray[np.float64], size: int) -> torch.Tensor:
         augment = self._augment
         box = random_resized_box(attempts, picture.size, augment.scale, augment.ratio)
         shrink = shrinkage(box, size) if augment.shrink_on_load and picture.shrinks else 1
         if shrink > 1:
-            box = snapped(box, picture.size, shrink)
+            box = snapped(box, shrink)
         return resized_part(picture.part(box, shrink), size, self._view.interpolation)

@@ -99,13 +99,18 @@ def resized_part(part: Image, image_size: int, interpolation: str = "bilinear") 
 
 
 def _channels_first(image: Image) -> torch.Tensor:
+    return _usable(image).permute(2, 0, 1)
+
+
+def _usable(image: Image) -> torch.Tensor:
     # What Pillow decoded is read-only, and torch takes only writable memory: a copy, of the part in use.
-    usable = image if image.flags.writeable and image.flags.c_contiguous else np.array(image)
-    return torch.from_numpy(usable).permute(2, 0, 1)
+    return torch.from_numpy(image if image.flags.writeable and image.flags.c_contiguous else np.array(image))
 
 
 def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.Tensor:
-    pixels = _channels_first(image)
-    if pixels.shape[1:] == (height, width):
-        return pixels
-    return interpolate(pixels[None], size=(height, width), mode=interpolation, antialias=True)[0]
+    if image.shape[:2] == (height, width):
+        return _channels_first(image)
+    # As a batch of one whose strides say that the channel is the fastest axis: torch would else take it for one whose
+    # channels lie apart, and move every pixel twice.
+    pixels = _usable(image)[None].permute(0, 3, 1, 2)
+    return interpolate(pixels, size=(height, width), mode=interpolation, antialias=True)[0]

@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="out of range"):
             jpeg_region.read_region(content, out, *arguments)
     assert not jpeg_region.read_region(content, out, 1, 0, 20, 30)  # beyond the picture
-    assert not jpeg_region.read_region(content, out, 0, 2**16 - 10, 20, 30)
+    assert not jpeg_region.read_region(content, out, 0, 65490, 20, 30)
     with pytest.raises((TypeError, BufferError)):
         jpeg_region.read_region(content, bytes(1800), 0, 0, 20, 30)
 

@@ -1,0 +1,20 @@
+"""The one thing that pyproject.toml cannot say for good yet: the optional decoder of JPEG files, written in C.
+
+Built where a compiler and the headers of libjpeg-turbo 2.1 or newer are there (Debian: ``apt install gcc
+libjpeg-dev``).
+Where it cannot be built, installing goes on, and Pillow decodes.
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "paceline.data.image.jpeg_region",
+            ["src/paceline/data/image/jpeg_region.c"],
+            libraries=["jpeg"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        )
+    ]
+)
