@@ -173,9 +173,9 @@ def read_file(path: str | Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         try:
-            wanted = os.fstat(descriptor).st_size
-            content = os.read(descriptor, wanted + 1)
-            while len(content) <= wanted and (more := os.read(descriptor, wanted + 1 - len(content))):
+            size = os.fstat(descriptor).st_size
+            content = os.read(descriptor, size)
+            while len(content) < size and (more := os.read(descriptor, size - len(content))):
                 content += more
         finally:
             os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
 
+# Of the result: 64 images of 32x32. What they are made of stays in the cache meanwhile.
+_PIXELS_AT_ONCE = 2**16
+
 
 @dataclass(frozen=True)
 class ReadFailure:
@@ -37,6 +41,28 @@ class ReadFailure:
 
     message: str
     trace: str
+
+
+class _DefectError(Exception):
+    """Carries a failure out of the reading of a slice."""
+
+    def __init__(self, failure: ReadFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class _Reading:
+    """One sample on its way from the file to its row."""
+
+    __slots__ = ("image", "picture", "pixels", "row", "sample")
+
+    picture: Picture | DecodedPicture
+    pixels: NDArray[np.uint8]
+    image: torch.Tensor
+
+    def __init__(self, row: int, sample: int) -> None:
+        self.row = row
+        self.sample = sample
 
 
 class SliceReader:
@@ -58,23 +84,75 @@ class SliceReader:
         size = view.size_at(piece.epoch)
         shape = piece.shape or (size, size)
         inputs = self._empty(len(piece.ids), shape)
-        broken: list[BrokenSample] = []
-        whole = np.ones(len(piece.ids), dtype=bool)
-        rows = inputs.unbind()
-        for row, sample in enumerate(piece.ids.tolist()):
-            try:
-                rows[row - len(broken)].copy_(self._image(sample, shape, draws, row))
-            except BrokenImageError as error:
-                broken.append(BrokenSample(sample, error.path or self._source.path(sample), error.reason))
-                whole[row] = False
-            except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
-                where = f"Reading sample {sample} ({self._source.path(sample)})"
-                return ReadFailure(f"{where} failed: {type(error).__name__}: {error}", traceback.format_exc())
+        try:
+            broken = self._fill(inputs, piece.ids, shape, draws)
+        except _DefectError as error:
+            return error.failure
         ids = piece.ids
         if broken:
+            whole = ~np.isin(np.arange(len(ids)), list(broken))
             inputs, ids = inputs[: len(ids) - len(broken)], ids[whole]
             draws = None if draws is None else draws.where(whole)
-        return self._batch(piece, inputs, ids, draws, tuple(broken))
+        return self._batch(piece, inputs, ids, draws, tuple(broken[row] for row in sorted(broken)))
+
+    def _fill(self, inputs: torch.Tensor, ids: SampleIds, shape: Shape, draws: Draws | None) -> dict[int, BrokenSample]:
+        """Read samples into the first rows of a batch; return the broken ones, which are left out, by their row.
+
+        Of small images several are read at once, step by step: going to and fro between the file system, the decoder
+        and torch for each would cost half as much again as the work itself.
+        """
+        broken: dict[int, BrokenSample] = {}
+        empty = iter(inputs.unbind())
+        at_once = max(1, _PIXELS_AT_ONCE // (shape[0] * shape[1]))
+        samples = list(enumerate(ids.tolist()))
+        for begin in range(0, len(samples), at_once):
+            group = [_Reading(row, sample) for row, sample in samples[begin : begin + at_once]]
+            for step in (self._open, partial(self._decode, shape, draws), partial(self._show, shape, draws)):
+                group = [each for each in group if self._has_worked(step, each, broken)]
+            for each in group:
+                next(empty).copy_(each.image)
+        return broken
+
+    def _has_worked(self, step: Callable[[_Reading], None], reading: _Reading, broken: dict[int, BrokenSample]) -> bool:
+        sample = reading.sample
+        if self._note is not None:
+            self._note(sample)
+        try:
+            step(reading)
+        except BrokenImageError as error:
+            broken[reading.row] = BrokenSample(sample, error.path or self._source.path(sample), error.reason)
+            return False
+        except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
+            where = f"Reading sample {sample} ({self._source.path(sample)})"
+            message = f"{where} failed: {type(error).__name__}: {error}"
+            raise _DefectError(ReadFailure(message, traceback.format_exc())) from None
+        return True
+
+    def _open(self, reading: _Reading) -> None:
+        if self._files is None:
+            reading.picture = DecodedPicture(self._source.read(reading.sample))
+        else:
+            reading.picture = Picture(self._files.encoded(reading.sample), self._view.channels)
+
+    def _decode(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
+        """Decode what the model will see of a picture, or all of it."""
+        picture, augment = reading.picture, self._augment
+        if draws is None or draws.attempts is None:
+            reading.pixels = picture.part()
+            return
+        box = random_resized_box(draws.attempts[reading.row], picture.size, augment.scale, augment.ratio)
+        shrink = shrinkage(box, shape[0]) if augment.shrink_on_load and picture.shrinks else 1
+        reading.pixels = picture.part(snapped(box, shrink) if shrink > 1 else box, shrink)
+
+    def _show(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
+        """Resize to what the model sees, uint8 [C, height, width], and flip it as drawn."""
+        view = self._view
+        if draws is None or draws.attempts is None:
+            image = evaluation_image(reading.pixels, shape, view.evaluation_crop, view.interpolation)
+        else:
+            image = resized_part(reading.pixels, shape[0], view.interpolation)
+        flips = draws is not None and bool(draws.flip[reading.row]) and not self._shifts
+        reading.image = image.flip(-1) if flips else image
 
     def _empty(self, count: int, shape: Shape) -> torch.Tensor:
         """Memory for a batch, uint8 [N, C, H, W]; in a worker, memory that the run's process sees too."""
@@ -104,26 +182,3 @@ class SliceReader:
                 inputs = vary(inputs, self._augment, draws)
             inputs = self._variation(inputs, ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
-
-    def _image(self, sample: int, shape: Shape, draws: Draws | None, row: int) -> torch.Tensor:
-        """One image, uint8 [C, height, width], cropped and flipped as drawn in a row of ``draws``."""
-        view = self._view
-        if self._note is not None:
-            self._note(sample)
-        if self._files is None:
-            picture: Picture | DecodedPicture = DecodedPicture(self._source.read(sample))
-        else:
-            picture = Picture(self._files.encoded(sample), view.channels)
-        if draws is None or draws.attempts is None:
-            image = evaluation_image(picture.part(), shape, view.evaluation_crop, view.interpolation)
-        else:
-            image = self._cropped(picture, draws.attempts[row], shape[0])
-        return image.flip(-1) if draws is not None and draws.flip[row] and not self._shifts else image
-
-    def _cropped(self, picture: Picture | DecodedPicture, attempts: NDArray[np.float64], size: int) -> torch.Tensor:
-        augment = self._augment
-        box = random_resized_box(attempts, picture.size, augment.scale, augment.ratio)
-        shrink = shrinkage(box, size) if augment.shrink_on_load and picture.shrinks else 1
-        if shrink > 1:
-            box = snapped(box, shrink)
-        return resized_part(picture.part(box, shrink), size, self._view.interpolation)
