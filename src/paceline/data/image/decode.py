@@ -104,8 +104,7 @@ class Picture:
         Raises:
             BrokenImageError: As the constructor.
         """
-        height, width = (-(-side // shrink) for side in self.size)
-        smaller = Box(0, 0, height, width) if box is None else Box(*(each // shrink for each in box))
+        smaller = self._smaller(box, shrink)
         if self._is_plain:
             pixels = jpeg.read_part(self._content, self._channels, smaller, shrink)
             if pixels is not None:
@@ -115,6 +114,28 @@ class Picture:
             whole = _explained(self._name, lambda: self._with_pillow(shrink))
         top, left, rows, columns = smaller
         return whole[top : top + rows, left : left + columns]
+
+    def resized_part(
+        self, box: Box | None, shrink: int, size: tuple[int, int], *, bicubic: bool, flip: bool
+    ) -> Pixels | None:
+        """Decode as :meth:`part` does, and resize in the same breath; None where that cannot be done so.
+
+        Args:
+            box: As for :meth:`part`.
+            shrink: As for :meth:`part`.
+            size: Height and width of the result.
+            bicubic: Or else bilinear.
+            flip: Whether the result is mirrored.
+        """
+        if not self._is_plain:
+            return None
+        smaller = self._smaller(box, shrink)
+        return jpeg.read_resized(self._content, self._channels, smaller, shrink, size, bicubic=bicubic, flip=flip)
+
+    def _smaller(self, box: Box | None, shrink: int) -> Box:
+        if box is None:
+            return Box(0, 0, -(-self.size[0] // shrink), -(-self.size[1] // shrink))
+        return box if shrink == 1 else Box(*(each // shrink for each in box))
 
     def _ask_pillow(self) -> None:
         image = self._image = _opened(self._content)

@@ -7,8 +7,12 @@ declines, and everything where it was not built, is left to Pillow.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn.functional import interpolate
 
 from paceline.data.image.augmentation import Box
 
@@ -43,6 +47,53 @@ def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDA
         return None
     pixels = np.empty((box.height, box.width, channels), dtype=np.uint8)
     return pixels if _REGION.read_region(content, pixels, *box, shrink) else None
+
+
+# Of the result; above, torch's vectorised resizing is faster, calls and all.
+_SMALL = 48 * 48
+
+
+def resizes(height: int, width: int) -> bool:
+    """Whether :func:`read_resized` is there for results of this size, and the faster way."""
+    return height * width <= _SMALL and _resizes_as_torch()
+
+
+def read_resized(
+    content: Content, channels: int, box: Box, shrink: int, size: tuple[int, int], *, bicubic: bool, flip: bool
+) -> NDArray[np.uint8] | None:
+    """Decode a rectangle as :func:`read_part` does and resize it, to the bits of torch's antialiased resizing.
+
+    Args:
+        content: The whole file.
+        channels: 1 or 3.
+        box: Which part, in pixels of the picture as it is decoded.
+        shrink: 1, 2, 4 or 8.
+        size: Height and width of the result.
+        bicubic: Or else bilinear.
+        flip: Whether the result is mirrored.
+    """
+    if _REGION is None:
+        return None
+    pixels = np.empty((*size, channels), dtype=np.uint8)
+    return pixels if _REGION.read_resized(content, pixels, *box, shrink, *size, bicubic, flip) else None
+
+
+@cache
+def _resizes_as_torch() -> bool:
+    """Try it, once per process: another torch, or another processor, may round otherwise."""
+    if _REGION is None:
+        return False
+    words = np.random.Philox(key=0).random_raw(30 * 41 * 3 // 8 + 1)
+    image = words.view(np.uint8)[: 30 * 41 * 3].reshape(30, 41, 3)
+    pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+    for bicubic in (False, True):
+        for side in (24, 48):
+            ours = np.empty((side, side, 3), dtype=np.uint8)
+            done = _REGION.resize(image, *image.shape, ours, side, side, bicubic)
+            theirs = interpolate(pixels, size=(side, side), mode="bicubic" if bicubic else "bilinear", antialias=True)
+            if not done or not np.array_equal(ours, theirs[0].permute(1, 2, 0).numpy()):
+                return False
+    return True
 
 
 def describe_decoder() -> str:

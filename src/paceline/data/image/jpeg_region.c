@@ -16,6 +16,8 @@
 
 #include <jpeglib.h>
 
+#include "resize_uint8.h"
+
 #if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
 #error "libjpeg-turbo 2.1 or newer is needed: earlier ones cannot skip rows of every file to the bit"
 #endif
@@ -279,19 +281,25 @@ PyDoc_STRVAR(read_region_doc,
 "False if Pillow is to be asked. With a denominator of 2, 4 or 8 the picture is decoded that much smaller, and the\n"
 "rectangle is one of the smaller picture.");
 
-static int set_job(Job *job, const Py_buffer *data, const Py_buffer *out) {
-    const unsigned most = JPEG_MAX_DIMENSION;
-    if (job->height < 1 || job->width < 1 || job->height > most || job->width > most || job->top > most ||
-        job->left > most)
-        return 0;
-    if (job->denominator != 1 && job->denominator != 2 && job->denominator != 4 && job->denominator != 8) return 0;
-    size_t pixels = (size_t)job->height * job->width;
+static int is_in_range(const Job *job) {
+    const unsigned most = JPEG_MAX_DIMENSION, d = job->denominator;
+    return job->height >= 1 && job->width >= 1 && job->height <= most && job->width <= most && job->top <= most &&
+           job->left <= most && (d == 1 || d == 2 || d == 4 || d == 8);
+}
+
+/* Takes the buffers, if `out` holds so many pixels of one or three channels. */
+static int set_memory(Job *job, const Py_buffer *data, const Py_buffer *out, size_t pixels) {
     if ((size_t)out->len != pixels && (size_t)out->len != 3 * pixels) return 0;
     job->channels = (size_t)out->len == pixels ? 1 : 3;
     job->data = data->buf;
     job->size = (size_t)data->len;
     job->out = out->buf;
     return 1;
+}
+
+static PyObject *out_of_range(void) {
+    PyErr_SetString(PyExc_ValueError, "the rectangle, the buffer's size or the denominator is out of range");
+    return NULL;
 }
 
 static PyObject *read_region(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -301,7 +309,7 @@ static PyObject *read_region(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*w*IIII|I:read_region", &data, &out, &job.top, &job.left, &job.height, &job.width,
                           &job.denominator))
         return NULL;
-    int fits = set_job(&job, &data, &out);
+    int fits = is_in_range(&job) && set_memory(&job, &data, &out, (size_t)job.height * job.width);
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
         result = decode(&job);
@@ -309,16 +317,78 @@ static PyObject *read_region(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "the rectangle, the buffer's size or the denominator is out of range");
+    return fits ? PyBool_FromLong(result) : out_of_range();
+}
+
+PyDoc_STRVAR(resize_doc,
+"resize(pixels, height, width, channels, out, out_height, out_width, bicubic, /) -> bool\n\n"
+"Resize uint8 [height, width, channels] into ``out``; False if memory is short.");
+
+static PyObject *resize(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer in, out;
+    unsigned height, width, channels, out_height, out_width;
+    int bicubic, done = 0;
+    if (!PyArg_ParseTuple(args, "y*IIIw*IIp:resize", &in, &height, &width, &channels, &out, &out_height, &out_width,
+                          &bicubic))
         return NULL;
+    const unsigned most = JPEG_MAX_DIMENSION;
+    int fits = height >= 1 && width >= 1 && out_height >= 1 && out_width >= 1 && height <= most && width <= most &&
+               out_height <= most && out_width <= most && (channels == 1 || channels == 3) &&
+               (size_t)in.len == (size_t)height * width * channels &&
+               (size_t)out.len == (size_t)out_height * out_width * channels;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        done = resize_pixels(out.buf, (int)out_height, (int)out_width, in.buf, (int)height, (int)width, (int)channels,
+                             bicubic);
+        Py_END_ALLOW_THREADS
     }
-    return PyBool_FromLong(result);
+    PyBuffer_Release(&in);
+    PyBuffer_Release(&out);
+    return fits ? PyBool_FromLong(done) : out_of_range();
+}
+
+PyDoc_STRVAR(read_resized_doc,
+"read_resized(content, out, top, left, height, width, denominator, out_height, out_width, bicubic, flip, /) -> bool\n\n"
+"Decode a rectangle as read_region does, resize it to out_height x out_width into ``out``, and mirror it if told to.");
+
+/* Decodes into memory of its own, then resizes into `out`. */
+static int decode_and_resize(Job job, int out_height, int out_width, int bicubic, int flip) {
+    unsigned char *out = job.out;
+    job.out = malloc((size_t)job.height * job.width * job.channels);
+    int result = job.out == NULL ? DECLINED : decode(&job);
+    if (result == DECODED &&
+        !resize_pixels(out, out_height, out_width, job.out, (int)job.height, (int)job.width, (int)job.channels, bicubic))
+        result = DECLINED;
+    if (result == DECODED && flip) mirror(out, out_height, out_width, (int)job.channels);
+    free(job.out);
+    return result;
+}
+
+static PyObject *read_resized(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer data, out;
+    Job job = {.denominator = 1};
+    unsigned out_height, out_width;
+    int bicubic, flip, result = DECLINED;
+    if (!PyArg_ParseTuple(args, "y*w*IIIIIIIpp:read_resized", &data, &out, &job.top, &job.left, &job.height, &job.width,
+                          &job.denominator, &out_height, &out_width, &bicubic, &flip))
+        return NULL;
+    int fits = is_in_range(&job) && out_height >= 1 && out_width >= 1 && out_height <= JPEG_MAX_DIMENSION &&
+               out_width <= JPEG_MAX_DIMENSION && set_memory(&job, &data, &out, (size_t)out_height * out_width);
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        result = decode_and_resize(job, (int)out_height, (int)out_width, bicubic, flip);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&out);
+    return fits ? PyBool_FromLong(result) : out_of_range();
 }
 
 static PyMethodDef methods[] = {
     {"header", header, METH_O, header_doc},
     {"read_region", read_region, METH_VARARGS, read_region_doc},
+    {"read_resized", read_resized, METH_VARARGS, read_resized_doc},
+    {"resize", resize, METH_VARARGS, resize_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -219,7 +219,7 @@ def _note(stamps: dict[str, Stamp], folder: Path) -> None:
 
 def _remember(memory: Path, folders: Sequence[Path], listed: Listed, stamps: dict[str, Stamp]) -> str:
     """Write what was listed, whole or not at all; say where, or nothing where it cannot be written."""
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Any] = {}
     for index, listing in enumerate(listed.listings):
         arrays[f"joined{index}"] = listing.names.joined
         arrays[f"lengths{index}"] = np.diff(listing.names.ends).astype(np.uint32)

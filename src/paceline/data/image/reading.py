@@ -20,6 +20,7 @@ from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.batched import vary
 from paceline.data.image.decode import DecodedPicture, Picture
+from paceline.data.image.jpeg import resizes
 from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source
 from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
 from paceline.data.image.variation import Variation, asks_for_variation
@@ -54,7 +55,7 @@ class _DefectError(Exception):
 class _Reading:
     """One sample on its way from the file to its row."""
 
-    __slots__ = ("image", "picture", "pixels", "row", "sample")
+    __slots__ = ("image", "picture", "pixels", "row", "sample", "shown")
 
     picture: Picture | DecodedPicture
     pixels: NDArray[np.uint8]
@@ -63,6 +64,7 @@ class _Reading:
     def __init__(self, row: int, sample: int) -> None:
         self.row = row
         self.sample = sample
+        self.shown: NDArray[np.uint8] | None = None
 
 
 class SliceReader:
@@ -102,7 +104,7 @@ class SliceReader:
         and torch for each would cost half as much again as the work itself.
         """
         broken: dict[int, BrokenSample] = {}
-        empty = iter(inputs.unbind())
+        rows, pixels, filled = inputs.unbind(), inputs.permute(0, 2, 3, 1).numpy(), 0
         at_once = max(1, _PIXELS_AT_ONCE // (shape[0] * shape[1]))
         samples = list(enumerate(ids.tolist()))
         for begin in range(0, len(samples), at_once):
@@ -110,7 +112,11 @@ class SliceReader:
             for step in (self._open, partial(self._decode, shape, draws), partial(self._show, shape, draws)):
                 group = [each for each in group if self._has_worked(step, each, broken)]
             for each in group:
-                next(empty).copy_(each.image)
+                if each.shown is None:
+                    rows[filled].copy_(each.image)
+                else:
+                    pixels[filled] = each.shown
+                filled += 1
         return broken
 
     def _has_worked(self, step: Callable[[_Reading], None], reading: _Reading, broken: dict[int, BrokenSample]) -> bool:
@@ -142,10 +148,17 @@ class SliceReader:
             return
         box = random_resized_box(draws.attempts[reading.row], picture.size, augment.scale, augment.ratio)
         shrink = shrinkage(box, shape[0]) if augment.shrink_on_load and picture.shrinks else 1
-        reading.pixels = picture.part(snapped(box, shrink) if shrink > 1 else box, shrink)
+        box = snapped(box, shrink) if shrink > 1 else box
+        if resizes(*shape) and isinstance(picture, Picture):
+            bicubic, flip = self._view.interpolation == "bicubic", bool(draws.flip[reading.row])
+            reading.shown = picture.resized_part(box, shrink, shape, bicubic=bicubic, flip=flip)
+        if reading.shown is None:
+            reading.pixels = picture.part(box, shrink)
 
     def _show(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
-        """Resize to what the model sees, uint8 [C, height, width], and flip it as drawn."""
+        """Resize to what the model sees, and flip it as drawn, unless that has been done."""
+        if reading.shown is not None:
+            return
         view = self._view
         if draws is None or draws.attempts is None:
             image = evaluation_image(reading.pixels, shape, view.evaluation_crop, view.interpolation)
@@ -162,7 +175,8 @@ class SliceReader:
             flat = torch.empty(size, dtype=torch.uint8)
         else:
             # As torch's own collation does: a batch in other memory would be copied when it is handed over.
-            flat = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))  # noqa: SLF001
+            storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         if self._shifts or asks_for_variation(self._augment):
             # Shifts are made of rows of one channel, and torchvision's operations may round otherwise when the channel
             # is the fastest axis.

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 from paceline.data.image import jpeg
 from paceline.data.image.augmentation import Box
@@ -262,3 +264,53 @@ def test_the_decoder_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jpeg.describe_decoder().startswith("compiled, with libjpeg-turbo ")
     monkeypatch.setattr(jpeg, "_REGION", None)
     assert jpeg.describe_decoder().startswith("Pillow; the compiled decoder is not available (")
+
+
+def resized_by_torch(pixels: np.ndarray, size: tuple[int, int], mode: str) -> np.ndarray:
+    batch = torch.from_numpy(pixels.copy())[None].permute(0, 3, 1, 2)
+    return interpolate(batch, size=size, mode=mode, antialias=True)[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_small_images_are_resized_as_by_torch(mode: str, channels: int) -> None:
+    chance = random.Random(channels)
+    for seed in range(400):
+        height, width, rows, columns = (chance.randint(1, 90) for _ in range(4))
+        if chance.random() < 0.2:
+            rows = height
+        if chance.random() < 0.2:
+            columns = width
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+        ours = np.empty((rows, columns, channels), np.uint8)
+        assert jpeg_region.resize(pixels, height, width, channels, ours, rows, columns, mode == "bicubic")
+        assert np.array_equal(ours, resized_by_torch(pixels, (rows, columns), mode)), (height, width, rows, columns)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_decoded_and_resized_in_one(mode: str, flip: bool) -> None:
+    content = encoded(picture(95, 131))
+    whole, halved = by_pillow(content, "RGB"), by_pillow(content, "RGB", shrink=2)
+    for box in boxes(95, 131, count=30):
+        part = whole[box.top : box.top + box.height, box.left : box.left + box.width]
+        expected = resized_by_torch(part, (24, 32), mode)
+        ours = jpeg.read_resized(content, 3, box, 1, (24, 32), bicubic=mode == "bicubic", flip=flip)
+        assert np.array_equal(ours, expected[:, ::-1] if flip else expected)
+    expected = resized_by_torch(halved[3:43, 5:65], (24, 32), mode)
+    ours = jpeg.read_resized(content, 3, Box(3, 5, 40, 60), 2, (24, 32), bicubic=mode == "bicubic", flip=False)
+    assert np.array_equal(ours, expected)
+    assert jpeg.read_resized(content[:-2], 3, Box(0, 0, 9, 9), 1, (8, 8), bicubic=False, flip=flip) is None
+
+
+def test_another_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jpeg.resizes(32, 32)
+    assert not jpeg.resizes(224, 224)
+    jpeg._resizes_as_torch.cache_clear()
+
+    def one_more(*arguments: Any, **options: Any) -> torch.Tensor:
+        return interpolate(*arguments, **options) ^ 1
+
+    monkeypatch.setattr(jpeg, "interpolate", one_more)
+    assert not jpeg.resizes(32, 32)
+    jpeg._resizes_as_torch.cache_clear()
