@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 
 from paceline.data.image import jpeg
 from paceline.data.image.augmentation import Box
@@ -87,6 +87,7 @@ class Picture:
         self._name = name
         self._decoded: Pixels | None = None
         self._image: Image.Image | None = None
+        self._is_simple = False
         size = jpeg.size_of(content)
         self._is_plain = size is not None and size[0] * size[1] <= LARGEST_PIXELS
         if size is not None and self._is_plain:
@@ -110,6 +111,8 @@ class Picture:
             if pixels is not None:
                 return pixels
         whole = self._decoded
+        if whole is None and self._is_simple and self._channels == 3:
+            whole = jpeg.read_whole(self._content, self.size, shrink)
         if whole is None:
             whole = _explained(self._name, lambda: self._with_pillow(shrink))
         top, left, rows, columns = smaller
@@ -142,6 +145,7 @@ class Picture:
         self.shrinks = _is_plain_jpeg(image)
         if self.shrinks:
             self.size = image.height, image.width
+            self._is_simple = _is_simple(image)
         else:
             self._decoded = self._with_pillow(1)
             self.size = self._decoded.shape[0], self._decoded.shape[1]
@@ -247,6 +251,12 @@ def _is_plain_jpeg(image: Image.Image) -> bool:
         return image.getexif().get(_ORIENTATION) in (None, 1)
     except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
         return True
+
+
+def _is_simple(image: Image.Image) -> bool:
+    """Whether a plain JPEG file is decoded alike by all versions of libjpeg-turbo, even if it should be damaged."""
+    is_usual = image.mode == "L" or JpegImagePlugin.get_sampling(image) in (0, 1, 2)
+    return is_usual and "progressive" not in image.info
 
 
 def _explained(name: str, read: Callable[[], Result]) -> Result:

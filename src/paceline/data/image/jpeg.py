@@ -2,7 +2,7 @@
 
 By `jpeg_region`, compiled where a compiler and libjpeg-turbo are there when Paceline is installed. It decodes only the
 part that is asked for, to the bits of libjpeg-turbo's own full decoding, without the interpreter's lock. What it
-declines, and everything where it was not built, is left to Pillow.
+declines is left to Pillow. Where it was not built, simplejpeg decodes whole files, if it is installed, else Pillow.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ except ImportError as error:
     _REGION, _WHY_NOT = None, str(error)
 else:
     _REGION, _WHY_NOT = jpeg_region, ""
+
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
 
 Content = bytes | bytearray | memoryview
 
@@ -47,6 +52,25 @@ def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDA
         return None
     pixels = np.empty((box.height, box.width, channels), dtype=np.uint8)
     return pixels if _REGION.read_region(content, pixels, *box, shrink) else None
+
+
+def read_whole(content: Content, size: tuple[int, int], shrink: int = 1) -> NDArray[np.uint8] | None:
+    """Decode all of a file to RGB with simplejpeg; None where it is not to be used, or the file is Pillow's to judge.
+
+    Args:
+        content: The whole file: upright, not progressive, grey or colour in 4:4:4, 4:2:2 or 4:2:0.
+        size: Height and width of the picture.
+        shrink: 2, 4 or 8 to decode it that much smaller.
+    """
+    if _REGION is not None or simplejpeg is None:
+        return None
+    height, width = (-(-side // shrink) for side in size)
+    try:
+        # Strict: what libjpeg only warns of is an error too.
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(content, min_height=height, min_width=width, strict=True)
+    except ValueError:
+        return None
+    return pixels if pixels.shape == (height, width, 3) else None
 
 
 # Of the result; above, torch's vectorised resizing is faster, calls and all.
@@ -100,4 +124,5 @@ def describe_decoder() -> str:
     """Say what reads JPEG files here, and why nothing faster does; for people."""
     if _REGION is not None:
         return f"compiled, with {_REGION.LIBRARY}: only what a crop needs is decoded"
-    return f"Pillow; the compiled decoder is not available ({_WHY_NOT})"
+    fallback = "Pillow" if simplejpeg is None else f"simplejpeg {simplejpeg.__version__}"
+    return f"{fallback}; the compiled decoder is not available ({_WHY_NOT})"

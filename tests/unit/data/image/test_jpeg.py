@@ -160,6 +160,42 @@ def test_pillow_judges_what_is_odd(name: str, box: Box, monkeypatch: pytest.Monk
     assert ours == outcome()
 
 
+@pytest.fixture
+def by_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without the compiled decoder, but with simplejpeg."""
+    if jpeg.simplejpeg is None:  # an extra
+        pytest.skip("needs simplejpeg")
+    monkeypatch.setattr(jpeg, "_REGION", None)
+
+
+@pytest.mark.parametrize("shrink", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
+@pytest.mark.usefixtures("by_simplejpeg")
+def test_simplejpeg_has_the_same_bits(kind: dict[str, Any], shrink: int) -> None:
+    for size in ((157, 211), (64, 48), (9, 17)):
+        content = encoded(picture(*size), **kind)
+        box = Box(0, 0, *(-(-side // shrink) * shrink for side in size))
+        assert np.array_equal(Picture(content, 3).part(box, shrink), by_pillow(content, "RGB", shrink))
+        assert jpeg.read_whole(content, size, shrink) is not None
+
+
+@pytest.mark.usefixtures("by_simplejpeg")
+def test_simplejpeg_and_pillow_judge_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(0)
+    plain = [encoded(picture(40, 56), **kind) for kind in KINDS] + [encoded(picture(40, 56, "L"))]
+    files = [mutated(chance.choice(plain), chance) for _ in range(800)]
+
+    def outcome(content: bytes) -> object:
+        try:
+            return Picture(content, 3).part().tobytes()
+        except BrokenImageError as error:
+            return error.reason
+
+    ours = [outcome(content) for content in files]
+    monkeypatch.setattr(jpeg, "simplejpeg", None)
+    assert ours == [outcome(content) for content in files]
+
+
 def mutated(content: bytes, chance: random.Random) -> bytes:
     """Cut, overwritten, with bits turned, bytes taken out or markers put in."""
     damaged = bytearray(content)
@@ -263,7 +299,9 @@ def test_what_is_no_jpeg_has_no_size(content: bytes) -> None:
 def test_the_decoder_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jpeg.describe_decoder().startswith("compiled, with libjpeg-turbo ")
     monkeypatch.setattr(jpeg, "_REGION", None)
-    assert jpeg.describe_decoder().startswith("Pillow; the compiled decoder is not available (")
+    assert "; the compiled decoder is not available (" in jpeg.describe_decoder()
+    monkeypatch.setattr(jpeg, "simplejpeg", None)
+    assert jpeg.describe_decoder().startswith("Pillow; ")
 
 
 def resized_by_torch(pixels: np.ndarray, size: tuple[int, int], mode: str) -> np.ndarray:
