@@ -42,6 +42,9 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _LYING = (5, 6, 7, 8)
+# Of the upright picture, after the axes of a lying one have been swapped.
+_MIRRORED_ROWS = (3, 4, 7, 8)
+_MIRRORED_COLUMNS = (2, 3, 6, 7)
 _FROM_PILLOW = r"PIL\."
 _SILENCE = ("ignore", None, Warning, re.compile(_FROM_PILLOW), 0)
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
@@ -88,10 +91,13 @@ class Picture:
         self._decoded: Pixels | None = None
         self._image: Image.Image | None = None
         self._is_simple = False
-        size = jpeg.size_of(content)
-        self._is_plain = size is not None and size[0] * size[1] <= LARGEST_PIXELS
-        if size is not None and self._is_plain:
-            self.size, self.shrinks = size, True
+        self._orientation = 1
+        head = jpeg.head_of(content)
+        self._is_plain = head is not None and head[0] * head[1] <= LARGEST_PIXELS
+        if head is not None and self._is_plain:
+            height, width, self._orientation = head
+            self.size = (width, height) if self._orientation in _LYING else (height, width)
+            self.shrinks = self._orientation == 1
         else:
             _explained(name, self._ask_pillow)
 
@@ -107,9 +113,9 @@ class Picture:
         """
         smaller = self._smaller(box, shrink)
         if self._is_plain:
-            pixels = jpeg.read_part(self._content, self._channels, smaller, shrink)
+            pixels = jpeg.read_part(self._content, self._channels, self._as_it_lies(smaller), shrink)
             if pixels is not None:
-                return pixels
+                return _turned(pixels, self._orientation)
         whole = self._decoded
         if whole is None and self._is_simple and self._channels == 3:
             whole = jpeg.read_whole(self._content, self.size, shrink)
@@ -130,7 +136,7 @@ class Picture:
             bicubic: Or else bilinear.
             flip: Whether the result is mirrored.
         """
-        if not self._is_plain:
+        if not self._is_plain or self._orientation != 1:
             return None
         smaller = self._smaller(box, shrink)
         return jpeg.read_resized(self._content, self._channels, smaller, shrink, size, bicubic=bicubic, flip=flip)
@@ -139,6 +145,17 @@ class Picture:
         if box is None:
             return Box(0, 0, -(-self.size[0] // shrink), -(-self.size[1] // shrink))
         return box if shrink == 1 else Box(*(each // shrink for each in box))
+
+    def _as_it_lies(self, box: Box) -> Box:
+        """Where in the file a part of the picture is."""
+        if self._orientation == 1:
+            return box
+        top, left, height, width = box
+        if self._orientation in _MIRRORED_ROWS:
+            top = self.size[0] - top - height
+        if self._orientation in _MIRRORED_COLUMNS:
+            left = self.size[1] - left - width
+        return Box(left, top, width, height) if self._orientation in _LYING else Box(top, left, height, width)
 
     def _ask_pillow(self) -> None:
         image = self._image = _opened(self._content)
@@ -298,6 +315,19 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
     method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return image if method is None else image.transpose(method)
+
+
+def _turned(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn decoded pixels the way EXIF's orientation says."""
+    if orientation == 1:
+        return pixels
+    if orientation in _LYING:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in _MIRRORED_ROWS:
+        pixels = pixels[::-1]
+    if orientation in _MIRRORED_COLUMNS:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _pixels(image: Image.Image, channels: int, *, file_format: str | None) -> NDArray[np.uint8]:

@@ -31,12 +31,9 @@ except ImportError:
 Content = bytes | bytearray | memoryview
 
 
-def size_of(content: Content) -> tuple[int, int] | None:
-    """Return (height, width) of a JPEG file that can be read here; None if it is for Pillow to judge."""
-    if _REGION is None:
-        return None
-    head = _REGION.header(content)
-    return None if head is None else (head[0], head[1])
+def head_of(content: Content) -> tuple[int, int, int] | None:
+    """Return height and width of a JPEG file as it lies, and EXIF's orientation; None if it is for Pillow to judge."""
+    return None if _REGION is None else _REGION.header(content)
 
 
 def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDArray[np.uint8] | None:

@@ -5,7 +5,7 @@
  * decoded with it, because the interpolation of colour looks at its neighbours.
  *
  * Only files are taken whose judgement needs nobody else: 8-bit baseline or progressive files of one or three
- * components, upright, with nothing that libjpeg warns of, whose last scan ends with an end-of-image marker and holds
+ * components, with nothing that libjpeg warns of, whose last scan ends with an end-of-image marker and holds
  * no marker that could make a whole decoding fail. All others are declined, and the caller asks Pillow.
  */
 #define PY_SSIZE_T_CLEAN
@@ -35,7 +35,8 @@ typedef struct {
 } Bytes;
 
 typedef struct {
-    unsigned height, width, components;
+    unsigned height, width, orientation;
+    int has_exif, says_exif, doubts_xmp; /* EXIF data; with an orientation; XMP with another than upright */
 } Head;
 
 static unsigned big16(const unsigned char *p) { return (unsigned)p[0] << 8 | p[1]; }
@@ -50,24 +51,24 @@ static unsigned word(const unsigned char *p, int bytes, int little) {
     return value;
 }
 
-/* Whether EXIF data (from the byte order on) plainly say "upright", or nothing at all. */
-static int upright_exif(Bytes tiff) {
-    if (tiff.left < 14) return 0;
+/* Reads the orientation from EXIF data (from the byte order on); declines what is in any way odd. */
+static int read_exif(Bytes tiff, Head *head) {
+    if (head->has_exif++ || tiff.left < 14) return DECLINED;
     int little = begins(tiff, "II*\0", 4);
-    if (!little && !begins(tiff, "MM\0*", 4)) return 0;
+    if (!little && !begins(tiff, "MM\0*", 4)) return DECLINED;
     size_t start = word(tiff.at + 4, 4, little);
-    if (start < 8 || start > tiff.left - 2) return 0;
+    if (start < 8 || start > tiff.left - 2) return DECLINED;
     size_t entries = word(tiff.at + start, 2, little);
-    if ((tiff.left - start - 2) / 12 < entries) return 0;
-    int told = 0;
+    if ((tiff.left - start - 2) / 12 < entries) return DECLINED;
     for (size_t i = 0; i < entries; i++) {
         const unsigned char *entry = tiff.at + start + 2 + 12 * i;
         if (word(entry, 2, little) != 0x0112) continue;
-        /* One short with the value 1, and no second opinion. */
-        if (told++ || word(entry + 2, 2, little) != 3 || word(entry + 4, 4, little) != 1) return 0;
-        if (word(entry + 8, 2, little) != 1) return 0;
+        /* One short from 1 to 8, and no second opinion. */
+        if (head->says_exif++ || word(entry + 2, 2, little) != 3 || word(entry + 4, 4, little) != 1) return DECLINED;
+        head->orientation = word(entry + 8, 2, little);
+        if (head->orientation < 1 || head->orientation > 8) return DECLINED;
     }
-    return 1;
+    return DECODED;
 }
 
 /* Whether a packet of XMP leaves the picture as it lies. */
@@ -89,26 +90,25 @@ static int upright_xmp(Bytes s) {
     return 1;
 }
 
-/* Whether an application segment is one that Pillow reads without a word and that changes nothing. */
-static int harmless_segment(int marker, Bytes s, int *has_exif) {
-    if (marker == 0xE0) return !begins(s, "JFIF", 4) || s.left >= 7;
-    if (marker == 0xE1) {
-        if (begins(s, "Exif\0\0", 6)) return !(*has_exif)++ && upright_exif((Bytes){s.at + 6, s.left - 6});
-        return upright_xmp(s);
-    }
-    if (marker == 0xE2) return !begins(s, "MPF\0", 4) && (!begins(s, "ICC_PROFILE\0", 12) || s.left >= 14);
-    if (marker == 0xEE) return !begins(s, "Adobe", 5) || s.left >= 12;
-    return 1;
+/* Declines an application segment unless Pillow reads it without a word and it changes nothing but the orientation. */
+static int read_application(int marker, Bytes s, Head *head) {
+    int is_odd = 0;
+    if (marker == 0xE0) is_odd = begins(s, "JFIF", 4) && s.left < 7;
+    if (marker == 0xE1 && begins(s, "Exif\0\0", 6)) return read_exif((Bytes){s.at + 6, s.left - 6}, head);
+    if (marker == 0xE1 && !upright_xmp(s)) head->doubts_xmp = 1;
+    if (marker == 0xE2) is_odd = begins(s, "MPF\0", 4) || (begins(s, "ICC_PROFILE\0", 12) && s.left < 14);
+    if (marker == 0xEE) is_odd = begins(s, "Adobe", 5) && s.left < 12;
+    return is_odd ? DECLINED : DECODED;
 }
 
 static int read_frame(Bytes s, Head *head) {
     if (head->width || s.left < 6 || s.at[0] != 8) return DECLINED;
     head->height = big16(s.at + 1);
     head->width = big16(s.at + 3);
-    head->components = s.at[5];
-    if (!head->height || !head->width || (head->components != 1 && head->components != 3)) return DECLINED;
-    if (s.left != 6 + 3 * (size_t)head->components) return DECLINED;
-    if (head->components == 1) return DECODED;
+    unsigned components = s.at[5];
+    if (!head->height || !head->width || (components != 1 && components != 3)) return DECLINED;
+    if (s.left != 6 + 3 * (size_t)components) return DECLINED;
+    if (components == 1) return DECODED;
     /* 4:4:4, 4:2:2 or 4:2:0: versions of libjpeg-turbo interpolate the rarer ones differently. */
     unsigned luma = s.at[7];
     return (luma == 0x11 || luma == 0x21 || luma == 0x22) && s.at[10] == 0x11 && s.at[13] == 0x11 ? DECODED : DECLINED;
@@ -117,8 +117,7 @@ static int read_frame(Bytes s, Head *head) {
 /* Reads the segments up to the first scan; declines whatever is in any way unusual. */
 static int read_head(const unsigned char *data, size_t size, Head *head) {
     size_t at = 2;
-    int has_exif = 0;
-    *head = (Head){0, 0, 0};
+    *head = (Head){.orientation = 1};
     if (size < 4 || data[0] != 0xFF || data[1] != 0xD8) return DECLINED;
     while (size - at >= 4 && data[at] == 0xFF) {
         int marker = data[at + 1];
@@ -132,9 +131,10 @@ static int read_head(const unsigned char *data, size_t size, Head *head) {
         case 0xC4: case 0xDB: case 0xDD: case 0xFE:
             break;
         case 0xDA:
-            return head->width ? DECODED : DECLINED;
+            /* XMP is heard only where EXIF is silent. */
+            return head->width && (head->says_exif || !head->doubts_xmp) ? DECODED : DECLINED;
         default:
-            if (marker < 0xE0 || marker > 0xEF || !harmless_segment(marker, segment, &has_exif)) return DECLINED;
+            if (marker < 0xE0 || marker > 0xEF || read_application(marker, segment, head) == DECLINED) return DECLINED;
         }
         at += 2 + length;
     }
@@ -262,8 +262,9 @@ static int decode(const Job *job) {
 /* ------------------------------------------------------------------------------------------------- for Python */
 
 PyDoc_STRVAR(header_doc,
-"header(content, /) -> (height, width, components) or None\n\n"
-"Height, width and components (1 or 3) of a JPEG file, from its head; None if it is one to ask Pillow about.");
+"header(content, /) -> (height, width, orientation) or None\n\n"
+"Height and width of a JPEG file as it lies, and how it is to be turned (EXIF's 1 to 8), from its head; None if it is\n"
+"one to ask Pillow about.");
 
 static PyObject *header(PyObject *Py_UNUSED(module), PyObject *content) {
     Py_buffer data;
@@ -272,7 +273,7 @@ static PyObject *header(PyObject *Py_UNUSED(module), PyObject *content) {
     int known = read_head(data.buf, (size_t)data.len, &head);
     PyBuffer_Release(&data);
     if (known == DECLINED) Py_RETURN_NONE;
-    return Py_BuildValue("III", head.height, head.width, head.components);
+    return Py_BuildValue("III", head.height, head.width, head.orientation);
 }
 
 PyDoc_STRVAR(read_region_doc,

@@ -76,7 +76,7 @@ def part(content: bytes, box: Box, channels: int = 3, shrink: int = 1) -> np.nda
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 def test_parts_have_the_bits_of_the_whole(kind: dict[str, Any], size: tuple[int, int]) -> None:
     content = encoded(picture(*size), **kind)
-    assert jpeg.size_of(content) == size
+    assert jpeg.head_of(content) == (*size, 1)
     colour, grey = by_pillow(content, "RGB"), by_pillow(content, "L")
     for box in boxes(*size, count=40):
         rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
@@ -109,15 +109,37 @@ def test_smaller_pictures_are_the_same_for_all_decoders(kind: dict[str, Any], sh
         assert np.array_equal(part(content, box, shrink=shrink), whole[rows, columns]), box
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_parts_of_turned_pictures(orientation: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(picture(61, 90, mode), exif=exif, xmp=b'<x tiff:Orientation="3"/>')  # EXIF is heard first
+    read = Picture(content, 3)
+    assert read._is_plain
+    height, width = read.size
+    assert (height, width) == ((61, 90) if orientation < 5 else (90, 61))
+    chosen = list(boxes(height, width, count=30))
+    parts = [read.part(box) for box in chosen]
+    monkeypatch.setattr(jpeg, "_REGION", None)
+    whole = decode(content, 3)
+    assert whole.shape == (height, width, 3)
+    for box, ours in zip(chosen, parts, strict=True):
+        assert np.array_equal(ours, whole[box.top : box.top + box.height, box.left : box.left + box.width]), box
+
+
 def odd_files() -> dict[str, bytes]:
     """Files that are plain in all but one thing."""
     plain = encoded(picture(64, 48))
     scan = plain.index(b"\xff\xda")
     turned = Image.Exif()
     turned[0x0112] = 6
+    nowhere = Image.Exif()
+    nowhere[0x0112] = 9
     files = {
         "cmyk": encoded(picture(64, 48).convert("CMYK")),
         "turned": encoded(picture(64, 48), exif=turned),
+        "turned in no way there is": encoded(picture(64, 48), exif=nowhere),
         "turned by XMP": encoded(picture(64, 48), xmp=b'<x tiff:Orientation="6"/>'),
         "damaged EXIF": encoded(picture(64, 48), exif=b"Exif\0\0MM\0*\xff\xff\xff\xff"),
         "short ICC profile": plain[:2] + b"\xff\xe2\x00\x0eICC_PROFILE\0" + plain[2:],
@@ -226,8 +248,8 @@ def _fuzz(rounds: int, seed: int) -> tuple[int, int]:
     here = elsewhere = 0
     for _ in range(rounds):
         content = mutated(chance.choice(plain), chance)
-        size = jpeg.size_of(content)
-        if size is None or size[0] * size[1] > 2**20:
+        size = (jpeg.head_of(content) or (2**20, 2**20))[:2]
+        if size[0] * size[1] > 2**20:
             elsewhere += 1
             continue
         box = _any(size, chance)
@@ -272,7 +294,7 @@ def test_threads_share_nothing() -> None:
 def test_every_kind_of_buffer_is_read() -> None:
     content = encoded(picture(20, 30))
     for each in (content, bytearray(content), memoryview(content), memoryview(b"xx" + content)[2:]):
-        assert jpeg.size_of(each) == (20, 30)
+        assert jpeg.head_of(each) == (20, 30, 1)
         assert np.array_equal(part(each, Box(0, 0, 20, 30)), by_pillow(content, "RGB"))
         assert np.array_equal(decode(each, 3), by_pillow(content, "RGB"))
 
@@ -293,7 +315,7 @@ def test_what_cannot_be_is_refused() -> None:
     "content", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8\xff\xda", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xc0\x00\x11"]
 )
 def test_what_is_no_jpeg_has_no_size(content: bytes) -> None:
-    assert jpeg.size_of(content) is None
+    assert jpeg.head_of(content) is None
 
 
 def test_the_decoder_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

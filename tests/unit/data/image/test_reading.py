@@ -181,6 +181,22 @@ def test_shrinking_is_within_tolerance(tmp_path: Path, subsampling: str, channel
         assert difference.quantile(0.999) <= 8
 
 
+def test_what_is_shrunk_is_the_snapped_box(tmp_path: Path) -> None:
+    source = folder(tmp_path, [(700 + 31 * k, 901 - 17 * k) for k in range(6)])
+    draws = draw(CROP, 7, 0, np.arange(6))
+    assert draws.attempts is not None
+    moved = 0
+    for sample, image in enumerate(batch(source, CROP).inputs):
+        picture = Picture(source.encoded(sample), 3)
+        box = random_resized_box(draws.attempts[sample], picture.size, CROP.scale, CROP.ratio)
+        step = shrinkage(box, 32)
+        assert step > 1
+        moved += snapped(box, step) != Box(*(edge // step * step for edge in box))
+        expected = resized_part(picture.part(snapped(box, step), step), 32)
+        assert torch.equal(image, expected.flip(-1) if draws.flip[sample] else expected)
+    assert moved  # rounding the edges down would have been something else
+
+
 def test_shrinking_is_the_same_for_all_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder(tmp_path, [(700, 901), (1203, 800), (301, 299), (64, 48)])
     shrunk = batch(source, CROP).inputs
