@@ -1,6 +1,6 @@
 # train   the first run: digits, on whatever this machine has
 # test    checks, then tests; THOROUGH=1 for all of them, as CI runs it
-# .venv   the environment only; built again whenever pyproject.toml or constraints.txt changes
+# .venv   the environment only; built again whenever pyproject.toml, constraints.txt or compiled code changes
 
 PYTHON ?= python3
 VENV   := .venv
@@ -21,7 +21,7 @@ check: $(STAMP)
 
 $(VENV): $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/paceline/data/image/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) is missing or older than 3.11. Name a newer one: make PYTHON=python3.12 …" >&2; exit 1; }
 	@echo "Setting up $(VENV) (about two minutes, once) …" >&2
@@ -33,4 +33,5 @@ $(STAMP): pyproject.toml constraints.txt
 clean:
 	@rm -rf $(VENV) $(LOG) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src -name '*.so' -type f -delete
 	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -178,6 +178,7 @@ def test_environment(paceline_here: Callable[..., Any]) -> None:
     assert document["versions"]["torch"]
     assert set(document["devices"]) == {"cpu", "cuda", "mps", "xpu"}
     assert all(document["devices"].values())  # what is not there says why
+    assert document["jpeg_decoder"].startswith("compiled, with ") or "is not available (" in document["jpeg_decoder"]
     told = paceline_here("environment")
     assert told.code == 0
     assert "devices" in told.out

@@ -19,6 +19,7 @@ from paceline.recipe.fields import (
     OpenFraction,
     PositiveFloat,
     PositiveInt,
+    Switch,
 )
 
 
@@ -77,6 +78,9 @@ class Augment:
     """Range of the cropped part's area, as a share of the image."""
     ratio: Annotated[Range, Applies("crop", ("random_resized",))] = (3 / 4, 4 / 3)
     """Range of the cropped part's aspect ratio, width over height."""
+    shrink_on_load: Annotated[Switch, Applies("crop", ("random_resized",))] = True
+    """A JPEG whose cropped part is at least 4, 8 or 16 times as large as the model sees it is decoded at a half, a
+    quarter or an eighth of its size; `false`: always in full."""
     flip: Fraction = 0.0
     """Probability of a horizontal flip."""
     vertical_flip: Fraction = 0.0

@@ -357,6 +357,8 @@ def _in_seconds(checkpoint: Checkpoint, reasons: dict[str, str]) -> float | None
 
 # Reasons that are told although the key was not left open.
 _ALWAYS_TOLD = (
+    "data.path",
+    "data.decoder",
     "batch.global_size",
     "batch.growth",
     "batch.tail",

@@ -30,6 +30,7 @@ _PACKAGES = (
     "peft",
     "safetensors",
     "scikit-learn",
+    "simplejpeg",
     "tensorboard",
     "nvidia-nccl-cu13",
     "nvidia-cudnn-cu13",

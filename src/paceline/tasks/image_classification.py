@@ -14,10 +14,11 @@ from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.feeding import remembered
+from paceline.data.image.jpeg import describe_decoder
 from paceline.data.image.mixing import Mixing
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit
 from paceline.data.image.shapes import distinct, measure
-from paceline.data.image.source import repeated
+from paceline.data.image.source import encoded_source, repeated
 from paceline.data.image.transforms import View
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.prefetch import Normalize
@@ -80,6 +81,8 @@ class ImageClassification(Task):
         self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
+        if encoded_source(found.train) is not None:
+            reasons["data.decoder"] = f"for JPEG files: {describe_decoder()}"
         reasons["data.evaluation_size"] = "as data.image_size"
         if self._may_be_rectangles and self._shapes is None:
             reasons["data.evaluation_shape"] = (

@@ -117,6 +117,21 @@ def random_resized_box(
     return _central_box(height, width, ratio)
 
 
+def shrinkage(box: Box, target: int) -> int:
+    """How much smaller a file may be decoded for a box that is resized to a square of ``target`` pixels: 1, 2, 4 or 8.
+
+    As much as leaves the box at least twice as large as the target, so that resizing still has the last word.
+    """
+    return next((each for each in (8, 4, 2) if min(box.height, box.width) >= 2 * each * target), 1)
+
+
+def snapped(box: Box, step: int) -> Box:
+    """The box with each edge at the nearest whole step, which may be the end of a last, broken step of the image."""
+    top, left = round(box.top / step), round(box.left / step)
+    bottom, right = round((box.top + box.height) / step), round((box.left + box.width) / step)
+    return Box(top * step, left * step, (bottom - top) * step, (right - left) * step)
+
+
 def _central_box(height: int, width: int, ratio: tuple[float, float]) -> Box:
     part_height, part_width = height, width
     if width / height < ratio[0]:

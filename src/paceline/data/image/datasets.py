@@ -165,6 +165,7 @@ def _open_folder(data: Data) -> ImageDataset:
         mean=_IMAGENET_MEAN[folder.channels],
         std=_IMAGENET_STD[folder.channels],
         reasons={
+            "path": folder.listing,
             "image_size": size_reason,
             "channels": f"of {probe.count} images tried, {'all' if probe.greyscale else 'not all'} are grey",
             "mean": "ImageNet's, which pretrained models expect",

@@ -2,18 +2,31 @@
 
 The result is what a person would see: the first frame, turned the way EXIF says, transparency laid over
 white, and 16-bit greyscale scaled down instead of clipped.
+
+Pillow reads everything and says what is broken. Plain JPEG files are read by faster decoders (`jpeg.py`), to the same
+bits; whatever these find odd is Pillow's to judge.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, JpegImagePlugin, UnidentifiedImageError
+
+from paceline.data.image import jpeg
+from paceline.data.image.augmentation import Box
+
+Pixels = NDArray[np.uint8]
+Content = bytes | bytearray | memoryview
+Result = TypeVar("Result")
 
 # Pillow only warns above this size and refuses above twice as much; 256 MiB as RGB is no training image.
 LARGEST_PIXELS = 89_478_485
@@ -29,6 +42,9 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _LYING = (5, 6, 7, 8)
+# Of the upright picture, after the axes of a lying one have been swapped.
+_MIRRORED_ROWS = (3, 4, 7, 8)
+_MIRRORED_COLUMNS = (2, 3, 6, 7)
 _FROM_PILLOW = r"PIL\."
 _SILENCE = ("ignore", None, Warning, re.compile(_FROM_PILLOW), 0)
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
@@ -46,7 +62,139 @@ class BrokenImageError(Exception):
         return f"{self.path}: {self.reason}"
 
 
-def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
+class Picture:
+    """The content of an image file: its size is known at once, its pixels are decoded when they are asked for.
+
+    Attributes:
+        size: Height and width of the picture as a person would see it.
+        shrinks: Whether the file can be decoded smaller than it is: an upright, plain JPEG.
+    """
+
+    size: tuple[int, int]
+    shrinks: bool
+
+    def __init__(self, content: Content, channels: int, name: str = "") -> None:
+        """Look at the head of a file.
+
+        Args:
+            content: The whole file.
+            channels: 1 for greyscale (ITU-R 601 luma), 3 for RGB.
+            name: What it is called in errors; left empty, the caller is to say it.
+
+        Raises:
+            BrokenImageError: If the file is truncated, no image, larger than ``LARGEST_PIXELS``, or holds numbers
+                without a fixed range (32-bit integers or floats); some of that is found by :meth:`part` only.
+        """
+        self._content = content
+        self._channels = channels
+        self._name = name
+        self._decoded: Pixels | None = None
+        self._image: Image.Image | None = None
+        self._is_simple = False
+        self._orientation = 1
+        head = jpeg.head_of(content)
+        self._is_plain = head is not None and head[0] * head[1] <= LARGEST_PIXELS
+        if head is not None and self._is_plain:
+            height, width, self._orientation = head
+            self.size = (width, height) if self._orientation in _LYING else (height, width)
+            self.shrinks = self._orientation == 1
+        else:
+            _explained(name, self._ask_pillow)
+
+    def part(self, box: Box | None = None, shrink: int = 1) -> Pixels:
+        """Decode a rectangle, or all, to uint8 [H, W, channels]; the array may be read-only.
+
+        Args:
+            box: Which part, in pixels of the picture; in whole steps of ``shrink``. None for all.
+            shrink: 2, 4 or 8 to decode that much smaller, where the file ``shrinks``.
+
+        Raises:
+            BrokenImageError: As the constructor.
+        """
+        smaller = self._smaller(box, shrink)
+        if self._is_plain:
+            pixels = jpeg.read_part(self._content, self._channels, self._as_it_lies(smaller), shrink)
+            if pixels is not None:
+                return _turned(pixels, self._orientation)
+        whole = self._decoded
+        if whole is None and self._is_simple and self._channels == 3:
+            whole = jpeg.read_whole(self._content, self.size, shrink)
+        if whole is None:
+            whole = _explained(self._name, lambda: self._with_pillow(shrink))
+        top, left, rows, columns = smaller
+        return whole[top : top + rows, left : left + columns]
+
+    def resized_part(
+        self, box: Box | None, shrink: int, size: tuple[int, int], *, bicubic: bool, flip: bool
+    ) -> Pixels | None:
+        """Decode as :meth:`part` does, and resize in the same breath; None where that cannot be done so.
+
+        Args:
+            box: As for :meth:`part`.
+            shrink: As for :meth:`part`.
+            size: Height and width of the result.
+            bicubic: Or else bilinear.
+            flip: Whether the result is mirrored.
+        """
+        if not self._is_plain or self._orientation != 1:
+            return None
+        smaller = self._smaller(box, shrink)
+        return jpeg.read_resized(self._content, self._channels, smaller, shrink, size, bicubic=bicubic, flip=flip)
+
+    def _smaller(self, box: Box | None, shrink: int) -> Box:
+        if box is None:
+            return Box(0, 0, -(-self.size[0] // shrink), -(-self.size[1] // shrink))
+        return box if shrink == 1 else Box(*(each // shrink for each in box))
+
+    def _as_it_lies(self, box: Box) -> Box:
+        """Where in the file a part of the picture is."""
+        if self._orientation == 1:
+            return box
+        top, left, height, width = box
+        if self._orientation in _MIRRORED_ROWS:
+            top = self.size[0] - top - height
+        if self._orientation in _MIRRORED_COLUMNS:
+            left = self.size[1] - left - width
+        return Box(left, top, width, height) if self._orientation in _LYING else Box(top, left, height, width)
+
+    def _ask_pillow(self) -> None:
+        image = self._image = _opened(self._content)
+        self.shrinks = _is_plain_jpeg(image)
+        if self.shrinks:
+            self.size = image.height, image.width
+            self._is_simple = _is_simple(image)
+        else:
+            self._decoded = self._with_pillow(1)
+            self.size = self._decoded.shape[0], self._decoded.shape[1]
+
+    def _with_pillow(self, shrink: int) -> Pixels:
+        opened, self._image = self._image, None
+        with opened or _opened(self._content) as image:
+            if shrink > 1:
+                image.draft(None, (image.width // shrink, image.height // shrink))
+            image.load()
+            return _pixels(_upright(image), self._channels, file_format=image.format)
+
+
+class DecodedPicture:
+    """Pixels that are in memory already, in the shape of a :class:`Picture`."""
+
+    shrinks = False
+
+    def __init__(self, pixels: Pixels) -> None:
+        """Take uint8 [H, W, C]."""
+        self.size = pixels.shape[0], pixels.shape[1]
+        self._pixels = pixels
+
+    def part(self, box: Box | None = None, shrink: int = 1) -> Pixels:
+        """Return a rectangle, or all; ``shrink`` is 1."""
+        assert shrink == 1
+        if box is None:
+            return self._pixels
+        return self._pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def decode(source: Content | str | Path, channels: int) -> Pixels:
     """Decode an image file to uint8 [H, W, channels]; the array may be read-only.
 
     Args:
@@ -57,19 +205,25 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
         BrokenImageError: If the file is missing, truncated, no image, larger than ``LARGEST_PIXELS``, or
             holds numbers without a fixed range (32-bit integers or floats).
     """
-    name = "<bytes>" if isinstance(source, bytes) else str(source)
-    _silence_pillow()
+    if isinstance(source, str | Path):
+        return Picture(read_file(source), channels, str(source)).part()
+    return Picture(source, channels, "<bytes>").part()
+
+
+def read_file(path: str | Path) -> bytes:
+    """Return what a file holds; raises BrokenImageError."""
     try:
-        content = source if isinstance(source, bytes) else _read(source)
-        with Image.open(io.BytesIO(content)) as image:
-            if image.width * image.height > LARGEST_PIXELS:
-                raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
-            image.load()
-            return _pixels(_upright(image), channels, file_format=image.format)
-    except BrokenImageError:
-        raise
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, KeyError, …
-        raise BrokenImageError(name, _reason(error)) from error
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+        try:
+            size = os.fstat(descriptor).st_size
+            content = os.read(descriptor, size)
+            while len(content) < size and (more := os.read(descriptor, size - len(content))):
+                content += more
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise BrokenImageError(str(path), _reason(error)) from error
+    return content
 
 
 def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
@@ -98,9 +252,38 @@ def upright_size(path: str | Path) -> tuple[int, int] | None:
     return size[::-1] if orientation in _LYING else size
 
 
-def _read(path: str | Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def _opened(content: Content) -> Image.Image:
+    _silence_pillow()
+    image = Image.open(io.BytesIO(content))
+    if image.width * image.height > LARGEST_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
+    return image
+
+
+def _is_plain_jpeg(image: Image.Image) -> bool:
+    """Whether a JPEG file lies upright and holds colours or greys: then its size is known before it is decoded."""
+    if image.format != "JPEG" or image.mode not in ("L", "RGB"):
+        return False
+    try:
+        return image.getexif().get(_ORIENTATION) in (None, 1)
+    except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
+        return True
+
+
+def _is_simple(image: Image.Image) -> bool:
+    """Whether a plain JPEG file is decoded alike by all versions of libjpeg-turbo, even if it should be damaged."""
+    is_usual = image.mode == "L" or JpegImagePlugin.get_sampling(image) in (0, 1, 2)
+    return is_usual and "progressive" not in image.info
+
+
+def _explained(name: str, read: Callable[[], Result]) -> Result:
+    """Do it, and turn whatever Pillow raises into the one kind of error."""
+    try:
+        return read()
+    except BrokenImageError:
+        raise
+    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, KeyError, …
+        raise BrokenImageError(name, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -132,6 +315,19 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
     method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return image if method is None else image.transpose(method)
+
+
+def _turned(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn decoded pixels the way EXIF's orientation says."""
+    if orientation == 1:
+        return pixels
+    if orientation in _LYING:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in _MIRRORED_ROWS:
+        pixels = pixels[::-1]
+    if orientation in _MIRRORED_COLUMNS:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _pixels(image: Image.Image, channels: int, *, file_format: str | None) -> NDArray[np.uint8]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.data.image.decode import image_header
+from paceline.data.image.listing import EXTENSIONS, Names, list_folders, visible
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
 
-EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
 _HELD_OUT = ("val", "test")
 _PROBED = 256
 
@@ -44,6 +40,7 @@ class ImageFolder:
         validation: Held-out images.
         classes: Class names, sorted; a label is an index into them.
         digest: SHA-256 over the relative paths and sizes of all files.
+        listing: How the files were found, for people.
         split: Where the held-out images come from, for people.
         is_split_off: Whether they were split off the training images.
         channels: What the files are decoded to: 1 or 3.
@@ -54,20 +51,11 @@ class ImageFolder:
     validation: SampleSource
     classes: tuple[str, ...]
     digest: str
+    listing: str
     split: str
     is_split_off: bool
     channels: int
     probe: Probe
-
-
-@dataclass(frozen=True)
-class _Listing:
-    """The files of one folder of class folders, as names relative to the root."""
-
-    classes: tuple[str, ...]
-    names: list[bytes]
-    sizes: list[int]
-    labels: NDArray[np.int64]
 
 
 def open_image_folder(path: str | Path, *, channels: int | None, validation_fraction: float) -> ImageFolder:
@@ -83,7 +71,8 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
     """
     root = _existing_folder(Path(path).expanduser())
     train_folder, held_out_folder = _split_folders(root)
-    train = _list_classes(root, train_folder)
+    listed = list_folders(root, [each for each in (train_folder, held_out_folder) if each is not None])
+    train = listed.listings[0]
     probe = _probe(root, train.names)
     channels = channels or (1 if probe.greyscale else 3)
     sources: tuple[SampleSource, SampleSource]
@@ -91,23 +80,22 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
         source = FileSource(root, train.names, train.labels, channels)
         train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
         sources = SubsetSource(source, train_ids), SubsetSource(source, held_out_ids)
-        digest = _digest(train)
         split = split_off(validation_fraction)
     else:
-        held_out = _list_classes(root, held_out_folder)
+        held_out = listed.listings[1]
         _require_same_classes(train_folder, train.classes, held_out_folder, held_out.classes)
         sources = (
             FileSource(root, train.names, train.labels, channels),
             FileSource(root, held_out.names, held_out.labels, channels),
         )
-        digest = _digest(train, held_out)
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
     return ImageFolder(
         train=sources[0],
         validation=sources[1],
         classes=train.classes,
-        digest=digest,
+        digest=listed.digest,
+        listing=listed.how,
         split=split,
         is_split_off=held_out_folder is None,
         channels=channels,
@@ -115,9 +103,10 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
     )
 
 
-def _probe(root: Path, names: list[bytes]) -> Probe:
+def _probe(root: Path, names: Names) -> Probe:
     """Look at the heads of at most 256 files spread evenly over the folder, which takes milliseconds."""
-    paths = [os.path.join(root, os.fsdecode(name)) for name in names[:: -(-len(names) // _PROBED)]]
+    chosen = range(0, len(names), -(-len(names) // _PROBED))
+    paths = [os.path.join(root, os.fsdecode(names[index])) for index in chosen]
     heads = [head for head in map(image_header, paths) if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(
@@ -135,7 +124,7 @@ def _existing_folder(root: Path) -> Path:
     parent, missing = root.parent, root
     while not parent.is_dir():
         parent, missing = parent.parent, parent
-    siblings = [entry.name for entry in _visible(parent)]
+    siblings = [entry.name for entry in visible(parent)]
     raise DataError(
         f"data.path is {str(root)!r}, but {str(parent.absolute())!r} has no {missing.name!r}: "
         f"correct the path.{did_you_mean(missing.name, siblings)}"
@@ -144,7 +133,7 @@ def _existing_folder(root: Path) -> Path:
 
 def _split_folders(root: Path) -> tuple[Path, Path | None]:
     """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
-    names = sorted(entry.name for entry in _visible(root) if entry.is_dir())
+    names = sorted(entry.name for entry in visible(root) if entry.is_dir())
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
         if held_out is not None:
@@ -160,64 +149,6 @@ def _split_folders(root: Path) -> tuple[Path, Path | None]:
             "belong in 'val' or 'test', classes in 'train'; rename or move the folder."
         )
     return root / "train", None if held_out is None else root / held_out
-
-
-def _list_classes(root: Path, folder: Path) -> _Listing:
-    classes = sorted(entry.name for entry in _visible(folder) if entry.is_dir())
-    if not classes:
-        raise DataError(
-            f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*: make "
-            "one folder per class, or correct data.path."
-        )
-    if len(classes) == 1:
-        raise DataError(
-            f"{str(folder)!r} has one class folder, {classes[0]!r}, but a classifier needs at least two: add "
-            "the other classes, or point data.path at the folder that holds them all."
-        )
-    prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
-    names: list[bytes] = []
-    sizes: list[int] = []
-    counts = []
-    for name in classes:
-        files = _list_images(folder / name)
-        lead = prefix + os.fsencode(name + os.sep)
-        names += [lead + os.fsencode(file) for file, _ in files]
-        sizes += [size for _, size in files]
-        counts.append(len(files))
-    return _Listing(tuple(classes), names, sizes, np.repeat(np.arange(len(classes), dtype=np.int64), counts))
-
-
-def _list_images(folder: Path) -> list[tuple[str, int]]:
-    """Return name and size of every file of a class folder, sorted by name."""
-    files = []
-    for entry in _visible(folder):
-        if entry.is_dir():
-            raise DataError(
-                f"{entry.path!r} is a folder inside a class folder, where only images are read: move its "
-                "images up into the class folder, or the folder away."
-            )
-        if entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
-            raise DataError(
-                f"{entry.path!r} is not an image by its extension (read are {', '.join(EXTENSIONS)}): "
-                "remove or convert it."
-            )
-        files.append((entry.name, _size(entry)))
-    if not files:
-        raise DataError(f"The class folder {str(folder)!r} is empty: put its images there, or remove the folder.")
-    files.sort()
-    return files
-
-
-def _size(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat().st_size
-    except FileNotFoundError:  # a link to nowhere; reported as a broken image when it is read
-        return 0
-
-
-def _visible(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
 
 
 def _require_same_classes(train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...]) -> None:
@@ -236,9 +167,4 @@ def _require_same_classes(train: Path, first: tuple[str, ...], held_out: Path, s
         )
 
 
-def _digest(*listings: _Listing) -> str:
-    digest = hashlib.sha256()
-    for listing in listings:
-        lines = (b"%s\0%d\n" % line for line in zip(listing.names, listing.sizes, strict=True))
-        digest.update(b"".join(lines))
-    return digest.hexdigest()
+__all__ = ["EXTENSIONS", "ImageFolder", "Probe", "open_image_folder"]

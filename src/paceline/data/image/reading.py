@@ -1,22 +1,34 @@
-"""How does a slice become a batch, read sample by sample? The same in a worker as in the run's process."""
+"""How does a slice become a batch, read sample by sample? The same in a worker as in the run's process.
+
+Of a file only what is needed is decoded: its head says how large the picture is, the sample's draws say which part of
+it the model sees, and that part is decoded, resized, and written into the batch.
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.augmentation import Draws, draw, random_resized_box
+from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.batched import vary
-from paceline.data.image.source import BrokenImageError, SampleSource
-from paceline.data.image.transforms import Shape, View, evaluation_image, training_image
-from paceline.data.image.variation import Variation
+from paceline.data.image.decode import DecodedPicture, Picture
+from paceline.data.image.jpeg import resizes
+from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source
+from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
+from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
+
+# Of the result: 64 images of 32x32. What they are made of stays in the cache meanwhile.
+_PIXELS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
@@ -32,40 +44,144 @@ class ReadFailure:
     trace: str
 
 
+class _DefectError(Exception):
+    """Carries a failure out of the reading of a slice."""
+
+    def __init__(self, failure: ReadFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class _Reading:
+    """One sample on its way from the file to its row."""
+
+    __slots__ = ("image", "picture", "pixels", "row", "sample", "shown")
+
+    picture: Picture | DecodedPicture
+    pixels: NDArray[np.uint8]
+    image: torch.Tensor
+
+    def __init__(self, row: int, sample: int) -> None:
+        self.row = row
+        self.sample = sample
+        self.shown: NDArray[np.uint8] | None = None
+
+
 class SliceReader:
     """Reads the samples of a slice one after the other; without state, so that any process can read any."""
 
     def __init__(self, source: SampleSource, view: View, note: Callable[[int], None] | None = None) -> None:
         """Read from ``source`` what ``view`` shows; ``note`` is told each sample's id before it is read."""
         self._source = source
+        self._files = encoded_source(source)
         self._view = view
         self._note = note
-        self._variation = Variation(view.augment or Augment(), view.mean, view.seed)
+        self._augment = view.augment or Augment()
+        self._variation = Variation(self._augment, view.mean, view.seed)
+        self._shifts = self._augment.crop == "pad"
 
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
         size = view.size_at(piece.epoch)
         shape = piece.shape or (size, size)
-        inputs = torch.empty(len(piece.ids), view.channels, *shape, dtype=torch.uint8)
-        broken: list[BrokenSample] = []
-        whole = np.ones(len(piece.ids), dtype=bool)
-        for row, sample in enumerate(piece.ids.tolist()):
-            try:
-                inputs[row - len(broken)] = self._image(
-                    sample, shape, None if draws is None else draws.part(row, row + 1)
-                )
-            except BrokenImageError as error:
-                broken.append(BrokenSample(sample, error.path, error.reason))
-                whole[row] = False
-            except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
-                where = f"Reading sample {sample} ({self._source.path(sample)})"
-                return ReadFailure(f"{where} failed: {type(error).__name__}: {error}", traceback.format_exc())
+        inputs = self._empty(len(piece.ids), shape)
+        try:
+            broken = self._fill(inputs, piece.ids, shape, draws)
+        except _DefectError as error:
+            return error.failure
         ids = piece.ids
         if broken:
+            whole = ~np.isin(np.arange(len(ids)), list(broken))
             inputs, ids = inputs[: len(ids) - len(broken)], ids[whole]
             draws = None if draws is None else draws.where(whole)
-        return self._batch(piece, inputs, ids, draws, tuple(broken))
+        return self._batch(piece, inputs, ids, draws, tuple(broken[row] for row in sorted(broken)))
+
+    def _fill(self, inputs: torch.Tensor, ids: SampleIds, shape: Shape, draws: Draws | None) -> dict[int, BrokenSample]:
+        """Read samples into the first rows of a batch; return the broken ones, which are left out, by their row.
+
+        Of small images several are read at once, step by step: going to and fro between the file system, the decoder
+        and torch for each would cost half as much again as the work itself.
+        """
+        broken: dict[int, BrokenSample] = {}
+        rows, pixels, filled = inputs.unbind(), inputs.permute(0, 2, 3, 1).numpy(), 0
+        at_once = max(1, _PIXELS_AT_ONCE // (shape[0] * shape[1]))
+        samples = list(enumerate(ids.tolist()))
+        for begin in range(0, len(samples), at_once):
+            group = [_Reading(row, sample) for row, sample in samples[begin : begin + at_once]]
+            for step in (self._open, partial(self._decode, shape, draws), partial(self._show, shape, draws)):
+                group = [each for each in group if self._has_worked(step, each, broken)]
+            for each in group:
+                if each.shown is None:
+                    rows[filled].copy_(each.image)
+                else:
+                    pixels[filled] = each.shown
+                filled += 1
+        return broken
+
+    def _has_worked(self, step: Callable[[_Reading], None], reading: _Reading, broken: dict[int, BrokenSample]) -> bool:
+        sample = reading.sample
+        if self._note is not None:
+            self._note(sample)
+        try:
+            step(reading)
+        except BrokenImageError as error:
+            broken[reading.row] = BrokenSample(sample, error.path or self._source.path(sample), error.reason)
+            return False
+        except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
+            where = f"Reading sample {sample} ({self._source.path(sample)})"
+            message = f"{where} failed: {type(error).__name__}: {error}"
+            raise _DefectError(ReadFailure(message, traceback.format_exc())) from None
+        return True
+
+    def _open(self, reading: _Reading) -> None:
+        if self._files is None:
+            reading.picture = DecodedPicture(self._source.read(reading.sample))
+        else:
+            reading.picture = Picture(self._files.encoded(reading.sample), self._view.channels)
+
+    def _decode(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
+        """Decode what the model will see of a picture, or all of it."""
+        picture, augment = reading.picture, self._augment
+        if draws is None or draws.attempts is None:
+            reading.pixels = picture.part()
+            return
+        box = random_resized_box(draws.attempts[reading.row], picture.size, augment.scale, augment.ratio)
+        shrink = shrinkage(box, shape[0]) if augment.shrink_on_load and picture.shrinks else 1
+        box = snapped(box, shrink) if shrink > 1 else box
+        if resizes(*shape) and isinstance(picture, Picture):
+            bicubic, flip = self._view.interpolation == "bicubic", bool(draws.flip[reading.row])
+            reading.shown = picture.resized_part(box, shrink, shape, bicubic=bicubic, flip=flip)
+        if reading.shown is None:
+            reading.pixels = picture.part(box, shrink)
+
+    def _show(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
+        """Resize to what the model sees, and flip it as drawn, unless that has been done."""
+        if reading.shown is not None:
+            return
+        view = self._view
+        if draws is None or draws.attempts is None:
+            image = evaluation_image(reading.pixels, shape, view.evaluation_crop, view.interpolation)
+        else:
+            image = resized_part(reading.pixels, shape[0], view.interpolation)
+        flips = draws is not None and bool(draws.flip[reading.row]) and not self._shifts
+        reading.image = image.flip(-1) if flips else image
+
+    def _empty(self, count: int, shape: Shape) -> torch.Tensor:
+        """Memory for a batch, uint8 [N, C, H, W]; in a worker, memory that the run's process sees too."""
+        channels, (height, width) = self._view.channels, shape
+        size = count * channels * height * width
+        if get_worker_info() is None:
+            flat = torch.empty(size, dtype=torch.uint8)
+        else:
+            # As torch's own collation does: a batch in other memory would be copied when it is handed over.
+            storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        if self._shifts or asks_for_variation(self._augment):
+            # Shifts are made of rows of one channel, and torchvision's operations may round otherwise when the channel
+            # is the fastest axis.
+            return flat.view(count, channels, height, width)
+        return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
 
     def _batch(
         self,
@@ -75,17 +191,8 @@ class SliceReader:
         draws: Draws | None,
         broken: tuple[BrokenSample, ...],
     ) -> Batch:
-        if self._view.augment is not None and draws is not None:
-            inputs = self._variation(vary(inputs, self._view.augment, draws), ids, piece.epoch)
+        if draws is not None:
+            if self._shifts:
+                inputs = vary(inputs, self._augment, draws)
+            inputs = self._variation(inputs, ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
-
-    def _image(self, sample: int, shape: Shape, draws: Draws | None) -> torch.Tensor:
-        view = self._view
-        if self._note is not None:
-            self._note(sample)
-        image = self._source.read(sample)
-        if view.augment is None or draws is None or draws.attempts is None:
-            return evaluation_image(image, shape, view.evaluation_crop, view.interpolation)
-        height, width = image.shape[:2]
-        box = random_resized_box(draws.attempts[0], (height, width), view.augment.scale, view.augment.ratio)
-        return training_image(image, box, shape[0], view.interpolation)

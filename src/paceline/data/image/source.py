@@ -15,9 +15,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
+from paceline.data.image.listing import Names
 
 Image = NDArray[np.uint8]
+Content = bytes | bytearray | memoryview
 Ids = NDArray[np.int64]
 
 
@@ -53,6 +55,19 @@ class MeasuredSource(SampleSource, Protocol):
         ...
 
 
+@runtime_checkable
+class EncodedSource(SampleSource, Protocol):
+    """A source of image files, which hands them over undecoded, so that only what is needed of them is decoded."""
+
+    def encoded(self, sample: int) -> Content:
+        """Return the content of the file that :meth:`read` decodes.
+
+        Raises:
+            BrokenImageError: If the file cannot be read.
+        """
+        ...
+
+
 class ArraySource:
     """Images that are in memory already."""
 
@@ -84,20 +99,14 @@ class ArraySource:
 class FileSource:
     """Image files, decoded when they are read."""
 
-    def __init__(self, root: Path, names: Iterable[bytes], labels: Ids, channels: int) -> None:
+    def __init__(self, root: Path, names: Names | Iterable[bytes], labels: Ids, channels: int) -> None:
         """Take file names relative to ``root``, as the operating system's bytes, one per label."""
-        blob = bytearray()
-        ends = [0]
-        for name in names:
-            blob += name
-            ends.append(len(blob))
-        if len(ends) != len(labels) + 1:
-            raise ValueError(f"found {len(ends) - 1} names for {len(labels)} labels")
+        self._names = names if isinstance(names, Names) else Names.of(names)
+        if len(self._names) != len(labels):
+            raise ValueError(f"found {len(self._names)} names for {len(labels)} labels")
         self.labels = labels
         self.channels = channels
         self._root = os.fspath(root)
-        self._blob = np.frombuffer(bytes(blob), dtype=np.uint8)
-        self._ends = np.array(ends, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,14 +115,17 @@ class FileSource:
         """Decode file ``sample``; raises BrokenImageError."""
         return decode(self.path(sample), self.channels)
 
+    def encoded(self, sample: int) -> bytes:
+        """Return what file ``sample`` holds; raises BrokenImageError."""
+        return read_file(self.path(sample))
+
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
         return upright_size(self.path(sample))
 
     def path(self, sample: int) -> str:
         """Return the file's path."""
-        name = self._blob[self._ends[sample] : self._ends[sample + 1]].tobytes()
-        return os.path.join(self._root, os.fsdecode(name))
+        return os.path.join(self._root, os.fsdecode(self._names[sample]))
 
 
 class SubsetSource:
@@ -124,6 +136,7 @@ class SubsetSource:
         self.base = base
         self.ids = ids
         self.labels: Ids = base.labels[ids]
+        self._files = encoded_source(base)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -131,6 +144,10 @@ class SubsetSource:
     def read(self, sample: int) -> Image:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(int(self.ids[sample]))
+
+    def encoded(self, sample: int) -> Content:
+        """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        return _required(self._files).encoded(int(self.ids[sample]))
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return the base's (height, width), if it knows it."""
@@ -147,6 +164,7 @@ class RepeatedSource:
     def __init__(self, base: SampleSource, repeats: int) -> None:
         self.base = base
         self.labels: Ids = np.tile(base.labels, repeats)
+        self._files = encoded_source(base)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -154,6 +172,10 @@ class RepeatedSource:
     def read(self, sample: int) -> Image:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(sample % len(self.base))
+
+    def encoded(self, sample: int) -> Content:
+        """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        return _required(self._files).encoded(sample % len(self.base))
 
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""
@@ -170,6 +192,25 @@ def unrepeated(source: SampleSource) -> SampleSource:
     return source.base if isinstance(source, RepeatedSource) else source
 
 
+def encoded_source(source: SampleSource) -> EncodedSource | None:
+    """The source as one that hands files over undecoded, or None where it, or what lies under it, has no files."""
+    if isinstance(source, SubsetSource | RepeatedSource):
+        return None if encoded_source(source.base) is None else source
+    return source if isinstance(source, EncodedSource) and _decodes_as_we_do(type(source)) else None
+
+
+def _decodes_as_we_do(kind: type) -> bool:
+    """Whether ``read`` was written with ``encoded``: one overridden alone decodes in a way of its own."""
+    first = next(each for each in kind.__mro__ if {"read", "encoded"} & vars(each).keys())
+    return "encoded" in vars(first)
+
+
+def _required(files: EncodedSource | None) -> EncodedSource:
+    if files is None:
+        raise TypeError("this source has no files")
+    return files
+
+
 def as_array(source: SampleSource) -> Image | None:
     """Return all images of a source that holds them in memory, uint8 [N, H, W, C], else None."""
     if isinstance(source, ArraySource):
@@ -180,4 +221,13 @@ def as_array(source: SampleSource) -> Image | None:
     return None
 
 
-__all__ = ["ArraySource", "BrokenImageError", "FileSource", "SampleSource", "SubsetSource", "as_array"]
+__all__ = [
+    "ArraySource",
+    "BrokenImageError",
+    "EncodedSource",
+    "FileSource",
+    "SampleSource",
+    "SubsetSource",
+    "as_array",
+    "encoded_source",
+]

@@ -79,7 +79,7 @@ def evaluation_image(
     shape = (size, size) if isinstance(size, int) else size
     height, width = image.shape[:2]
     if (height, width) == shape:
-        return _channels_first(image)
+        return _channels_first(np.array(image))
     covered = (round(shape[0] / evaluation_crop), round(shape[1] / evaluation_crop))
     scaled = (max(covered[0], covered[1] * height // width), max(covered[1], covered[0] * width // height))
     resized = _resize(image, *scaled, interpolation)
@@ -90,16 +90,27 @@ def evaluation_image(
 def training_image(image: Image, box: Box, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:
     """Keep one part of the image, resized to the square the model sees; uint8 [C, S, S]."""
     part = image[box.top : box.top + box.height, box.left : box.left + box.width]
+    return resized_part(part, image_size, interpolation)
+
+
+def resized_part(part: Image, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:
+    """Resize a part of an image, uint8 [H, W, C], to the square the model sees; uint8 [C, S, S]."""
     return _resize(part, image_size, image_size, interpolation)
 
 
 def _channels_first(image: Image) -> torch.Tensor:
-    # A copy of the part in use: decoded images are read-only, and torch takes only writable memory.
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return _usable(image).permute(2, 0, 1)
+
+
+def _usable(image: Image) -> torch.Tensor:
+    # What Pillow decoded is read-only, and torch takes only writable memory: a copy, of the part in use.
+    return torch.from_numpy(image if image.flags.writeable and image.flags.c_contiguous else np.array(image))
 
 
 def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.Tensor:
-    pixels = _channels_first(image)
-    if pixels.shape[1:] == (height, width):
-        return pixels
-    return interpolate(pixels[None], size=(height, width), mode=interpolation, antialias=True)[0]
+    if image.shape[:2] == (height, width):
+        return _channels_first(image)
+    # As a batch of one whose strides say that the channel is the fastest axis: torch would else take it for one whose
+    # channels lie apart, and move every pixel twice.
+    pixels = _usable(image)[None].permute(0, 3, 1, 2)
+    return interpolate(pixels, size=(height, width), mode=interpolation, antialias=True)[0]

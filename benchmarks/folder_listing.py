@@ -1,0 +1,76 @@
+"""How long until an image folder's files are known: listed anew, and remembered from the time before?
+
+Empty files, in as many class folders as ImageNet has; both ways take turns. What is timed is the whole of opening: the
+listing, the digest of all names and sizes, the heads of 256 files, and the arrays that loader processes share.
+
+    python benchmarks/folder_listing.py [--files 300000] [--classes 1000] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from hardware import spread, write_result
+
+from paceline.data.image.folder import open_image_folder
+from paceline.data.image.listing import cache_file
+
+
+def make_tree(root: Path, files: int, classes: int) -> None:
+    """Write empty files in class folders."""
+    for label in range(classes):
+        folder = root / f"n{label:08d}"
+        folder.mkdir(parents=True)
+        for number in range(files // classes):
+            os.close(os.open(folder / f"n{label:08d}_{number}.JPEG", os.O_CREAT | os.O_WRONLY))
+
+
+def seconds(root: Path) -> tuple[float, str]:
+    """Open the folder; how long it took, and what was said of it."""
+    begin = time.perf_counter()
+    how = open_image_folder(root, channels=3, validation_fraction=0).listing
+    return time.perf_counter() - begin, how
+
+
+def main() -> None:
+    """Make the files, open them in both ways, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=300_000)
+    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))
+        root = Path(scratch, "images")
+        make_tree(root, arguments.files, arguments.classes)
+        time.sleep(4)  # folders that changed just now are not remembered
+        anew, remembered = [], []
+        for _ in range(arguments.rounds):
+            cache_file(root).unlink(missing_ok=True)
+            anew.append(seconds(root)[0])
+            took, how = seconds(root)
+            if "as remembered" not in how:
+                raise SystemExit(f"listed again: {how}")
+            remembered.append(took)
+        size = cache_file(root).stat().st_size
+    result = {"files": arguments.files, "anew_seconds": spread(anew), "remembered_seconds": spread(remembered)}
+    lines = [
+        f"{arguments.files:,} empty files in {arguments.classes:,} class folders; median of {arguments.rounds}.",
+        "",
+        "| opened | seconds |",
+        "|---|---|",
+        f"| listed anew | {result['anew_seconds']['median']:.2f} |",
+        f"| remembered | {result['remembered_seconds']['median']:.2f} |",
+        "",
+        f"- remembered in a file of {size / 1e6:.1f} MB",
+    ]
+    print("\n".join(lines))
+    print(write_result("folder-listing", {**result, "memory_file_bytes": size}, lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Which files do class folders hold? Listed once; where that took long, remembered for the next time.
+
+What is remembered lies under the user's cache directory, named after the folder's path, and is believed only while
+every class folder is the one that was listed: adding, removing or renaming a file changes the times of its folder. A
+file that is written over in place changes nothing but itself; a few files' sizes are looked at for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import DataError
+
+EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
+WORTH_SECONDS = 0.5  # listing that takes less is done again
+_VERSION = 1
+_SPOT_CHECKS = 64
+# Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
+_TOO_FRESH_NS = 3_000_000_000
+
+Stamp = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Many file names in one array.
+
+    Attributes:
+        joined: The names as the operating system's bytes, one after the other, uint8.
+        ends: Where each ends, after a first 0; int64 [names + 1].
+    """
+
+    joined: NDArray[np.uint8]
+    ends: NDArray[np.int64]
+
+    @staticmethod
+    def of(names: Iterable[bytes]) -> Names:
+        """Join names."""
+        listed = list(names)
+        lengths = np.fromiter(map(len, listed), dtype=np.int64, count=len(listed))
+        return Names(np.frombuffer(b"".join(listed), dtype=np.uint8), _ends(lengths))
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.joined[self.ends[index] : self.ends[index + 1]].tobytes()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one folder of class folders.
+
+    Attributes:
+        classes: Class names, sorted.
+        names: File names relative to the root, sorted by class and name.
+        sizes: Their sizes in bytes, int64.
+        labels: Index of each one's class, int64.
+    """
+
+    classes: tuple[str, ...]
+    names: Names
+    sizes: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Some folders, listed.
+
+    Attributes:
+        listings: One for each.
+        digest: SHA-256 over the relative paths and sizes of all files.
+        how: How long that took, or what it was known from; for people.
+    """
+
+    listings: tuple[Listing, ...]
+    digest: str
+    how: str
+
+
+def list_folders(root: Path, folders: Sequence[Path]) -> Listed:
+    """List folders of class folders that lie under ``root``, or are it.
+
+    Raises:
+        DataError: If one is laid out in another way.
+    """
+    memory = cache_file(root)
+    known = _recall(memory, root, folders)
+    if known is not None:
+        return known
+    begin, now = time.perf_counter(), time.time_ns()
+    stamps: dict[str, Stamp] = {}
+    listings = tuple(_list_classes(root, folder, stamps) for folder in folders)
+    digest = _digest(listings)
+    seconds = time.perf_counter() - begin
+    how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
+    settled = all(max(stamp[:2]) < now - _TOO_FRESH_NS for stamp in stamps.values())
+    unchanged = all(_stamp(path) == stamp for path, stamp in stamps.items())
+    if seconds >= WORTH_SECONDS and settled and unchanged:
+        how += _remember(memory, folders, Listed(listings, digest, how), stamps)
+    return Listed(listings, digest, how)
+
+
+def cache_file(root: Path) -> Path:
+    """Where the listing of a folder is remembered."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    key = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
+    return Path(base, "paceline", "folders", f"{key}.npz")
+
+
+# ------------------------------------------------------------------------------------------------- listing
+
+
+def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp]) -> Listing:
+    _note(stamps, folder)
+    classes = sorted(entry.name for entry in visible(folder) if entry.is_dir())
+    if not classes:
+        raise DataError(
+            f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*: make "
+            "one folder per class, or correct data.path."
+        )
+    if len(classes) == 1:
+        raise DataError(
+            f"{str(folder)!r} has one class folder, {classes[0]!r}, but a classifier needs at least two: add "
+            "the other classes, or point data.path at the folder that holds them all."
+        )
+    prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
+    names: list[bytes] = []
+    sizes: list[int] = []
+    counts = []
+    for name in classes:
+        _note(stamps, folder / name)
+        files = _list_images(folder / name)
+        lead = prefix + os.fsencode(name + os.sep)
+        names += [lead + os.fsencode(file) for file, _ in files]
+        sizes += [size for _, size in files]
+        counts.append(len(files))
+    return Listing(
+        tuple(classes),
+        Names.of(names),
+        np.array(sizes, dtype=np.int64),
+        np.repeat(np.arange(len(classes), dtype=np.int64), counts),
+    )
+
+
+def _list_images(folder: Path) -> list[tuple[str, int]]:
+    """Return name and size of every file of a class folder, sorted by name."""
+    files = []
+    for entry in visible(folder):
+        if entry.is_dir():
+            raise DataError(
+                f"{entry.path!r} is a folder inside a class folder, where only images are read: move its "
+                "images up into the class folder, or the folder away."
+            )
+        if entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
+            raise DataError(
+                f"{entry.path!r} is not an image by its extension (read are {', '.join(EXTENSIONS)}): "
+                "remove or convert it."
+            )
+        files.append((entry.name, _size(entry)))
+    if not files:
+        raise DataError(f"The class folder {str(folder)!r} is empty: put its images there, or remove the folder.")
+    files.sort()
+    return files
+
+
+def visible(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what a folder holds, but for names that begin with a dot."""
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:  # a link to nowhere; reported as a broken image when it is read
+        return 0
+
+
+def _digest(listings: Iterable[Listing]) -> str:
+    digest = hashlib.sha256()
+    for listing in listings:
+        names, sizes = listing.names, listing.sizes.tolist()
+        digest.update(b"".join(b"%s\0%d\n" % (names[index], size) for index, size in enumerate(sizes)))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- remembering
+
+
+def _stamp(folder: str | Path) -> Stamp | None:
+    """What changes when a file in a folder is added, removed or renamed, or another folder takes its place."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+
+
+def _note(stamps: dict[str, Stamp], folder: Path) -> None:
+    """Take a folder's stamp; before it is listed, so that a change meanwhile is seen."""
+    stamp = _stamp(folder)
+    if stamp is not None:
+        stamps[str(folder)] = stamp
+
+
+def _remember(memory: Path, folders: Sequence[Path], listed: Listed, stamps: dict[str, Stamp]) -> str:
+    """Write what was listed, whole or not at all; say where, or nothing where it cannot be written."""
+    arrays: dict[str, Any] = {}
+    for index, listing in enumerate(listed.listings):
+        arrays[f"joined{index}"] = listing.names.joined
+        arrays[f"lengths{index}"] = np.diff(listing.names.ends).astype(np.uint32)
+        arrays[f"sizes{index}"] = listing.sizes
+        arrays[f"counts{index}"] = np.bincount(listing.labels)
+    facts = {
+        "version": _VERSION,
+        "folders": [os.path.abspath(folder) for folder in folders],
+        "classes": [listing.classes for listing in listed.listings],
+        "digest": listed.digest,
+        "stamps": {os.path.abspath(folder): stamp for folder, stamp in stamps.items()},
+    }
+    # ASCII, with what is no text escaped: names of folders may be any bytes.
+    arrays["facts"] = np.frombuffer(json.dumps(facts).encode("ascii"), dtype=np.uint8)
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=memory.parent, suffix=".tmp", delete=False) as file:
+            try:
+                np.savez(file, **arrays)
+                file.close()
+                os.replace(file.name, memory)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError:
+        return ""  # a home that cannot be written to, or is full: listed anew the next time
+    return ", and remembered"
+
+
+def _recall(memory: Path, root: Path, folders: Sequence[Path]) -> Listed | None:
+    """What was listed earlier, if it is still so."""
+    begin = time.perf_counter()
+    try:
+        with open(memory, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            facts = json.loads(arrays["facts"].tobytes())
+            if not _is_valid(facts, folders):
+                return None
+            listings = tuple(_recalled(arrays, index, classes) for index, classes in enumerate(facts["classes"]))
+    except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile):
+        return None  # none, a torn one, or of another version
+    if not all(_sizes_hold(root, listing) for listing in listings):
+        return None
+    seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in listings)
+    how = f"{count:,} files, as remembered from an earlier listing and unchanged since ({seconds:.1f} s; {memory})"
+    return Listed(listings, str(facts["digest"]), how)
+
+
+def _is_valid(facts: dict[str, Any], folders: Sequence[Path]) -> bool:
+    if facts["version"] != _VERSION or facts["folders"] != [os.path.abspath(folder) for folder in folders]:
+        return False
+    needed = {
+        path
+        for folder, classes in zip(facts["folders"], facts["classes"], strict=True)
+        for path in (folder, *(os.path.join(folder, name) for name in classes))
+    }
+    stamps = facts["stamps"]
+    return needed == stamps.keys() and all(_stamp(path) == tuple(stamp) for path, stamp in stamps.items())
+
+
+def _recalled(arrays: Any, index: int, classes: Sequence[str]) -> Listing:
+    lengths, counts = arrays[f"lengths{index}"].astype(np.int64), arrays[f"counts{index}"]
+    return Listing(
+        tuple(classes),
+        Names(arrays[f"joined{index}"], _ends(lengths)),
+        arrays[f"sizes{index}"],
+        np.repeat(np.arange(len(classes), dtype=np.int64), counts),
+    )
+
+
+def _sizes_hold(root: Path, listing: Listing) -> bool:
+    """Whether some files, others each time, are as large as they were."""
+    count = len(listing.names)
+    chosen = np.random.default_rng().choice(count, min(count, _SPOT_CHECKS), replace=False).tolist()
+    for index in chosen:
+        try:
+            size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
+        except FileNotFoundError:
+            size = 0
+        if size != listing.sizes[index]:
+            return False
+    return True
+
+
+def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
