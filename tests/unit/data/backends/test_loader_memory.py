@@ -1,0 +1,73 @@
+"""A loader process that goes through a million entries, epoch after epoch, does not grow."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.image.source import FileSource
+from paceline.data.image.transforms import View
+from paceline.data.order import StepGeometry
+from paceline.data.slices import SampleSlice
+from paceline.recipe.data import Augment
+from paceline.world import World
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+ENTRIES = 1_000_000
+EPOCHS = 5
+STEPS = 25  # of each epoch: 6,400 samples, which lie all over the index
+
+
+@pytest.fixture
+def million(tmp_path: Path) -> FileSource:
+    """A million names, of eight small files."""
+    for number in range(8):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.jpg")
+    names = (b"./" * (number % 3) + b"%d.jpg" % (number % 8) for number in range(ENTRIES))
+    return FileSource(tmp_path, names, np.arange(ENTRIES, dtype=np.int64) % 1000, 3)
+
+
+def beginnings() -> Iterator[SampleSlice]:
+    """The first steps of each epoch."""
+    geometry = StepGeometry(seed=0, samples=ENTRIES, global_batch_size=256, logical_ranks=1)
+    per_epoch = geometry.epochs.phases[0].steps_per_epoch
+    for epoch in range(EPOCHS):
+        yield from geometry.stream(epoch * per_epoch, epoch * per_epoch + STEPS, World())
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024
+
+
+def test_loader_processes_do_not_grow(million: FileSource) -> None:
+    view = View(image_size=8, channels=3, augment=Augment(crop="random_resized", flip=0.5), seed=1)
+    before = children()
+    backend = PytorchBackend(million, view, workers=4)
+    try:
+        grown: list[dict[int, int]] = []
+        for number, batch in enumerate(backend.batches(beginnings()), start=1):
+            assert len(batch.ids) == 256
+            if number % STEPS == 0:
+                grown.append({pid: private_bytes(pid) for pid in children() - before})
+    finally:
+        backend.close()
+    assert len(grown) == EPOCHS
+    assert len(grown[0]) == 4
+    for pid, first in grown[0].items():
+        assert grown[-1][pid] < 1.05 * first, [each[pid] / first for each in grown]
+
+
+def children() -> set[int]:
+    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {int(pid) for path in found for pid in path.read_text().split()}
