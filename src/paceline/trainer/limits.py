@@ -15,18 +15,18 @@ def look_for_limits(plan: Plan, recipe: Recipe) -> Findings:
 
 
 def _loading(plan: Plan, recipe: Recipe) -> Loading | None:
-    facts = [plan.data.get(name) for name in ("workers", "channels", "image_size", "evaluation_size")]
-    workers, channels, size, evaluation_size = facts
-    if not all(isinstance(each, int) for each in facts) or not workers:
+    facts = {name: plan.data.get(name) for name in ("workers", "channels", "image_size", "evaluation_size")}
+    known = {name: value for name, value in facts.items() if isinstance(value, int)}
+    if len(known) < len(facts) or known["workers"] == 0:
         return None
     evaluation = 0
     if plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None:
         ratio = LARGEST_RATIO if "evaluation_shapes" in plan.data else 1
-        evaluation = plan.evaluation_batch_size * channels * evaluation_size**2 * ratio
+        evaluation = plan.evaluation_batch_size * known["channels"] * known["evaluation_size"] ** 2 * ratio
     return Loading(
         processes=plan.local_world_size,
-        workers=workers,
+        workers=known["workers"],
         prefetch=recipe.data.prefetch,
-        train_batch_bytes=plan.micro_batch_size * channels * size**2,
+        train_batch_bytes=plan.micro_batch_size * known["channels"] * known["image_size"] ** 2,
         evaluation_batch_bytes=evaluation,
     )

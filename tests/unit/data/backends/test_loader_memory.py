@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 ENTRIES = 1_000_000
 EPOCHS = 5
-STEPS = 25  # of each epoch: 6,400 samples, which lie all over the index
+STEPS = 12  # of each epoch: 3,072 samples, which lie all over the index
 
 
 @pytest.fixture
