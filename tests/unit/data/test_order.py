@@ -293,3 +293,19 @@ def test_no_order_is_sorted_that_nobody_uses() -> None:
             next(stream)
         assert not any(thread.name == "epoch order" for thread in threading.enumerate())
         assert epoch_order.cache_info().misses == 1
+
+
+def test_an_epoch_that_begins_costs_no_sorting() -> None:
+    """Of the thread that trains: its processor time, which does not depend on what else the machine does."""
+    geometry = StepGeometry(seed=97, samples=1_000_000, global_batch_size=1000, logical_ranks=1)
+    stream = geometry.stream(998, 1002, World())
+    begun = time.thread_time()
+    next(stream)
+    sorting = time.thread_time() - begun
+    next(stream)
+    deadline = time.monotonic() + 60
+    while any(thread.name == "epoch order" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    begun = time.thread_time()
+    assert next(stream).epoch == 1
+    assert time.thread_time() - begun < 0.1 * sorting
