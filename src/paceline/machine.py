@@ -4,20 +4,53 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Cores this process may run on (respects affinity and, on Linux, cpusets)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: by its affinity and, on Linux, its cpusets and its control group's quota of time."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(bound, int(cpu_quota() or bound)))
 
 
 def memory_bytes() -> int | None:
-    """Main memory of the machine, or None where the system does not tell."""
+    """Main memory that this process may use, of the machine or its control group; None if the system does not tell."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+    limit = memory_limit()
+    return installed if limit is None else min(installed, limit)
+
+
+def cpu_quota(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> float | None:
+    """Cores' worth of time that this process's control groups allow it, those above it too; None: as much as there is.
+
+    A container with `--cpus=2` sees all cores of its host, and is stopped for a while whenever it uses more than two.
+    """
+    quotas = []
+    for folder in _folders("cpu", groups, own):
+        whole = _words(folder / "cpu.max")  # version 2: quota and period, in microseconds
+        parts = whole or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        if len(parts) == 2 and parts[0].isdigit() and int(parts[1]) > 0:
+            quotas.append(int(parts[0]) / int(parts[1]))
+    return min(quotas, default=None)
+
+
+def memory_limit(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> int | None:
+    """Bytes that this process's control groups allow it; None: as much as there is."""
+    limits = [
+        int(word)
+        for folder in _folders("memory", groups, own)
+        for name in ("memory.max", "memory.limit_in_bytes")
+        for word in _words(folder / name)
+        if word.isdigit()
+    ]
+    return min(limits, default=None)
 
 
 def cpu_name() -> str:
@@ -36,3 +69,26 @@ def cache_folder() -> Path:
     """Where what can be found out again is kept between runs (XDG Base Directory Specification); it may not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"
+
+
+def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
+    """The folders of this process's group and those above it, of version 2 or of a controller of version 1."""
+    try:
+        lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = groups / controllers if controllers else groups
+        inner = root / path.lstrip("/")
+        # In a container the path may be the host's, and not be there: what is at the root is the container's then.
+        yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return []

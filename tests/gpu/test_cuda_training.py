@@ -60,7 +60,7 @@ def test_prefetched_batches_equal_the_cpu_s() -> None:
 
     def batches(device: str) -> list[torch.Tensor]:
         placement = Placement(device=torch.device(device))
-        backend = open_backend("memory", data, dataset, "train", seed=0, device=device)
+        backend = open_backend("memory", data, dataset, "train", seed=0, placement=placement)
         stream = backend.batches(geometry.stream(0, 10, World()))
         normalize = Normalize(dataset.mean, dataset.std, placement)
         return [batch.inputs.cpu() for batch in to_device(stream, normalize, placement)]

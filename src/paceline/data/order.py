@@ -8,6 +8,7 @@ changes which samples a step sees, and a position in the data is one integer.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,6 +18,8 @@ import numpy as np
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice
 from paceline.recipe.phases import Epochs
 from paceline.world import World
+
+_ORDERED_AHEAD = 2**16  # samples; fewer are sorted within a few milliseconds
 
 
 @lru_cache(maxsize=2)
@@ -88,8 +91,19 @@ class StepGeometry:
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
         """All micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
+        begun = -1
         for step in range(first_step, last_step):
             yield from self.slices(step, world)
+            epoch, _ = self.epochs.place(step)
+            if epoch != begun:
+                begun = epoch
+                self._order_ahead(epoch + 1, last_step)
+
+    def _order_ahead(self, epoch: int, last_step: int) -> None:
+        """Have a long epoch's order ready before it begins: sorting a million samples takes longer than some steps."""
+        if self.samples >= _ORDERED_AHEAD and self.epochs.place(last_step - 1)[0] >= epoch:
+            order = (self.seed, epoch, self.samples, self.repeats)
+            threading.Thread(target=epoch_order, args=order, name="epoch order", daemon=True).start()
 
     def smallest_part(self, steps: int) -> int:
         """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""

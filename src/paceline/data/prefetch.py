@@ -1,7 +1,7 @@
 """How do uint8 batches become normalised floats on the device without making the step wait?
 
-On a GPU, batch *n + 1* is copied and normalised on a side stream while *n* is computed on. On the CPU the same
-arithmetic runs in line, one batch at a time.
+On a GPU, batch *n + 1* is copied or gathered, normalised and mixed on a side stream while *n* is computed on. On the
+CPU the same arithmetic runs in line, one batch at a time.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
 def _one_ahead(batches: Iterator[Batch], move: Callable[[Batch], Batch], device: torch.device) -> Iterator[Batch]:
     backend: Any = torch.get_device_module(device)
     side = backend.Stream(device)
+    # What batches are made of may lie on the device already, and have been brought there on this stream.
+    side.wait_stream(backend.current_stream(device))
 
     def fetch() -> Batch | None:
         with backend.stream(side):

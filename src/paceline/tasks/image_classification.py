@@ -77,7 +77,7 @@ class ImageClassification(Task):
         # Refuses an augmentation that images of this size cannot have.
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
         _check_growth(data.progressive, found.image_size)
-        self._backend, backend_reason = choose_backend(self._shown(), found)
+        self._backend, backend_reason = choose_backend(self._shown(), found, world.local_world_size)
         self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
@@ -213,7 +213,7 @@ class ImageClassification(Task):
             split,
             seed=self.recipe.seed,
             workers=self._workers,
-            device=placement.device,
+            placement=placement,
             progress=progress,
         )
 

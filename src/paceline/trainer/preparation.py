@@ -24,7 +24,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
-from paceline.errors import CheckpointError, ModelError, RecipeError
+from paceline.errors import CheckpointError, DataError, ModelError, RecipeError
 from paceline.models.adapters import described
 from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
@@ -39,6 +39,7 @@ from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
+from paceline.trainer.limits import look_for_limits
 from paceline.trainer.precision import set_float32_matmul
 from paceline.world import World
 
@@ -71,6 +72,9 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     plan = plan_run(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
+    limits = look_for_limits(plan, recipe)
+    if limits.refusal:
+        raise DataError(limits.refusal)
     bind(cores)  # before loader processes and threads are begun, which inherit it
     torch.set_num_threads(plan.threads_per_process)
     if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
@@ -101,7 +105,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan),
             cores=cores,
-            notices=notices if cores is None else (*notices, cores.why),
+            notices=(*limits.warnings, *notices, *([] if cores is None else [cores.why])),
         )
         _check_tail(prepared)
         undo.pop_all()

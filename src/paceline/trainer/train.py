@@ -20,7 +20,7 @@ from paceline.distributed.affinity import affinity_restored, choose_cores
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
-from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
+from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.recipe.load import LoadedRecipe, recipe_digest
@@ -35,6 +35,7 @@ from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
 from paceline.trainer.preparation import Prepared, plan_network, plan_run, prepare
@@ -104,7 +105,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     task = build_task(_without_initial_weights(loaded.recipe))
     cores = choose_cores(loaded.recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
-    plan = plan_run(loaded.recipe, task, machine, world)
+    plan = _with_limits(plan_run(loaded.recipe, task, machine, world), loaded.recipe)
     network = task.build_model()
     task.check_network(network)
     adapt(network, loaded.recipe.model)
@@ -112,6 +113,15 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     plan = plan_network(plan, network, loaded.recipe)
     build_optimizer(network, loaded.recipe.optimizer, torch.device("cpu"))
     return plan
+
+
+def _with_limits(plan: Plan, recipe: Recipe) -> Plan:
+    """Add to a plan what stands against it on this machine; one of many processes may be meant for another."""
+    found = look_for_limits(plan, recipe)
+    if found.refusal and plan.local_world_size == 1:
+        raise DataError(found.refusal)
+    said = [each for each in (found.refusal, *found.warnings) if each]
+    return replace(plan, reasons={**plan.reasons, "this machine": " ".join(said)}) if said else plan
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -258,3 +260,52 @@ def test_processes_in_step_have_as_many_micro_batches(samples: int, micro: int, 
 def test_rounds_of_the_evaluation(samples: int, batch: int, world_size: int) -> None:
     counts = [len(list(evaluation_slices(samples, batch, world))) for world in worlds(world_size)]
     assert {evaluation_rounds(samples, batch, world) for world in worlds(world_size)} == {max(counts)}
+
+
+# ------------------------------------------------------------------------------------- between the epochs
+
+
+def test_a_long_epochs_order_is_there_before_it_begins() -> None:
+    geometry = StepGeometry(seed=99, samples=2**16, global_batch_size=2**14, logical_ranks=1)
+    epoch_order.cache_clear()
+    stream = geometry.stream(0, 12, World())
+    for _ in range(2):
+        next(stream)
+    deadline = time.monotonic() + 20
+    while epoch_order.cache_info().misses < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert epoch_order.cache_info().misses == 2
+    while any(thread.name == "epoch order" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    found = [*stream]
+    assert [piece.epoch for piece in found] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    ids = np.concatenate([piece.ids for piece in found[2:6]])
+    assert np.array_equal(ids, epoch_order(99, 1, 2**16))
+
+
+def test_no_order_is_sorted_that_nobody_uses() -> None:
+    """Of short epochs, and beyond a run's end."""
+    for samples, steps in ((1000, 8), (2**16, 4)):
+        geometry = StepGeometry(seed=98, samples=samples, global_batch_size=samples // 4, logical_ranks=1)
+        epoch_order.cache_clear()
+        stream = geometry.stream(0, steps, World())
+        for _ in range(4):
+            next(stream)
+        assert not any(thread.name == "epoch order" for thread in threading.enumerate())
+        assert epoch_order.cache_info().misses == 1
+
+
+def test_an_epoch_that_begins_costs_no_sorting() -> None:
+    """Of the thread that trains: its processor time, which does not depend on what else the machine does."""
+    geometry = StepGeometry(seed=97, samples=1_000_000, global_batch_size=1000, logical_ranks=1)
+    stream = geometry.stream(998, 1002, World())
+    begun = time.thread_time()
+    next(stream)
+    sorting = time.thread_time() - begun
+    next(stream)
+    deadline = time.monotonic() + 60
+    while any(thread.name == "epoch order" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    begun = time.thread_time()
+    assert next(stream).epoch == 1
+    assert time.thread_time() - begun < 0.1 * sorting

@@ -133,8 +133,8 @@ def test_variation_that_depends_on_the_micro_batch(
 ) -> None:
     true = memory.MemoryBackend._batch
 
-    def shifted(self: Any, piece: Any, draws: Any) -> Batch:
-        batch = true(self, piece, draws)
+    def shifted(self: Any, piece: Any, *rest: Any) -> Batch:
+        batch = true(self, piece, *rest)
         return dataclasses.replace(batch, inputs=batch.inputs + len(piece.ids))
 
     monkeypatch.setattr(memory.MemoryBackend, "_batch", shifted)

@@ -1,4 +1,4 @@
-"""The back-end for small images: all of a split decoded once into one tensor, and batches made by one gather.
+"""The back-end for small images: all of a split decoded once, and batches made by one gather, on the device itself.
 
 Per batch this costs microseconds, so that a small network is not held up by its data. Each process of a run
 holds its own copy.
@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
-from paceline.data.image.batched import PaddedImages, flip_some, index_tensor
-from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
+from paceline.data.image.source import BrokenImageError, Image, SampleSource, as_array, unrepeated
+from paceline.data.image.store import ImageStore, StoreShape, dense
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
@@ -37,6 +36,7 @@ class MemoryBackend:
         view: View,
         *,
         device: str | torch.device = "cpu",
+        channels_last: bool = False,
         pin_memory: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -46,6 +46,7 @@ class MemoryBackend:
             source: The split's images.
             view: What the model sees of them.
             device: Where the images are held and the batches are made, on the stream that is current then.
+            channels_last: Whether that is how the model wants them; it changes no pixel, only how long batches take.
             pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
             progress: Told how many images are loaded.
 
@@ -59,95 +60,118 @@ class MemoryBackend:
                 "keeps images at the size the model sees: use data.backend=pytorch, or crop=pad."
             )
         self._view = view
+        self._one_by_one = augment is not None and asks_for_variation(augment)
         self._variation = Variation(augment or Augment(), view.mean, view.seed)
         self._device = torch.device(device)
         self._pin_memory = pin_memory
-        images, self._broken = load_images(unrepeated(source), view, progress)
-        self._images = len(images)
-        images = images.to(self._device)
+        once = unrepeated(source)
+        self._images = len(once)
+        shape = StoreShape.of(
+            augment, count=len(once), channels=view.channels, size=view.image_size, channels_last=channels_last
+        )
+        self._store: ImageStore | None = ImageStore(shape, self._device)
+        self._broken = load_images(once, view, self._store, progress)
         self._labels = torch.tensor(source.labels, device=self._device)
-        self._plain: torch.Tensor | None = images
-        self._padded: PaddedImages | None = None
-        if augment is not None and augment.crop == "pad":
-            self._padded = PaddedImages(images, augment.padding, augment.padding_mode)
-            self._plain = None
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
         """Yield one uint8 batch per slice; reads slices up to 4096 samples ahead, to draw them at once."""
         augment = self._view.augment
-        if augment is None or (augment.crop == "none" and augment.flip == 0 and not asks_for_variation(augment)):
-            for piece in slices:
-                yield self._batch(piece, None)
-            return
+        moves = augment is not None and (augment.crop != "none" or augment.flip > 0)
         for group in _grouped(slices):
-            ids = np.concatenate([piece.ids for piece in group])
-            draws = draw(augment, self._view.seed, group[0].epoch, ids)
-            ends = accumulate(len(piece.ids) for piece in group)
-            for piece, end in zip(group, ends, strict=True):
-                yield self._batch(piece, draws.part(end - len(piece.ids), end))
+            parts = [self._without_broken(piece) for piece in group]
+            ids = np.concatenate([kept for kept, _ in parts])
+            draws = draw(augment, self._view.seed, group[0].epoch, ids) if augment is not None and moves else None
+            starts, rows = self._indices(ids, draws)
+            end = 0
+            for piece, (kept, broken) in zip(group, parts, strict=True):
+                begin, end = end, end + len(kept)
+                yield self._batch(piece, kept, broken, (starts[begin:end], rows[begin:end]))
 
     def close(self) -> None:
         """Release the images."""
-        self._plain = self._padded = None
+        self._store = None
 
-    def _batch(self, piece: SampleSlice, draws: Draws | None) -> Batch:
-        ids = piece.ids
-        broken: tuple[BrokenSample, ...] = ()
-        if self._broken:
-            ids, draws, broken = self._without_broken(ids, draws)
-        inputs = self._inputs(ids % self._images, draws)
-        if draws is not None:
-            inputs = self._variation(inputs, ids, piece.epoch)
-        batch = Batch(inputs, self._labels.index_select(0, index_tensor(ids, self._device)), ids, piece, broken)
-        return batch.pin_memory() if self._pin_memory else batch
+    def _indices(self, ids: SampleIds, draws: Draws | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where images begin in the store, and which labels are theirs, on the device; for many batches at once."""
+        starts = self._opened().starts(ids % self._images, draws)
+        both = torch.from_numpy(np.stack((starts, ids)))
+        if self._device.type == "cuda":
+            # From page-locked memory, or the copy would wait for the device; torch keeps it until it was copied.
+            both = both.pin_memory().to(self._device, non_blocking=True)
+        elif self._device.type != "cpu":
+            both = both.to(self._device)
+        return both[0], both[1]
 
-    def _inputs(self, ids: SampleIds, draws: Draws | None) -> torch.Tensor:
-        if self._padded is not None and draws is not None and draws.offsets is not None:
-            images = self._padded.crop(ids, draws.offsets)
-        elif self._plain is not None:
-            images = self._plain.index_select(0, index_tensor(ids, self._device))
-        else:
+    def _batch(
+        self,
+        piece: SampleSlice,
+        ids: SampleIds,
+        broken: tuple[BrokenSample, ...],
+        indices: tuple[torch.Tensor, torch.Tensor],
+    ) -> Batch:
+        starts, rows = indices
+        inputs = self._opened().gather(starts)
+        if self._one_by_one:
+            # Laid out as loader processes have them: what is computed from a picture may depend on how it lies.
+            inputs = self._variation(inputs.contiguous(), ids, piece.epoch)
+        if self._pin_memory:
+            inputs = dense(inputs).pin_memory()
+        return Batch(inputs, self._labels.index_select(0, rows), ids, piece, broken)
+
+    def _opened(self) -> ImageStore:
+        if self._store is None:
             raise RuntimeError("this back-end is closed")
-        return images if draws is None else flip_some(images, draws.flip)
+        return self._store
 
-    def _without_broken(
-        self, ids: SampleIds, draws: Draws | None
-    ) -> tuple[SampleIds, Draws | None, tuple[BrokenSample, ...]]:
-        found = [(sample, self._broken.get(sample % self._images)) for sample in ids.tolist()]
+    def _without_broken(self, piece: SampleSlice) -> tuple[SampleIds, tuple[BrokenSample, ...]]:
+        if not self._broken:
+            return piece.ids, ()
+        found = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
         broken = tuple(replace(each, id=sample) for sample, each in found if each is not None)
-        if not broken:
-            return ids, draws, ()
-        whole = ~np.isin(ids, [sample.id for sample in broken])
-        return ids[whole], None if draws is None else draws.where(whole), broken
+        whole = np.array([each is None for _, each in found], dtype=bool)
+        return piece.ids[whole], broken
 
 
 def load_images(
-    source: SampleSource, view: View, progress: Progress | None = None
-) -> tuple[torch.Tensor, dict[int, BrokenSample]]:
-    """Decode a whole source to uint8 [N, C, S, S], broken images as zeros, and list those by id."""
-    size = view.image_size
+    source: SampleSource, view: View, store: ImageStore, progress: Progress | None = None
+) -> dict[int, BrokenSample]:
+    """Decode a whole source into a store; broken images stay black, and are returned by id."""
+    size, count = view.image_size, len(source)
     array = as_array(source)
-    if array is not None and array.shape[1:3] == (size, size):
-        return torch.from_numpy(array.transpose(0, 3, 1, 2).copy()), {}
-    count = len(source)
-    images = torch.zeros((count, view.channels, size, size), dtype=torch.uint8)
     broken: dict[int, BrokenSample] = {}
 
     def load(start: int) -> int:
-        stop = min(start + _LOADED_AT_ONCE, count)
-        for sample in range(start, stop):
+        samples = range(start, min(start + _LOADED_AT_ONCE, count))
+        images = np.zeros((len(samples), size, size, view.channels), dtype=np.uint8)
+        for sample in samples:
             try:
-                images[sample] = evaluation_image(source.read(sample), size, view.evaluation_crop, view.interpolation)
+                images[sample - start] = _as_seen(source.read(sample), view)
             except BrokenImageError as error:
                 broken[sample] = BrokenSample(sample, error.path, error.reason)
-        return stop
+        _put(store, start, images)
+        return samples.stop
 
+    if array is not None and array.shape[1:3] == (size, size):
+        for start in range(0, count, _LOADED_AT_ONCE):
+            _put(store, start, array[start : start + _LOADED_AT_ONCE].copy())  # torch takes only what can be written
+        return {}
     # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):
             if progress is not None:
                 progress(stop, count)
-    return images, broken
+    return broken
+
+
+def _as_seen(image: Image, view: View) -> Image:
+    if image.shape[:2] == (view.image_size, view.image_size):
+        return image
+    seen = evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)
+    return seen.permute(1, 2, 0).numpy()
+
+
+def _put(store: ImageStore, first: int, images: Image) -> None:
+    store.put(first, torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
 def _grouped(slices: Iterable[SampleSlice]) -> Iterator[list[SampleSlice]]:

@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batch import Batch
+from paceline.data.first_batch import first_in_parts, joined
 from paceline.data.image.reading import ReadFailure, SliceReader
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
@@ -94,7 +95,10 @@ class PytorchBackend:
         """
         if self._stream is not None:
             self._stream.close()
-        self._stream = self._in_process(slices) if self._loader is None else self._from_workers(slices)
+        if self._loader is None:
+            self._stream = self._in_process(slices)
+        else:
+            self._stream = joined(self._from_workers(first_in_parts(slices, self._loader.num_workers)))
         return self._stream
 
     def reading(self) -> str:

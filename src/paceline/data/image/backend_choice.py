@@ -12,9 +12,11 @@ from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
 from paceline.data.image.feeding import Feeding
-from paceline.data.image.source import repeated
+from paceline.data.image.source import SampleSource, repeated, unrepeated
+from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import View
 from paceline.data.image.variation import asks_for_variation
+from paceline.data.pipeline import Placement
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data, Progressive
@@ -24,17 +26,25 @@ from paceline.world import World
 Split = Literal["train", "validation"]
 
 LARGEST_IN_MEMORY = 2**30
+# Of a GPU's memory, for the images of one split; the rest is for the model, its gradients and activations.
+LARGEST_SHARE_OF_DEVICE = 0.125
+_ON_CPU = Placement(device=torch.device("cpu"))
 _MOST_WORKERS = 16
 
 
-def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
+def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tuple[str, str]:
     """Return the back-end's name and why it is the one.
+
+    Args:
+        data: The recipe's section.
+        dataset: What it names.
+        processes: How many on this machine would each hold the images, were they held in memory.
 
     Raises:
         RecipeError: If the recipe names a back-end that cannot do what it asks for.
     """
     if data.backend != "auto":
-        _refuse(data, dataset)
+        _refuse(data, dataset, processes)
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
         _refuse_augmentation(data)
@@ -50,6 +60,8 @@ def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
         return "pytorch", f"images are not all of one size up to {LARGEST_SMALL_IMAGE} pixels"
     if total > LARGEST_IN_MEMORY:
         return "pytorch", f"{text}, more than {format_bytes(LARGEST_IN_MEMORY)}"
+    if reason := _too_large(data, dataset, processes):
+        return "pytorch", reason
     return "memory", text
 
 
@@ -96,7 +108,7 @@ def open_backend(
     *,
     seed: int,
     workers: int = 0,
-    device: torch.device | str = "cpu",
+    placement: Placement = _ON_CPU,
     progress: Progress | None = None,
 ) -> Backend:
     """Open one split with its transform: training images are augmented, held-out ones are not.
@@ -108,7 +120,7 @@ def open_backend(
         split: Which images.
         seed: The run's seed.
         workers: What :func:`choose_workers` returned.
-        device: Where the model is; for a GPU, batches come in page-locked memory.
+        placement: Where the model is; for a GPU, batches come from there or in page-locked memory.
         progress: Told how many images are in memory, by the memory back-end.
     """
     train = split == "train"
@@ -123,17 +135,31 @@ def open_backend(
         interpolation=data.interpolation,
         progressive=data.progressive if train else Progressive(),
     )
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = placement.device.type == "cuda"
     if name == "memory":
-        # Held in host memory even for a GPU: batches are copied on a side stream, and one made on the GPU's main
-        # stream would have to be waited for there.
-        return MemoryBackend(source, view, pin_memory=on_gpu, progress=progress)
+        held_there = on_gpu and _fits_on_device(source, view, placement.device)
+        return MemoryBackend(
+            source,
+            view,
+            device=placement.device if held_there else "cpu",
+            channels_last=placement.channels_last,
+            pin_memory=on_gpu and not held_there,
+            progress=progress,
+        )
     if name == "synthetic":
         return SyntheticBackend(source, view)
     return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
 
 
-def _refuse(data: Data, dataset: ImageDataset) -> None:
+def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> bool:
+    """Whether a GPU has room for the images beside the model, and nothing is done to them that is done on the host."""
+    if view.augment is not None and asks_for_variation(view.augment):
+        return False
+    shape = StoreShape.of(view.augment, count=len(unrepeated(source)), channels=view.channels, size=view.image_size)
+    return shape.bytes <= LARGEST_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
     if data.dataset == "synthetic" and data.backend != "synthetic":
         raise RecipeError(
             f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
@@ -151,13 +177,8 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
             "data.backend is memory, which keeps images at the size the model sees and cannot crop "
             "random_resized from the original: use data.backend=pytorch, or data.augment.crop=pad."
         )
-    total, text = _decoded(dataset)
-    installed = memory_bytes()
-    if installed is not None and total > installed:
-        raise RecipeError(
-            f"data.backend is memory, but {text} and this machine has {format_bytes(installed)}: use "
-            "data.backend=pytorch."
-        )
+    if reason := _too_large(data, dataset, processes):
+        raise RecipeError(f"data.backend is memory, but {reason}: use data.backend=pytorch.")
 
 
 def _refuse_growth(data: Data, backend: str) -> None:
@@ -182,6 +203,22 @@ def _refuse_augmentation(data: Data) -> None:
             f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}, …) has no effect on noise, which the "
             "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
         )
+
+
+def _too_large(data: Data, dataset: ImageDataset, processes: int) -> str:
+    """Why images cannot be held in memory; empty if they can."""
+    sizes = (dataset.image_size, evaluation_size(data, dataset))
+    splits = ((dataset.train, data.augment), (dataset.validation, None))
+    held = sum(
+        StoreShape.of(augment, count=len(source), channels=dataset.channels, size=size).bytes
+        for size, (source, augment) in zip(sizes, splits, strict=True)
+    )
+    memory = memory_bytes()
+    if memory is None or held * processes <= memory:
+        return ""
+    _, text = _decoded(dataset)
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    return f"{text}, {format_bytes(held)} as they are held{each}, and this machine has {format_bytes(memory)}"
 
 
 def _decoded(dataset: ImageDataset) -> tuple[int, str]:

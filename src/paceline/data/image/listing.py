@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
+from paceline.machine import cache_folder
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
 WORTH_SECONDS = 0.5  # listing that takes less is done again
@@ -116,9 +117,8 @@ def list_folders(root: Path, folders: Sequence[Path]) -> Listed:
 
 def cache_file(root: Path) -> Path:
     """Where the listing of a folder is remembered."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     key = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
-    return Path(base, "paceline", "folders", f"{key}.npz")
+    return cache_folder() / "folders" / f"{key}.npz"
 
 
 # ------------------------------------------------------------------------------------------------- listing

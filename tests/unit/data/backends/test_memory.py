@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.backends.memory import MemoryBackend, load_images
+from paceline.data.backends.memory import MemoryBackend
 from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import ArraySource, FileSource, SubsetSource
 from paceline.data.image.transforms import View, evaluation_image
@@ -39,14 +39,24 @@ def test_images_come_as_they_are(small: FileSource, slices: Slices) -> None:
         assert np.array_equal(batches[0].inputs[row].permute(1, 2, 0), small.read(sample))
 
 
-def test_arrays_are_taken_whole() -> None:
+def test_arrays_are_taken_whole(slices: Slices) -> None:
     images = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 1), dtype=np.uint8)
+    images.flags.writeable = False
     source = SubsetSource(ArraySource(images, np.arange(9), "noise"), np.array([8, 2]))
-    loaded, broken = load_images(source, View(image_size=8, channels=1))
-    assert np.array_equal(loaded.permute(0, 2, 3, 1), images[[8, 2]])
-    assert broken == {}
-    larger, _ = load_images(source, View(image_size=16, channels=1, evaluation_crop=1.0))
-    assert torch.equal(larger[0], evaluation_image(images[8], 16, 1.0))
+    (batch,) = MemoryBackend(source, View(image_size=8, channels=1)).batches(slices([0, 1]))
+    assert np.array_equal(batch.inputs.permute(0, 2, 3, 1), images[[8, 2]])
+    assert batch.targets.tolist() == [8, 2]
+    (larger,) = MemoryBackend(source, View(image_size=16, channels=1, evaluation_crop=1.0)).batches(slices([0, 1]))
+    assert torch.equal(larger.inputs[0], evaluation_image(images[8], 16, 1.0))
+
+
+@pytest.mark.parametrize("augment", [None, PAD_AND_FLIP, Augment(flip=0.5)], ids=["plain", "pad", "flip"])
+def test_how_the_model_wants_them_changes_no_bit(
+    small: FileSource, augment: Augment | None, shuffled: Callable[[int, int], list[SampleSlice]], same: Same
+) -> None:
+    pieces = shuffled(40, 7)
+    one, other = (MemoryBackend(small, view(augment), channels_last=last).batches(pieces) for last in (True, False))
+    assert all(same(first, second) for first, second in zip(one, other, strict=True))
 
 
 def test_other_sizes_are_resized(mixed: FileSource, slices: Slices) -> None:

@@ -38,7 +38,7 @@ RUN = textwrap.dedent(
 
     class Source(FileSource):
         def read(self, sample):
-            if mode == "hang" and sample == 21:
+            if (mode == "hang" and sample == 21) or (mode == "first" and sample == 3):
                 time.sleep(1000)
             return super().read(sample)
 
@@ -55,9 +55,12 @@ RUN = textwrap.dedent(
 
     backend = PytorchBackend(source, View(image_size=64, channels=3), workers=2, prefetch=2)
     stream = backend.batches(endless())
-    for step in range(3):
-        next(stream)
+    if mode != "first":
+        for step in range(3):
+            next(stream)
     print("ready", flush=True)
+    if mode == "first":
+        next(stream)
     if mode == "leave":
         sys.exit(0)
     while not stopped:
@@ -144,6 +147,15 @@ def test_a_killed_run_leaves_nothing(start: Callable[[str], Run]) -> None:
 
 def test_a_killed_run_leaves_no_hanging_worker(start: Callable[[str], Run]) -> None:
     run = start("hang")
+    run.process.kill()
+    run.process.wait()
+    seconds_until_gone(run.workers, 6)
+    assert run.leftovers() == []
+
+
+def test_a_run_killed_amid_its_first_batch_leaves_nothing(start: Callable[[str], Run]) -> None:
+    run = start("first")
+    time.sleep(0.5)  # some parts of it have been handed over, one never will be
     run.process.kill()
     run.process.wait()
     seconds_until_gone(run.workers, 6)

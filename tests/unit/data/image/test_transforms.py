@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from paceline.data.image.augmentation import Box, Draws, draw
-from paceline.data.image.batched import PaddedImages, flip_some, vary
+from paceline.data.image.batched import vary
 from paceline.data.image.transforms import View, evaluation_image, training_image
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
@@ -49,35 +49,6 @@ def test_training_image_is_the_resized_box() -> None:
     ours = training_image(image, box, 96).permute(1, 2, 0).numpy()
     assert np.abs(ours - np.asarray(theirs).astype(int)).max() <= 1
     assert np.array_equal(training_image(image, Box(3, 5, 96, 96), 96).permute(1, 2, 0), image[3:99, 5:101])
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("mode", ["zero", "reflect"])
-@pytest.mark.parametrize(("size", "padding"), [(8, 1), (32, 4), (9, 8)])
-def test_shift_and_flip_are_numpys(channels: int, mode: str, size: int, padding: int) -> None:
-    images = noise(20, channels, size, size)
-    draws = draw(Augment(crop="pad", padding=padding, padding_mode=mode, flip=0.5), 3, 1, np.arange(20))
-    assert draws.offsets is not None
-    border = ((0, 0), (padding, padding), (padding, padding))
-    expected = []
-    for image, (top, left), flip in zip(images, draws.offsets, draws.flip, strict=True):
-        padded = np.pad(image, border, mode="constant" if mode == "zero" else "reflect")
-        part = padded[:, top : top + size, left : left + size]
-        expected.append(part[..., ::-1] if flip else part)
-    padded_images = PaddedImages(torch.from_numpy(images), padding, mode)
-    ours = flip_some(padded_images.crop(np.arange(20), draws.offsets), draws.flip)
-    assert np.array_equal(ours, np.stack(expected))
-    assert ours.is_contiguous()
-
-
-def test_every_corner_of_the_last_image() -> None:
-    images = torch.from_numpy(noise(2, 3, 8, 8))
-    padded = PaddedImages(images, 2, "zero")
-    reference = torch.nn.functional.pad(images, (2, 2, 2, 2))
-    for top in range(5):
-        for left in range(5):
-            crop = padded.crop(np.array([1]), np.array([[top, left]]))
-            assert torch.equal(crop[0], reference[1, :, top : top + 8, left : left + 8])
 
 
 def test_an_empty_batch_stays_empty() -> None:

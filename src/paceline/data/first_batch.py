@@ -1,0 +1,73 @@
+"""How does the first batch come early? All loader processes read parts of it, before any of them reads another.
+
+Each loader process reads a whole micro-batch. Left to that, the first comes when one process has read all of it alone,
+and on few cores not before the others have read theirs as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from paceline.data.batch import Batch
+from paceline.data.slices import SampleSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfSlice(SampleSlice):
+    """Some of a slice's samples, that follow one another.
+
+    Attributes:
+        whole: The slice.
+        completes: Whether it is the last part.
+    """
+
+    whole: SampleSlice
+    completes: bool
+
+
+def first_in_parts(slices: Iterable[SampleSlice], parts: int) -> Iterator[SampleSlice]:
+    """The slices, the first of them in as many parts as can have a sample, but no more than ``parts``."""
+    for number, piece in enumerate(slices):
+        if number == 0:
+            yield from _parts_of(piece, min(parts, len(piece.ids)))
+        else:
+            yield piece
+
+
+def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """The batches, parts of one slice put together: the same bits as if it had been read whole."""
+    waiting: list[Batch] = []
+    for batch in batches:
+        part = batch.slice
+        if not isinstance(part, PartOfSlice):
+            yield batch
+            continue
+        waiting.append(batch)
+        if part.completes:
+            yield _join(waiting, part.whole)
+            waiting = []
+
+
+def _parts_of(whole: SampleSlice, parts: int) -> Iterator[SampleSlice]:
+    if parts < 2:
+        yield whole
+        return
+    for number, ids in enumerate(np.array_split(whole.ids, parts)):
+        same = {each.name: getattr(whole, each.name) for each in fields(whole) if each.name != "ids"}
+        yield PartOfSlice(**same, ids=ids, whole=whole, completes=number == parts - 1)
+
+
+def _join(parts: list[Batch], whole: SampleSlice) -> Batch:
+    batch = replace(
+        parts[0],
+        inputs=torch.cat([part.inputs for part in parts]),
+        targets=torch.cat([part.targets for part in parts]),
+        ids=np.concatenate([part.ids for part in parts]),
+        slice=whole,
+        broken=tuple(broken for part in parts for broken in part.broken),
+    )
+    return batch.pin_memory() if parts[0].inputs.is_pinned() else batch

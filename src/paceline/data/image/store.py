@@ -1,0 +1,158 @@
+"""How are many small images held, so that a batch of shifted and mirrored ones is one gather?
+
+Every image lies there with its border, and once more mirrored where images are flipped. A crop is then a run of bytes
+that begins at a number computed from the draws; a batch is one ``index_select`` of such runs, and a view of it without
+what each row has too much. On a GPU and on the CPU alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data.image.augmentation import Draws
+from paceline.recipe.data import Augment
+
+Starts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreShape:
+    """How images lie in a store.
+
+    Attributes:
+        count: Images.
+        channels: 1 or 3.
+        size: Height and width, in pixels.
+        padding: Pixels of border on each side.
+        padding_mode: What the border is: ``zero`` or ``reflect``, the image mirrored at its edge.
+        mirrored: Whether each image is held once more, mirrored.
+        channels_last: Whether a pixel's channels are neighbours, or a row's pixels of one channel.
+    """
+
+    count: int
+    channels: int
+    size: int
+    padding: int = 0
+    padding_mode: str = "zero"
+    mirrored: bool = False
+    channels_last: bool = True
+
+    @classmethod
+    def of(
+        cls, augment: Augment | None, *, count: int, channels: int, size: int, channels_last: bool = True
+    ) -> StoreShape:
+        """What images must be held as for an augmentation, or for none."""
+        shifts = augment is not None and augment.crop == "pad"
+        return cls(
+            count=count,
+            channels=channels,
+            size=size,
+            padding=augment.padding if augment is not None and shifts else 0,
+            padding_mode=augment.padding_mode if augment is not None and shifts else "zero",
+            mirrored=augment is not None and augment.flip > 0,
+            channels_last=channels_last,
+        )
+
+    @property
+    def side(self) -> int:
+        """Height and width with the border."""
+        return self.size + 2 * self.padding
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row with its border, all channels."""
+        return self.side * self.channels
+
+    @property
+    def image_bytes(self) -> int:
+        """Of an image with its border."""
+        return self.side * self.row_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole store."""
+        # The last crop's run reaches past the last image by less than a row.
+        return self.count * self.image_bytes * (1 + self.mirrored) + self.row_bytes
+
+
+class ImageStore:
+    """Images of one size, uint8, held on a device."""
+
+    def __init__(self, shape: StoreShape, device: torch.device) -> None:
+        """Make room for images, all black."""
+        self.shape = shape
+        self._memory = torch.zeros(shape.bytes, dtype=torch.uint8, device=device)
+        run = shape.size * shape.row_bytes
+        self._runs = self._memory.as_strided((max(shape.bytes - run + 1, 0), run), (1, 1))
+
+    def put(self, first: int, images: torch.Tensor) -> None:
+        """Hold images uint8 [n, C, S, S] from number ``first`` on."""
+        shape = self.shape
+        images = images.to(self._memory.device)
+        inside = slice(shape.padding, shape.padding + shape.size)
+        plain, *others = self._pictures()
+        bordered = plain[first : first + len(images)]
+        bordered[:, :, inside, inside] = images
+        if shape.padding and shape.padding_mode == "reflect":
+            _reflect(bordered, shape.padding, shape.size)
+        for mirrored in others:
+            mirrored[first : first + len(images)] = bordered.flip(-1)
+
+    def starts(self, numbers: NDArray[np.int64], draws: Draws | None) -> Starts:
+        """Where the run of each image begins, varied as drawn; int64 [N]."""
+        shape = self.shape
+        starts = numbers * shape.image_bytes
+        if draws is None:
+            return starts
+        pixel = shape.channels if shape.channels_last else 1
+        if draws.offsets is not None:
+            starts += draws.offsets[:, 0] * shape.row_bytes + draws.offsets[:, 1] * pixel
+        if shape.mirrored:
+            # Seen from the right, the crop begins as far from the edge as it ends from the left.
+            across = 0 if draws.offsets is None else 2 * (shape.padding - draws.offsets[:, 1]) * pixel
+            starts += draws.flip * (shape.count * shape.image_bytes + across)
+        return starts
+
+    def gather(self, starts: torch.Tensor) -> torch.Tensor:
+        """The images whose runs begin there, uint8 [N, C, S, S]; with gaps between rows where there is a border.
+
+        Args:
+            starts: On the store's device, int64 [N].
+        """
+        runs = self._runs.index_select(0, starts)
+        return _pictures(runs, self.shape, self.shape.size)[..., : self.shape.size]
+
+    def _pictures(self) -> list[torch.Tensor]:
+        """The plain images [N, C, side, side], and the mirrored ones if they are held, to be written to."""
+        shape = self.shape
+        whole = shape.count * shape.image_bytes
+        parts = [self._memory[at : at + whole] for at in (0, whole)[: 1 + shape.mirrored]]
+        return [_pictures(part.view(shape.count, shape.image_bytes), shape, shape.side) for part in parts]
+
+
+def dense(images: torch.Tensor) -> torch.Tensor:
+    """Images without gaps between their rows, channels where they were; copied only if there are gaps."""
+    last = images.stride(1) == 1 and images.shape[1] > 1
+    return images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _pictures(runs: torch.Tensor, shape: StoreShape, height: int) -> torch.Tensor:
+    """See runs of bytes [N, ...] as [N, C, height, side]."""
+    if shape.channels_last:
+        return runs.view(len(runs), height, shape.side, shape.channels).permute(0, 3, 1, 2)
+    return runs.view(len(runs), height, shape.channels, shape.side).permute(0, 2, 1, 3)
+
+
+def _reflect(bordered: torch.Tensor, padding: int, size: int) -> None:
+    """Fill the border of [N, C, S + 2p, S + 2p] with the image mirrored at its edge pixels, which are not repeated."""
+    first, last = padding, padding + size - 1
+    for distance in range(1, padding + 1):
+        bordered[..., first - distance] = bordered[..., first + distance]
+        bordered[..., last + distance] = bordered[..., last - distance]
+    for distance in range(1, padding + 1):
+        bordered[:, :, first - distance] = bordered[:, :, first + distance]
+        bordered[:, :, last + distance] = bordered[:, :, last - distance]
