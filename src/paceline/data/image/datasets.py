@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
+from paceline.data.image.huggingface import open_huggingface
+from paceline.data.image.packed import packed_images
+from paceline.data.image.pixels import with_channels
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
 from paceline.data.image.splits import hold_out, split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
+from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
 from paceline.references import load_reference
@@ -97,7 +102,7 @@ def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
 def _open_digits(data: Data) -> ImageDataset:
     source = digits.read_digits()
     train_ids, held_out_ids = stratified_split(source.labels, data.validation_fraction)
-    images, channels = _with_channels(source.images, data.channels)
+    images, channels = _channels(source.images, data)
     whole = ArraySource(images, source.labels, source.name)
     return ImageDataset(
         name="digits",
@@ -123,11 +128,11 @@ def _open_cifar10(data: Data) -> ImageDataset:
     if archive is None:
         dataset = _open_folder(data)
         mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
-        return replace(dataset, name="cifar10", mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
+        return replace(dataset, mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
     train, validation = cifar.read_cifar10(archive)
     digest = _array_digest(train, validation)
-    train_images, channels = _with_channels(train.images, data.channels)
-    validation_images, _ = _with_channels(validation.images, data.channels)
+    train_images, channels = _channels(train.images, data)
+    validation_images, _ = _channels(validation.images, data)
     return ImageDataset(
         name="cifar10",
         train=ArraySource(train_images, train.labels, train.name),
@@ -148,13 +153,40 @@ def _open_cifar10(data: Data) -> ImageDataset:
 
 
 def _open_folder(data: Data) -> ImageDataset:
+    return _of_files(data, open_image_folder)
+
+
+def _open_webdataset(data: Data) -> ImageDataset:
+    return _of_files(data, open_webdataset)
+
+
+def _open_huggingface(data: Data) -> ImageDataset:
+    return _of_files(data, partial(open_huggingface, label_column=data.label_column))
+
+
+def _open_packed(data: Data) -> ImageDataset:
+    known: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+
+    def opened(path: Path, *, channels: int | None, validation_fraction: float) -> ImageFolder:
+        folder, statistics = packed_images(path, channels=channels, validation_fraction=validation_fraction)
+        known.extend([] if statistics is None else [statistics])
+        return folder
+
+    dataset = _of_files(data, opened)
+    if not known:
+        return dataset
+    why = dict.fromkeys(("mean", "std"), "of the set that was packed")
+    return replace(dataset, mean=known[0][0], std=known[0][1], reasons={**dataset.reasons, **why})
+
+
+def _of_files(data: Data, opener: Callable[..., ImageFolder]) -> ImageDataset:
     path = _required_path(data)
     channels = None if data.channels == "auto" else data.channels
-    folder = open_image_folder(path, channels=channels, validation_fraction=data.validation_fraction)
+    folder = opener(path, channels=channels, validation_fraction=data.validation_fraction)
     image_size, size_reason = _folder_size(data, folder)
     probe = folder.probe
     return ImageDataset(
-        name="image_folder",
+        name=data.dataset,
         train=folder.train,
         validation=folder.validation,
         classes=folder.classes,
@@ -225,15 +257,10 @@ def _required_path(data: Data) -> Path:
     return Path(data.path).expanduser()
 
 
-def _with_channels(images: Image, wanted: int | str) -> tuple[Image, int]:
-    """Return the images uint8 [N, H, W, wanted] and their channels; ``auto`` leaves them as they are."""
-    have = images.shape[-1]
-    if wanted in ("auto", have):
-        return images, have
-    if wanted == 3:
-        return np.repeat(images, 3, axis=3), 3
-    luma = images @ np.array([19595, 38470, 7471], dtype=np.uint32)  # ITU-R 601 in 16 bits, as Pillow does it
-    return ((luma + 0x8000) >> 16).astype(np.uint8)[..., None], 1
+def _channels(images: Image, data: Data) -> tuple[Image, int]:
+    """Return the images with the channels that the recipe asks for, and how many those are."""
+    wanted = images.shape[-1] if data.channels == "auto" else data.channels
+    return with_channels(images, wanted), wanted
 
 
 def _size(data: Data, native: int) -> int:
@@ -282,5 +309,8 @@ _OPENERS = {
     "digits": _open_digits,
     "image_folder": _open_folder,
     "cifar10": _open_cifar10,
+    "packed": _open_packed,
+    "webdataset": _open_webdataset,
+    "huggingface": _open_huggingface,
     "synthetic": _open_synthetic,
 }

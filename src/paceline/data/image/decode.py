@@ -10,6 +10,7 @@ import io
 import re
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,7 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
     name = "<bytes>" if isinstance(source, bytes) else str(source)
     _silence_pillow()
     try:
-        content = source if isinstance(source, bytes) else _read(source)
+        content = source if isinstance(source, bytes) else read_content(source)
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > LARGEST_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
@@ -72,8 +73,21 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
         raise BrokenImageError(name, _reason(error)) from error
 
 
-def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
-    """Return ((height, width), is greyscale) from the file's head, or None if it cannot be read."""
+def read_content(path: str | Path) -> bytes:
+    """Read an image file as it is.
+
+    Raises:
+        BrokenImageError: If it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise BrokenImageError(str(path), _reason(error)) from error
+
+
+def image_header(path: str | Path | BinaryIO) -> tuple[tuple[int, int], bool] | None:
+    """Return ((height, width), is greyscale) from the head of a file, or of its content, or None if it cannot be read."""
     _silence_pillow()
     try:
         with Image.open(path) as image:
@@ -82,7 +96,7 @@ def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
         return None
 
 
-def upright_size(path: str | Path) -> tuple[int, int] | None:
+def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
     """Return (height, width) of the image as a person would see it, from the file's head; None if it has none.
 
     A PNG whose orientation is written behind its pixels is taken as it lies: finding it would mean reading them.
@@ -96,11 +110,6 @@ def upright_size(path: str | Path) -> tuple[int, int] | None:
     except Exception:  # noqa: BLE001 (Pillow's plugins raise anything; reading the image will say what is wrong)
         return None
     return size[::-1] if orientation in _LYING else size
-
-
-def _read(path: str | Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _reason(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_content, upright_size
 
 Image = NDArray[np.uint8]
 Ids = NDArray[np.int64]
@@ -50,6 +50,28 @@ class MeasuredSource(SampleSource, Protocol):
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of the image that :meth:`read` would give; None if there is no telling."""
+        ...
+
+
+@runtime_checkable
+class EncodedSource(SampleSource, Protocol):
+    """A source that can hand out the content of an image file as it is stored."""
+
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the content of the image file, undecoded.
+
+        Raises:
+            BrokenImageError: If the file cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
+class HeldSource(SampleSource, Protocol):
+    """A source whose images are pixels already, all of one size or not."""
+
+    def pixels(self) -> Image | None:
+        """Return all images, uint8 [N, H, W, C], or None if they are not all of one size."""
         ...
 
 
@@ -106,6 +128,10 @@ class FileSource:
         """Decode file ``sample``; raises BrokenImageError."""
         return decode(self.path(sample), self.channels)
 
+    def encoded(self, sample: int) -> bytes:
+        """Return the content of file ``sample``; raises BrokenImageError."""
+        return read_content(self.path(sample))
+
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
         return upright_size(self.path(sample))
@@ -132,6 +158,10 @@ class SubsetSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(int(self.ids[sample]))
 
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the base's content of the image file; raises BrokenImageError, and TypeError if it has no files."""
+        return _with_files(self.base).encoded(int(self.ids[sample]))
+
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return the base's (height, width), if it knows it."""
         return self.base.size(int(self.ids[sample])) if isinstance(self.base, MeasuredSource) else None
@@ -155,9 +185,19 @@ class RepeatedSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(sample % len(self.base))
 
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the base's content of the image file; raises BrokenImageError, and TypeError if it has no files."""
+        return _with_files(self.base).encoded(sample % len(self.base))
+
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""
         return self.base.path(sample % len(self.base))
+
+
+def _with_files(source: SampleSource) -> EncodedSource:
+    if not isinstance(source, EncodedSource):
+        raise TypeError(f"{type(source).__name__} has no files")
+    return source
 
 
 def repeated(source: SampleSource, repeats: int) -> SampleSource:
@@ -174,6 +214,8 @@ def as_array(source: SampleSource) -> Image | None:
     """Return all images of a source that holds them in memory, uint8 [N, H, W, C], else None."""
     if isinstance(source, ArraySource):
         return source.images
+    if isinstance(source, HeldSource):
+        return source.pixels()
     if isinstance(source, SubsetSource):
         images = as_array(source.base)
         return None if images is None else images[source.ids]
