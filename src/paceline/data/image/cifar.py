@@ -145,6 +145,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Builds what the published batches consist of: dicts, lists, bytes, numbers and numpy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name, if arrays are made with it."""
         allowed = _ALLOWED.get((module, name))
         if allowed is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only arrays are read")

@@ -78,7 +78,7 @@ def _python(content: bytes, path: str, name: str) -> ArraySource:
     return _source(pixels, labels, path, name)
 
 
-def _source(pixels: np.ndarray, labels: np.ndarray, path: str, name: str) -> ArraySource:  # type: ignore[type-arg]
+def _source(pixels: np.ndarray, labels: np.ndarray, path: str, name: str) -> ArraySource:
     if labels.min(initial=0) < 0 or labels.max(initial=0) >= _CLASSES:
         raise _damaged(path, "it has labels outside 0 … 99")
     images = np.ascontiguousarray(pixels.reshape(-1, 3, SIZE, SIZE).transpose(0, 2, 3, 1))

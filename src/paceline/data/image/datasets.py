@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import open_huggingface
 from paceline.data.image.packed import packed_images
-from paceline.data.image.pixels import with_channels
+from paceline.data.image.pixels import array_digest, with_channels
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
 from paceline.data.image.splits import hold_out, split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
@@ -112,7 +109,7 @@ def _open_digits(data: Data) -> ImageDataset:
         channels=channels,
         image_size=_size(data, digits.SIZE),
         native_size=(digits.SIZE, digits.SIZE),
-        digest=_array_digest(source),
+        digest=array_digest(source),
         mean=digits.MEAN * channels,
         std=digits.STD * channels,
         reasons={
@@ -130,7 +127,7 @@ def _open_cifar10(data: Data) -> ImageDataset:
         mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
         return replace(dataset, mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
     train, validation = cifar.read_cifar10(archive)
-    digest = _array_digest(train, validation)
+    digest = array_digest(train, validation)
     train_images, channels = _channels(train.images, data)
     validation_images, _ = _channels(validation.images, data)
     return ImageDataset(
@@ -282,14 +279,6 @@ def _own_split(held_out: str) -> dict[str, str]:
 
 
 _CIFAR_MEAN = dict.fromkeys(("mean", "std"), "of CIFAR-10's training images")
-
-
-def _array_digest(*sources: ArraySource) -> str:
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(np.ascontiguousarray(source.images).data)
-        digest.update(np.ascontiguousarray(source.labels).data)
-    return digest.hexdigest()
 
 
 def _normalised(data: Data, dataset: ImageDataset) -> ImageDataset:

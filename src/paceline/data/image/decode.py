@@ -87,7 +87,7 @@ def read_content(path: str | Path) -> bytes:
 
 
 def image_header(path: str | Path | BinaryIO) -> tuple[tuple[int, int], bool] | None:
-    """Return ((height, width), is greyscale) from the head of a file, or of its content, or None if it cannot be read."""
+    """Return ((height, width), is greyscale) from the head of a file or its content; None if it cannot be read."""
     _silence_pillow()
     try:
         with Image.open(path) as image:

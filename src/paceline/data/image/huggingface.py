@@ -1,7 +1,7 @@
-"""Which images does a Hugging Face dataset on the local disk hold? Read are folders that `save_to_disk` wrote, and parquet.
+"""Which images does a Hugging Face dataset on the local disk hold? Read is what ``save_to_disk`` wrote, and parquet.
 
 The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run. Images of
-`save_to_disk` lie in the files as they are and are read there, in any order; those of parquet lie in pages that are
+``save_to_disk`` lie in the files as they are and are read there, in any order; those of parquet lie in pages that are
 compressed together, and have to be packed first.
 """
 
@@ -63,15 +63,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class _RowName:
-    """Names rows for people: the file that the image came from, if that is known, and the row."""
+    """Names rows for people: the file that the image came from, if that is known, or the row."""
 
     names: Names
-    split: str
     root: str
 
     def __call__(self, sample: int) -> str:
-        name = self.names[sample]
-        return f"{name or self.split + f'[{sample}]'} in {self.root}"
+        return f"{self.names[sample]} in {self.root}"
 
 
 def require_pyarrow() -> ModuleType:
@@ -81,14 +79,15 @@ def require_pyarrow() -> ModuleType:
         DataError: If it is not installed.
     """
     try:
-        import pyarrow
+        import pyarrow as pa
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
             f"This needs pyarrow, which cannot be imported ({error}): run `pip install 'paceline[pack]'`."
         ) from error
-    return pyarrow
+    found: ModuleType = pa
+    return found
 
 
 def find_files(path: str | Path) -> HuggingFaceFiles | None:
@@ -103,7 +102,10 @@ def find_files(path: str | Path) -> HuggingFaceFiles | None:
         return _saved(root, {name: root / name for name in names})
     if (root / _STATE).is_file() and (root / _INFO).is_file():
         return _saved(root, {"train": root})
-    parquet = sorted(root.rglob("*.parquet")) if root.is_dir() else [root] if root.suffix == ".parquet" else []
+    if root.is_dir():
+        parquet = sorted([*root.glob("*.parquet"), *root.glob("*/*.parquet")])
+    else:
+        parquet = [root] if root.suffix == ".parquet" else []
     if not parquet:
         return None
     base = root if root.is_dir() else root.parent
@@ -119,7 +121,8 @@ def find_files(path: str | Path) -> HuggingFaceFiles | None:
 
 
 def _saved(root: Path, folders: Mapping[str, Path]) -> HuggingFaceFiles:
-    splits, features = {}, {}
+    splits: dict[str, list[Path]] = {}
+    features: dict[str, Any] = {}
     for split, folder in folders.items():
         names = [str(each["filename"]) for each in _read_json(folder / _STATE)["_data_files"]]
         splits[split] = [folder / Path(name).name for name in names]
@@ -145,8 +148,8 @@ def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
     """
     if "train" not in files.splits:
         raise DataError(
-            f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none that is called train: save it again "
-            "with one."
+            f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none that is called train: save it "
+            "again with one."
         )
     held_out = next((name for name in _HELD_OUT if name in files.splits), None)
     if held_out is None:
@@ -170,22 +173,22 @@ def choose_columns(files: HuggingFaceFiles, label_column: str = "auto") -> Colum
             f"{where!r} has {len(images)} columns of images, and one is expected (columns: {columns}): save it again "
             "with one column of the type Image."
         )
-    if label_column != "auto":
-        if label_column not in labels:
-            raise DataError(
-                f"{where!r} has no column {label_column!r} of the type ClassLabel (there are {', '.join(labels)})."
-                f"{did_you_mean(label_column, labels)}"
-            )
-        chosen = label_column
-    else:
-        usual = [name for name in _USUAL_LABELS if name in labels]
-        if not labels or (len(labels) > 1 and not usual):
-            raise DataError(
-                f"{where!r} has {len(labels)} columns of the type ClassLabel{': ' + ', '.join(labels) if labels else ''}"
-                f" (columns: {columns}); {'name the one to learn (data.label_column)' if labels else 'labels need that type'}."
-            )
-        chosen = usual[0] if usual else labels[0]
+    chosen = _label_column(labels, label_column, f"{where!r} (columns: {columns})")
     return Columns(images[0], chosen, tuple(str(name) for name in files.features[chosen].get("names", ())))
+
+
+def _label_column(labels: Sequence[str], asked: str, where: str) -> str:
+    listed = ", ".join(labels)
+    if asked != "auto":
+        if asked not in labels:
+            raise DataError(f"{where} has no column {asked!r} of the type ClassLabel.{did_you_mean(asked, labels)}")
+        return asked
+    if not labels:
+        raise DataError(f"{where} has no column of the type ClassLabel: save it again with one.")
+    usual = [name for name in _USUAL_LABELS if name in labels]
+    if len(labels) > 1 and not usual:
+        raise DataError(f"{where} has the labels {listed}: name the one to learn (data.label_column, --label-column).")
+    return usual[0] if usual else labels[0]
 
 
 def open_huggingface(
@@ -262,11 +265,12 @@ def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: A
         begin=np.concatenate([each.begin for each in rows]),
         length=np.concatenate([each.length for each in rows]),
     )
-    names = Names.of(name for each in rows for name in each.names)
+    found = [name for each in rows for name in each.names]
+    names = Names.of(name or f"{split}[{row}]" for row, name in enumerate(found))
     checked_labels(labels, columns, split, files.root)
     for part in (places.length, labels, names.ends, names.blob):
         digest.update(np.ascontiguousarray(part).tobytes())
-    return MappedSource(MappedBytes(mapped, places), labels, 3, _RowName(names, split, str(files.root)))
+    return MappedSource(MappedBytes(mapped, places), labels, 3, _RowName(names, str(files.root)))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,19 @@ class Names:
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        return self.blob[self.ends[index] : self.ends[index + 1]].tobytes().decode("utf-8", "replace")
+        name: bytes = self.blob[self.ends[index] : self.ends[index + 1]].tobytes()
+        return name.decode("utf-8", "replace")
+
+
+class SampleName(Protocol):
+    """Names samples for people."""
+
+    @property
+    def names(self) -> Names:
+        """What each is called where it lies."""
+        ...
+
+    def __call__(self, sample: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -136,11 +148,8 @@ def _mapped(file: MappedFile) -> mmap.mmap:
 class MappedSource:
     """Image files inside larger files, decoded when they are read."""
 
-    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: Callable[[int], str]) -> None:
-        """Take one part per label; ``name`` gives each sample's name for people.
-
-        ``name`` must be picklable where loader processes are not forked.
-        """
+    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: SampleName) -> None:
+        """Take one part per label; ``name`` gives each sample's name for people."""
         if len(content) != len(labels):
             raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
         self.labels = labels
@@ -174,6 +183,11 @@ class MappedSource:
     def path(self, sample: int) -> str:
         """Return the sample's name, and where it lies."""
         return self._name(sample)
+
+    @property
+    def names(self) -> Names:
+        """What the samples are called where they lie."""
+        return self._name.names
 
 
 def probe(source: EncodedSource) -> Probe:

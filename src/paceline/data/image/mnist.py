@@ -79,7 +79,7 @@ def _file(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _read(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarray:  # type: ignore[type-arg]
+def _read(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarray:
     path = _file(folder, prefix, what, dimensions)
     if path is None:
         raise DataError(f"{str(folder)!r} lacks {prefix}-{what}-idx{dimensions}-ubyte(.gz): download it again.")
@@ -94,7 +94,7 @@ def _read(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarray: 
     return _parse(content, dimensions, path)
 
 
-def _parse(content: bytes, dimensions: int, path: Path) -> np.ndarray:  # type: ignore[type-arg]
+def _parse(content: bytes, dimensions: int, path: Path) -> np.ndarray:
     head = 4 + 4 * dimensions
     if len(content) < head or content[:4] != bytes((0, 0, _UNSIGNED_BYTE, dimensions)):
         raise _damaged(path, f"it does not begin as unsigned bytes in {dimensions} dimension(s) do")

@@ -115,6 +115,11 @@ class PackedPixels:
         """Return the sample's name, and where it lies."""
         return self._name(sample)
 
+    @property
+    def names(self) -> Names:
+        """What the samples were called in the source."""
+        return self._name.names
+
     def pixels(self) -> Image | None:
         """Return a copy of all images, uint8 [N, H, W, C], or None if they are not all of one size."""
         if len(self) == 0 or (self._height != self._height[0]).any() or (self._width != self._width[0]).any():
@@ -192,7 +197,7 @@ def packed_images(
     wanted = channels or form.channels
     begin, sources = 0, {}
     for split in SPLITS:
-        end = begin + manifest.samples.get(split, 0)  # type: ignore[call-overload]
+        end = begin + manifest.samples.get(split, 0)
         sources[split] = _source(packed, begin, end, wanted)
         begin = end
     train, held_out, split_text = sources["train"], sources["validation"], manifest.origin.held_out

@@ -1,4 +1,4 @@
-"""What does a packed dataset consist of? Files that any Arrow tool opens, and ``packed.json``, which says where what lies.
+"""What does a packed dataset consist of? Files that any Arrow tool opens, and ``packed.json``, which describes them.
 
     packed.json             what is in it, and the size and SHA-256 of every other file; written last
     index.arrow             one row per image: split, label, name, height, width, shard, offset, length, SHA-256
@@ -28,7 +28,8 @@ UNFINISHED = ".packing"
 FORMAT = "paceline-packed-1"
 
 Mode = Literal["original", "jpeg", "raw"]
-SPLITS = ("train", "validation")
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -72,7 +73,7 @@ class Column:
 class LeftOut:
     """An image of the source that could not be read, and was left out on request."""
 
-    split: Literal["train", "validation"]
+    split: Split
     name: str
     reason: str
 
@@ -135,7 +136,7 @@ class Manifest:
     origin: Origin
     form: Form
     classes: tuple[str, ...]
-    samples: dict[Literal["train", "validation"], Count]
+    samples: dict[Split, Count]
     native_size: tuple[Count, Count] | None
     digest: Digest
     left_out: tuple[LeftOut, ...]
@@ -176,7 +177,7 @@ class Shard:
         end: Its last, excluded.
     """
 
-    split: str
+    split: Split
     number: int
     begin: int
     end: int
@@ -215,8 +216,8 @@ def read_manifest(root: Path) -> Manifest:
 def _no_manifest(root: Path) -> DataError:
     if (root / UNFINISHED).is_dir():
         return DataError(
-            f"{str(root)!r} is a packed dataset that is not finished: run the same `paceline pack` command again, which "
-            "goes on where it was interrupted."
+            f"{str(root)!r} is a packed dataset that is not finished: run the same `paceline pack` command again, "
+            "which goes on where it was interrupted."
         )
     there = f"has no {MANIFEST}" if root.is_dir() else "is no directory"
     return DataError(f"{str(root)!r} is no packed dataset: it {there}; make one with `paceline pack SOURCE DEST`.")

@@ -79,7 +79,8 @@ def _scan(file: MappedFile) -> TarIndex:
 
 def _members(content: mmap.mmap, path: str) -> Iterator[tuple[str, int, int]]:
     """Yield (name, first byte, length) of each regular file."""
-    position, said = 0, {}
+    position = 0
+    said: dict[str, str] = {}
     while position + _BLOCK <= len(content):
         head = content[position : position + _BLOCK]
         if head.count(0) == _BLOCK:

@@ -157,8 +157,8 @@ def _read(tars: Sequence[Path]) -> _Part:
         )
     table = np.array(rows, dtype=np.int64)
     places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
-    name = _TarName(Names.of(names), tuple(str(tar) for tar in tars), places.file)
-    return _Part(MappedBytes(files, places), name, labels, places.length)
+    told = _TarName(Names.of(names), tuple(str(tar) for tar in tars), places.file)
+    return _Part(MappedBytes(files, places), told, labels, places.length)
 
 
 def _samples(file: MappedFile, index: TarIndex) -> Iterator[tuple[str, int, int | str]]:
