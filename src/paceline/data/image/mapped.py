@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -193,7 +194,11 @@ class MappedSource:
 def probe(source: EncodedSource) -> Probe:
     """Look at the heads of at most 256 images spread evenly over a source."""
     chosen = range(0, len(source), max(1, -(-len(source) // _PROBED)))
-    heads = [head for head in (image_header(io.BytesIO(source.encoded(sample))) for sample in chosen) if head]
+    heads = []
+    for sample in chosen:
+        with suppress(BrokenImageError):  # reading it will say what is wrong with it
+            heads.append(image_header(io.BytesIO(source.encoded(sample))))
+    heads = [head for head in heads if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(
         count=len(heads),

@@ -48,8 +48,8 @@ def find_mnist_folder(path: Path) -> Path | None:
 
 
 def is_fashion(folder: Path) -> bool:
-    """Whether the folder's name says that it is Fashion-MNIST."""
-    return "fashion" in str(folder.absolute()).lower()
+    """Whether the name of the folder, or of the one it lies in, says that it is Fashion-MNIST."""
+    return any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
 
 
 def read_mnist(folder: Path) -> tuple[ArraySource, ArraySource]:

@@ -99,8 +99,8 @@ def _members(content: mmap.mmap, path: str) -> Iterator[tuple[str, int, int]]:
             if kind in _REGULAR:
                 yield said.get("path") or _name(head), begin, length
             said = {}
-    if position == 0:
-        raise _damaged(path, "it is shorter than a head")
+    if content[position:].strip(b"\0"):
+        raise _damaged(path, f"at byte {position} it breaks off")
 
 
 def _check_sum(head: bytes, path: str, position: int) -> None:
@@ -136,7 +136,7 @@ def _extended(records: bytes) -> dict[str, str]:
         if not length.isdigit() or not 0 < int(length) <= len(records):
             break
         key, _, value = records[len(length) + 1 : int(length) - 1].partition(b"=")
-        if key in (b"path", b"size"):
+        if key == b"path" or (key == b"size" and value.isdigit()):
             found[key.decode()] = value.decode("utf-8", "backslashreplace")
         records = records[int(length) :]
     return found
@@ -155,7 +155,7 @@ def _cache_folder() -> Path:
 
 def _recall(path: Path) -> TarIndex | None:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return TarIndex(names=Names(arrays["blob"], arrays["ends"]), begin=arrays["begin"], length=arrays["length"])
     except Exception:  # noqa: BLE001 (a damaged file can fail in any way, and is only an old answer)
         return None
