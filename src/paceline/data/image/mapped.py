@@ -10,7 +10,6 @@ import io
 import mmap
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -194,17 +193,20 @@ class MappedSource:
 def probe(source: EncodedSource) -> Probe:
     """Look at the heads of at most 256 images spread evenly over a source."""
     chosen = range(0, len(source), max(1, -(-len(source) // _PROBED)))
-    heads = []
-    for sample in chosen:
-        with suppress(BrokenImageError):  # reading it will say what is wrong with it
-            heads.append(image_header(io.BytesIO(source.encoded(sample))))
-    heads = [head for head in heads if head is not None]
+    heads = [head for head in (_head(source, sample) for sample in chosen) if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(
         count=len(heads),
         size=sizes.pop() if len(sizes) == 1 else None,
         greyscale=bool(heads) and all(grey for _, grey in heads),
     )
+
+
+def _head(source: EncodedSource, sample: int) -> tuple[tuple[int, int], bool] | None:
+    try:
+        return image_header(io.BytesIO(source.encoded(sample)))
+    except BrokenImageError:  # reading it will say what is wrong with it
+        return None
 
 
 def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:

@@ -23,6 +23,7 @@ from paceline.data.image.packed_layout import (
     Manifest,
     Origin,
     Shard,
+    Split,
 )
 from paceline.data.packing.shards import hashed_file, read_part, write_whole
 from paceline.errors import DataError
@@ -71,7 +72,7 @@ def assemble(root: Path, shards: Sequence[Shard], origin: Origin, form: Form, cl
         origin=origin,
         form=form,
         classes=classes,
-        samples=samples,  # type: ignore[arg-type]
+        samples=samples,
         native_size=(int(heights[0]), int(widths[0])) if alike else None,
         digest=content_digest(rows, classes, form, samples),
         left_out=tuple(LeftOut(**each) for known in facts for each in known["left_out"]),
@@ -87,7 +88,7 @@ def assemble(root: Path, shards: Sequence[Shard], origin: Origin, form: Form, cl
 
 
 def content_digest(
-    rows: Mapping[str, np.ndarray[Any, Any]], classes: Sequence[str], form: Form, samples: Mapping[str, int]
+    rows: Mapping[str, np.ndarray[Any, Any]], classes: Sequence[str], form: Form, samples: Mapping[Split, int]
 ) -> str:
     """SHA-256 over what a run can see of the images: not over where they lie.
 

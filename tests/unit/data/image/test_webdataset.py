@@ -214,8 +214,8 @@ def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
     for pattern in ("nothing.tar", "no-{0..1}.tar", "no*.tar"):
         with pytest.raises(DataError, match="there is no such file: correct the path"):
             open_webdataset(tmp_path / pattern, channels=3, validation_fraction=0)
+    (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"has no \.tar files in it"):
-        (tmp_path / "bare").mkdir()
         open_webdataset(tmp_path / "bare", channels=3, validation_fraction=0)
 
 

@@ -92,7 +92,7 @@ def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
         (tmp_path / "cifar-100-python.tar.gz", "cifar100"),
     ):
         assert detect(str(path)) == kind, path
-    with pytest.raises(DataError, match="there is no .*nothing"):
+    with pytest.raises(DataError, match=r"there is no .*nothing"):
         detect(str(tmp_path / "nothing"))
     (tmp_path / "readme.txt").touch()
     with pytest.raises(DataError, match="is a file, and none that can be packed by its name"):

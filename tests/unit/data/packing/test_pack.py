@@ -283,7 +283,7 @@ def test_interrupted_at_every_file_operation_it_goes_on(
         root = runs / f"dest-{strike}"
         count = 0
 
-        def struck(name: str) -> Callable[..., object]:
+        def struck(name: str, strike: int = strike) -> Callable[..., object]:
             original = getattr(os, name)
 
             def operation(*args: object, **named: object) -> object:
@@ -360,9 +360,7 @@ def break_some(photos: Path) -> None:
 @pytest.mark.parametrize("mode", ["original", "jpeg", "raw"])
 def test_broken_images_are_named_or_left_out(photos: Path, tmp_path: Path, mode: str) -> None:
     break_some(photos)
-    with pytest.raises(
-        DataError, match=r"2 image\(s\) of the source cannot be read: train/cat/001.jpg \(.*val/dog/002"
-    ):
+    with pytest.raises(DataError, match=r"2 image\(s\) of .* be read: train/cat/001.jpg \(.*val/dog/002"):
         packed(photos, tmp_path / "dest", mode=mode)
     assert not (tmp_path / "dest" / MANIFEST).exists()
     result = packed(photos, tmp_path / "dest", mode=mode, skip_broken=True)
@@ -419,9 +417,7 @@ def test_a_file_of_another_size_is_refused_when_it_is_opened(photos: Path, tmp_p
     shard = root / "train-00000.arrow"
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
-    with pytest.raises(
-        DataError, match=rf"train-00000.arrow' has {len(content) - 10} bytes in place of {len(content)}"
-    ):
+    with pytest.raises(DataError, match=rf"00000.arrow' has {len(content) - 10} bytes in place of {len(content)}"):
         open_packed(root)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00000.arrow' cannot be opened \(No such file"):
@@ -480,7 +476,7 @@ def test_destinations_that_hold_something_else_are_refused(photos: Path, tmp_pat
             packed(photos, destination)
     packed(photos, tmp_path / "dest")
     (tmp_path / "dest" / MANIFEST).unlink()
-    with pytest.raises(DataError, match="is no packed dataset: it has no packed.json"):
+    with pytest.raises(DataError, match=r"is no packed dataset: it has no packed\.json"):
         open_packed(tmp_path / "dest")
     with pytest.raises(DataError, match="is no packed dataset: it is no directory"):
         open_packed(tmp_path / "nowhere")
@@ -490,12 +486,10 @@ def test_the_beginning_of_another_is_refused(photos: Path, tmp_path: Path) -> No
     break_some(photos)
     with pytest.raises(DataError, match="cannot be read"):
         packed(photos, tmp_path / "dest")
-    with pytest.raises(
-        DataError, match=r"the beginning of another packed dataset \(how images are stored and the shards"
-    ):
+    with pytest.raises(DataError, match=r"beginning of another packed dataset \(how images are stored and the shards"):
         packed(photos, tmp_path / "dest", mode="raw", size=8, shard_bytes=200)
     (photos / "train" / "cat" / "001.jpg").unlink()
-    with pytest.raises(DataError, match="the beginning of another packed dataset .the source"):
+    with pytest.raises(DataError, match=r"the beginning of another packed dataset \(the source"):
         packed(photos, tmp_path / "dest")
 
 
