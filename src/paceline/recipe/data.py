@@ -32,6 +32,7 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 
 _WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
+_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -171,7 +172,7 @@ class Data:
     """The longer side is `evaluation_size` and the nearest number of steps of so many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
-    validation_fraction: Annotated[OpenFraction, Applies("dataset", ("digits", *_WITH_PATH))] = 0.2
+    validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
     """Share of each class held out for evaluation, where the data has no split of its own."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What

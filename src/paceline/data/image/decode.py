@@ -61,7 +61,7 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
     name = "<bytes>" if isinstance(source, bytes) else str(source)
     _silence_pillow()
     try:
-        content = source if isinstance(source, bytes) else read_content(source)
+        content = source if isinstance(source, bytes) else read_file(source)
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > LARGEST_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
@@ -73,7 +73,7 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
         raise BrokenImageError(name, _reason(error)) from error
 
 
-def read_content(path: str | Path) -> bytes:
+def read_file(path: str | Path) -> bytes:
     """Read an image file as it is.
 
     Raises:

@@ -131,7 +131,8 @@ class MappedBytes:
 
     def file_of(self, index: int) -> str:
         """Path of the file that part ``index`` lies in."""
-        return self._files[self._file[index]].path
+        path: str = self._files[self._file[index]].path
+        return path
 
 
 # One file's descriptor and address space for all sources of the process; a fork inherits them.

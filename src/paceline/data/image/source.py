@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, read_content, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
 
 Image = NDArray[np.uint8]
 Ids = NDArray[np.int64]
@@ -130,7 +130,7 @@ class FileSource:
 
     def encoded(self, sample: int) -> bytes:
         """Return the content of file ``sample``; raises BrokenImageError."""
-        return read_content(self.path(sample))
+        return read_file(self.path(sample))
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
