@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import open_huggingface
+from paceline.data.image.mapped import StoredImages
 from paceline.data.image.packed import packed_images
 from paceline.data.image.pixels import array_digest, with_channels
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
@@ -164,7 +165,7 @@ def _open_huggingface(data: Data) -> ImageDataset:
 def _open_packed(data: Data) -> ImageDataset:
     known: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
 
-    def opened(path: Path, *, channels: int | None, validation_fraction: float) -> ImageFolder:
+    def opened(path: Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
         folder, statistics = packed_images(path, channels=channels, validation_fraction=validation_fraction)
         known.extend([] if statistics is None else [statistics])
         return folder
@@ -176,7 +177,7 @@ def _open_packed(data: Data) -> ImageDataset:
     return replace(dataset, mean=known[0][0], std=known[0][1], reasons={**dataset.reasons, **why})
 
 
-def _of_files(data: Data, opener: Callable[..., ImageFolder]) -> ImageDataset:
+def _of_files(data: Data, opener: Callable[..., ImageFolder | StoredImages]) -> ImageDataset:
     path = _required_path(data)
     channels = None if data.channels == "auto" else data.channels
     folder = opener(path, channels=channels, validation_fraction=data.validation_fraction)
@@ -203,7 +204,7 @@ def _of_files(data: Data, opener: Callable[..., ImageFolder]) -> ImageDataset:
     )
 
 
-def _folder_size(data: Data, folder: ImageFolder) -> tuple[int, str]:
+def _folder_size(data: Data, folder: ImageFolder | StoredImages) -> tuple[int, str]:
     probe = folder.probe
     if data.image_size != "auto":
         return data.image_size, "as the recipe says"

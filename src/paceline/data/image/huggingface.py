@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.folder import ImageFolder
-from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, mapped_files, probe
+from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, StoredImages, mapped_files, probe
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
@@ -193,7 +192,7 @@ def _label_column(labels: Sequence[str], asked: str, where: str) -> str:
 
 def open_huggingface(
     path: str | Path, *, channels: int | None, validation_fraction: float, label_column: str = "auto"
-) -> ImageFolder:
+) -> StoredImages:
     """Find where in the files each image lies, and look at the heads of a few.
 
     Args:
@@ -230,7 +229,7 @@ def open_huggingface(
         held_out_images = _read_split(files, columns, held_out_split, digest)
         held_out_images.channels = channels
         sources = [train, held_out_images]
-    return ImageFolder(
+    return StoredImages(
         train=sources[0],
         validation=sources[1],
         classes=columns.classes,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
 from paceline.data.image.folder import Probe
-from paceline.data.image.source import EncodedSource, Ids, Image
+from paceline.data.image.source import EncodedSource, Ids, Image, SampleSource
 from paceline.errors import DataError
 
 Bytes = NDArray[np.uint8]
@@ -107,6 +107,31 @@ class Places:
     def part(self, chosen: slice | Ids) -> Places:
         """Those of some of the images."""
         return Places(file=self.file[chosen], begin=self.begin[chosen], length=self.length[chosen])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImages:
+    """The images of a dataset that lies in larger files, opened: what an ``ImageFolder`` is of a folder.
+
+    Attributes:
+        train: Training images.
+        validation: Held-out images.
+        classes: Class names; a label is an index into them.
+        digest: Tells the dataset from others.
+        split: Where the held-out images come from, for people.
+        is_split_off: Whether they were split off the training images.
+        channels: What the images are decoded to: 1 or 3.
+        probe: What some of the training images look like.
+    """
+
+    train: SampleSource
+    validation: SampleSource
+    classes: tuple[str, ...]
+    digest: str
+    split: str
+    is_split_off: bool
+    channels: int
+    probe: Probe
 
 
 class MappedBytes:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.folder import ImageFolder, Probe
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Names, Places
+from paceline.data.image.folder import Probe
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Names, Places, StoredImages
 from paceline.data.image.packed_layout import SPLITS, Manifest, read_manifest
 from paceline.data.image.pixels import with_channels
 from paceline.data.image.source import Ids, Image, SampleSource, SubsetSource
@@ -178,7 +178,7 @@ def open_packed(root: Path) -> PackedDataset:
 
 def packed_images(
     path: Path, *, channels: int | None, validation_fraction: float
-) -> tuple[ImageFolder, tuple[tuple[float, ...], tuple[float, ...]] | None]:
+) -> tuple[StoredImages, tuple[tuple[float, ...], tuple[float, ...]] | None]:
     """Open a packed dataset as training and held-out images.
 
     Args:
@@ -206,7 +206,7 @@ def packed_images(
         train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
         train, held_out = SubsetSource(train, train_ids), SubsetSource(train, held_out_ids)
         split_text = split_off(validation_fraction)
-    folder = ImageFolder(
+    folder = StoredImages(
         train=train,
         validation=held_out,
         classes=manifest.classes,

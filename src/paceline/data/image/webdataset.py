@@ -17,8 +17,17 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from paceline.data.image.folder import EXTENSIONS, ImageFolder
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Names, Places, mapped_files, probe
+from paceline.data.image.folder import EXTENSIONS
+from paceline.data.image.mapped import (
+    MappedBytes,
+    MappedFile,
+    MappedSource,
+    Names,
+    Places,
+    StoredImages,
+    mapped_files,
+    probe,
+)
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.data.image.tar_index import TarIndex, index_tar
@@ -52,7 +61,7 @@ class _Part:
     lengths: Ids
 
 
-def open_webdataset(path: str | Path, *, channels: int | None, validation_fraction: float) -> ImageFolder:
+def open_webdataset(path: str | Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
     """Index the tars, and look at the heads of a few images.
 
     Args:
@@ -74,7 +83,7 @@ def open_webdataset(path: str | Path, *, channels: int | None, validation_fracti
     sources: list[SampleSource] = list(whole)
     if len(parts) == 1:
         sources = [SubsetSource(whole[0], ids) for ids in stratified_split(labels[0], validation_fraction)]
-    return ImageFolder(
+    return StoredImages(
         train=sources[0],
         validation=sources[1],
         classes=classes,

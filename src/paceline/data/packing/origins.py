@@ -16,7 +16,7 @@ from paceline.data.image import cifar, cifar100, mnist
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import choose_columns, choose_splits, find_files, open_huggingface
-from paceline.data.image.mapped import MappedSource, Names, probe
+from paceline.data.image.mapped import MappedSource, Names, StoredImages, probe
 from paceline.data.image.packed import PackedPixels, open_packed, packed_images
 from paceline.data.image.packed_layout import MANIFEST, Origin
 from paceline.data.image.pixels import array_digest
@@ -175,7 +175,7 @@ def _suffixes(root: Path) -> set[str]:
     return found
 
 
-def _of_images(kind: Kind, opened: ImageFolder, root: str) -> OpenedOrigin:
+def _of_images(kind: Kind, opened: ImageFolder | StoredImages, root: str) -> OpenedOrigin:
     """A source that is opened for training in the same way."""
     sources: dict[str, SampleSource] = {"train": opened.train, "validation": opened.validation}
     if opened.is_split_off:
