@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -150,6 +151,16 @@ class MappedBytes:
         begin = int(self._begin[index])
         return memoryview(_mapped(self._files[self._file[index]]))[begin : begin + int(self._length[index])]
 
+    def will_read(self, indices: Ids) -> None:
+        """Have these parts fetched from the disk, all at once and beside what goes on here."""
+        for index in indices.tolist():
+            begin = int(self._begin[index])
+            page = begin - begin % mmap.PAGESIZE
+            with suppress(OSError):  # reading it will say what is wrong
+                _mapped(self._files[self._file[index]]).madvise(
+                    mmap.MADV_WILLNEED, page, begin - page + int(self._length[index])
+                )
+
     def part(self, begin: int, end: int) -> MappedBytes:
         """Parts ``begin`` to ``end`` of the same files."""
         return MappedBytes(self._files, self._places.part(slice(begin, end)))
@@ -201,6 +212,10 @@ class MappedSource:
         except OSError as error:
             place = f"{self._content.file_of(sample)}, in which it lies: "
             raise BrokenImageError(self.path(sample), place + (error.strerror or str(error))) from error
+
+    def will_read(self, samples: Ids) -> None:
+        """Have the images fetched from the disk before they are asked for one by one."""
+        self._content.will_read(samples)
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""

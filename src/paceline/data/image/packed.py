@@ -115,6 +115,10 @@ class PackedPixels:
         """Return the sample's name, and where it lies."""
         return self._name(sample)
 
+    def will_read(self, samples: Ids) -> None:
+        """Have the images fetched from the disk before they are asked for one by one."""
+        self._content.will_read(samples)
+
     @property
     def names(self) -> Names:
         """What the samples were called in the source."""

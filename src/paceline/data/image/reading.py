@@ -12,7 +12,7 @@ import torch
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.batched import vary
-from paceline.data.image.source import BrokenImageError, SampleSource
+from paceline.data.image.source import BrokenImageError, SampleSource, announce
 from paceline.data.image.transforms import Shape, View, evaluation_image, training_image
 from paceline.data.image.variation import Variation
 from paceline.data.slices import SampleIds, SampleSlice
@@ -44,6 +44,7 @@ class SliceReader:
 
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
+        announce(self._source, piece.ids)
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
         size = view.size_at(piece.epoch)
         shape = piece.shape or (size, size)

@@ -75,6 +75,25 @@ class HeldSource(SampleSource, Protocol):
         ...
 
 
+@runtime_checkable
+class ForeseeingSource(SampleSource, Protocol):
+    """A source that gains from being told what will be read: the disk then fetches it all at once."""
+
+    def will_read(self, samples: Ids) -> None:
+        """Take note that these samples are going to be read, in this order."""
+        ...
+
+
+def announce(source: SampleSource, samples: Ids) -> None:
+    """Tell a source which samples are going to be read, if that is of use to it."""
+    if isinstance(source, SubsetSource):
+        announce(source.base, source.ids[samples])
+    elif isinstance(source, RepeatedSource):
+        announce(source.base, np.unique(samples % len(source.base)))
+    elif isinstance(source, ForeseeingSource):
+        source.will_read(samples)
+
+
 class ArraySource:
     """Images that are in memory already."""
 
