@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +70,7 @@ class SampleName(Protocol):
     def __call__(self, sample: int) -> str: ...
 
 
-@dataclass(frozen=True)
-class MappedFile:
+class MappedFile(NamedTuple):
     """A file as it was when it was opened.
 
     Attributes:
