@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -569,3 +571,30 @@ def test_asked_to_end_it_ends_with_its_processes(
     assert process.returncode != 0
     assert "Traceback" not in said
     assert members_of(process.pid) == []
+
+
+def test_a_source_can_be_handed_to_another_process(photos: Path, tmp_path: Path) -> None:
+    for mode in ("original", "raw"):
+        packed(photos, tmp_path / mode, mode=mode)
+        train, validation = splits(tmp_path / mode)
+        for source in (train, validation):
+            copy = pickle.loads(pickle.dumps(source))
+            assert [copy.path(sample) for sample in range(12)] == [source.path(sample) for sample in range(12)]
+            assert all(np.array_equal(copy.read(sample), source.read(sample)) for sample in range(12))
+
+
+def test_more_files_than_may_be_open_are_read(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.data.image import mapped
+
+    packed(photos, tmp_path / "dest", shard_bytes=1)
+    train, _ = splits(tmp_path / "dest")
+    assert len(list((tmp_path / "dest").glob("train-*.arrow"))) == 12
+    before = len(os.listdir("/proc/self/fd"))
+    few = lru_cache(maxsize=3)(mapped._mapped.__wrapped__)
+    monkeypatch.setattr(mapped, "_mapped", few)
+    order = np.random.default_rng(0).integers(0, 12, 200).tolist()
+    kept = [train.read(sample) for sample in order]
+    assert few.cache_info().misses > 20
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    monkeypatch.undo()
+    assert all(np.array_equal(image, train.read(sample)) for image, sample in zip(kept, order, strict=True))
