@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
@@ -174,17 +174,17 @@ def _samples(file: MappedFile, index: TarIndex) -> Iterator[tuple[str, int, int 
     """Yield (name of the image, its number among the members, label)."""
     groups: dict[str, dict[str, int]] = {}
     for member in range(len(index.names)):
-        name = PurePosixPath(index.names[member])
-        stem, _, suffix = name.name.partition(".")
+        folder, _, name = index.names[member].removeprefix("./").rpartition("/")
+        stem, _, suffix = name.partition(".")
         if stem:
-            groups.setdefault(f"{name.parent}/{stem}", {})[suffix.lower()] = member
+            groups.setdefault(f"{folder}/{stem}", {})[suffix.lower()] = member
     labels = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
     for key, members in groups.items():
         images = [suffix for suffix in members if suffix in EXTENSIONS]
         if not images:
             continue
         if len(images) > 1:
-            raise DataError(f"{file.path!r}: {key.removeprefix('./')!r} has {len(images)} images, and one is expected.")
+            raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
         image = members[images[0]]
         yield index.names[image], image, _label(labels, members, f"{index.names[image]} in {file.path}")
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import resource
@@ -25,10 +26,10 @@ from PIL import Image
 from paceline.data.image.decode import decode
 from paceline.data.image.folder import open_image_folder
 from paceline.data.image.packed import open_packed, packed_images
-from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, read_manifest
+from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Shard, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
 from paceline.data.packing.pack import Packed, Request, pack
-from paceline.data.packing.shards import PackingError
+from paceline.data.packing.shards import PackingError, Work
 from paceline.data.packing.verifying import verify
 from paceline.errors import DataError
 
@@ -351,6 +352,25 @@ def test_a_disk_that_fails_is_told_by_a_process_too(
         with pytest.raises(PackingError, match=r"No space left on device \(ENOSPC\); free some space"):
             packed(photos, tmp_path / "dest", workers=2, shard_bytes=5000)
     packed(photos, tmp_path / "dest", workers=2, shard_bytes=5000)
+
+
+def test_a_process_that_dies_is_told(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.data.packing import processes
+
+    make = processes.make_shard
+
+    def dies(work: Work, shard: Shard, note: Callable[[int], None]) -> None:
+        if (shard.split, shard.number) == ("validation", 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        make(work, shard, note)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "make_shard", dies)
+        with pytest.raises(PackingError, match="a process that made shards has died, perhaps for want of memory"):
+            packed(photos, tmp_path / "dest", workers=2, shard_bytes=5000)
+    assert not (tmp_path / "dest" / MANIFEST).exists()
+    packed(photos, tmp_path / "dest", workers=2, shard_bytes=5000)
+    assert multiprocessing.active_children() == []
 
 
 def break_some(photos: Path) -> None:
