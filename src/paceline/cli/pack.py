@@ -120,6 +120,8 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
     options = _Options(**given)
     if destination is None and not verify:
         raise click.UsageError("Missing argument 'DEST': where to write; or --verify, to read a packed dataset back.")
+    if destination is None:
+        _refuse_unused(options)
     with ends_in_order():
         document: dict[str, Any] = {}
         if destination is not None:
@@ -132,6 +134,17 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
     else:
         _show(document)
     return 1 if damage else 0
+
+
+def _refuse_unused(options: _Options) -> None:
+    """Refuse what says how to write where nothing is written."""
+    label_column = None if options.label_column == "auto" else options.label_column
+    written = {"--skip-broken": options.skip_broken or None, "--label-column": label_column}
+    names = ("kind", "mode", "max_side", "quality", "size", "shard_bytes")
+    written |= {"--" + name.replace("_", "-").replace("bytes", "size"): getattr(options, name) for name in names}
+    given = [name for name, value in written.items() if value is not None]
+    if given:
+        raise click.UsageError(f"{given[0]} says how to write, and without DEST nothing is written: leave it out.")
 
 
 def _pack(source: str, destination: Path, options: _Options) -> dict[str, Any]:

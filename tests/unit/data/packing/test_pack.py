@@ -50,7 +50,7 @@ def splits(root: Path, channels: int | None = None) -> tuple[SampleSource, Sampl
 
 
 def files(root: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir()}
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir() if path.is_file()}
 
 
 def test_originals_are_the_files(photos: Path, tmp_path: Path) -> None:
@@ -314,6 +314,19 @@ def test_interrupted_at_every_file_operation_it_goes_on(
     assert strikes > 20
 
 
+def test_a_shard_that_was_damaged_in_between_is_made_again(photos: Path, tmp_path: Path) -> None:
+    break_some(photos)
+    with pytest.raises(DataError, match="cannot be read"):
+        packed(photos, tmp_path / "dest", shard_bytes=8000)
+    shards = sorted((tmp_path / "dest").glob("train-*.arrow"))
+    wanted = files(tmp_path / "dest")
+    shards[0].write_bytes(shards[0].read_bytes()[:-9])
+    shards[1].unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        packed(photos, tmp_path / "dest", shard_bytes=8000)
+    assert files(tmp_path / "dest") == wanted
+
+
 def test_a_full_disk_is_told_and_nothing_is_lost(photos: Path, tmp_path: Path, run_pack: Run) -> None:
     limit = 8000
 
@@ -395,6 +408,8 @@ def test_broken_images_are_named_or_left_out(photos: Path, tmp_path: Path, mode:
     train, validation = splits(tmp_path / "dest")
     names = [train.path(sample).partition(" ")[0] for sample in range(len(train))]
     assert names[:2] == ["train/cat/000.jpg", "train/cat/002.jpg"]
+    assert train.labels.tolist() == [0] * 5 + [1] * 6
+    assert all(("/cat/" in name) == (label == 0) for name, label in zip(names, train.labels, strict=True))
     for source in (train, validation):
         for sample in range(len(source)):
             source.read(sample)
@@ -554,6 +569,9 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run) -> None:
     done = run_pack(photos)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Missing argument 'DEST'" in done.stderr
+    done = run_pack(tmp_path / "dest", "--verify", "--shard-size", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--shard-size says how to write, and without DEST nothing is written" in done.stderr
     done = run_pack(tmp_path / "nothing", tmp_path / "dest")
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: there is no ")
