@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,9 @@ def _whole(root: Path, manifest: Manifest) -> Iterator[str]:
 
 def _hash(root: Path, facts: FileFacts) -> str:
     with open(root / facts.name, "rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            # From the disk, not from what the system remembers of the file: it may just have been written.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -229,7 +229,7 @@ def members_of(group: int) -> list[int]:
 
 @pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[..., Path], runs: Path) -> None:
-    source, root = make_photos(runs / "photos", count=60), runs / "dest"
+    source, root = make_photos(runs / "photos", count=30), runs / "dest"
     options = {"mode": "jpeg", "max_side": 40, "shard_bytes": 20_000}
     packed(source, runs / "whole", **options)
     # Shards of that size cannot be asked for on the command line, whose unit is MiB.
@@ -240,7 +240,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     )
     draws = np.random.default_rng(0)
     kills, total = 0, len(list((runs / "whole").glob("*-*.arrow")))
-    assert total > 10
+    assert total > 5
     while True:
         process = subprocess.Popen(
             [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCES)}, start_new_session=True
@@ -262,7 +262,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
             with pytest.raises(DataError, match="is not finished: run the same `paceline pack` command again"):
                 open_packed(root)
     assert process.returncode == 0
-    assert kills >= 3
+    assert kills >= 2
     assert files(root) == files(runs / "whole")
 
 
@@ -577,37 +577,39 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run) -> None:
     assert done.stderr.startswith("paceline: there is no ")
 
 
+SLOW = """
+import sys
+import time
+from paceline.data.packing import shards
+shards.stored = lambda *_: time.sleep(60)
+from paceline.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_end_it_ends_with_its_processes(
-    make_photos: Callable[..., Path], tmp_path: Path, number: signal.Signals
-) -> None:
-    source = make_photos(tmp_path / "photos", count=300)
+def test_asked_to_end_it_ends_with_its_processes(photos: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The processes are in the middle of a shard, and need not finish it."""
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "paceline",
-            "pack",
-            str(source),
-            str(tmp_path / "dest"),
-            "--mode",
-            "jpeg",
-            "--workers",
-            "2",
-        ],
+        [sys.executable, "-c", SLOW, "pack", photos, tmp_path / "dest", "--workers", "2"],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
     )
-    assert process.stderr is not None
-    process.stderr.readline()  # what was found
-    time.sleep(0.2)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode != 0
-    assert "Traceback" not in said
+    try:
+        assert process.stderr is not None
+        assert "image_folder (found)" in process.stderr.readline()
+        deadline = time.monotonic() + 20
+        while len(members_of(process.pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    assert said.strip() == ""
     assert members_of(process.pid) == []
 
 
