@@ -8,9 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -59,7 +60,8 @@ def _make_beside(work: Work, shards: Sequence[Shard], workers: int, progress: Pr
     total = sum(shard.end - shard.begin for shard in shards)
     with ProcessPoolExecutor(workers, context, _settle_in, (work, shared, os.getpid())) as pool:
         try:
-            futures = [pool.submit(_make, slot, shard) for slot, shard in enumerate(shards)]
+            with _forking():
+                futures = [pool.submit(_make, slot, shard) for slot, shard in enumerate(shards)]
             pending: Any = futures
             while pending:
                 finished, pending = wait(pending, _CHECK_SECONDS, FIRST_EXCEPTION)
@@ -75,6 +77,16 @@ def _make_beside(work: Work, shards: Sequence[Shard], workers: int, progress: Pr
                     "fewer --workers: what is finished stays."
                 ) from error
             raise
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Start processes so that no signal comes between: what its handler raises while Python forks would be lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Shared:
@@ -94,6 +106,7 @@ def _settle_in(work: Work, shared: _Shared, parent: int) -> None:
     for number in _SIGNALS:
         # The parent hears them, and says what to do.
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_leave_in_time, args=(shared, parent), daemon=True).start()
 
 

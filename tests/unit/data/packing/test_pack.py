@@ -141,6 +141,16 @@ def test_raw_squares_are_read_at_once(photos: Path, tmp_path: Path) -> None:
     assert as_array(validation) is not None
 
 
+def test_the_digest_is_of_the_images(photos: Path, tmp_path: Path) -> None:
+    first = packed(photos, tmp_path / "first").manifest.digest
+    path = photos / "val" / "dog" / "003.jpg"
+    content = path.read_bytes()
+    path.write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
+    assert packed(photos, tmp_path / "second").manifest.digest != first
+    path.write_bytes(content)
+    assert packed(photos, tmp_path / "third").manifest.digest == first
+
+
 def test_opening_reads_no_image(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "dest")
     for path in (tmp_path / "dest").glob("*-*.arrow"):
