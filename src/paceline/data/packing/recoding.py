@@ -13,7 +13,7 @@ from paceline.data.image.decode import BrokenImageError, decode, image_header
 from paceline.data.image.packed_layout import Form
 from paceline.data.image.source import EncodedSource, Image, SampleSource
 
-Content = bytes | memoryview
+Content = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)

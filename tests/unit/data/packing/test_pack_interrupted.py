@@ -65,7 +65,9 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     packed(source, runs / "whole", **options)
     # Shards of that size cannot be asked for on the command line, whose unit is MiB.
     program = (
-        "from pathlib import Path\nfrom paceline.data.packing.pack import Request, pack\n"
+        "import time\nfrom pathlib import Path\nfrom paceline.data.packing import shards\n"
+        "from paceline.data.packing.pack import Request, pack\nstored = shards.stored\n"
+        "shards.stored = lambda *given: (time.sleep(0.003), stored(*given))[1]\n"  # else it is done before it is killed
         f"pack(Request(source={str(source)!r}, destination=Path({str(root)!r}), workers=2, **{options!r}), "
         "lambda *_: None, lambda _: None)"
     )
@@ -76,7 +78,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
         process = subprocess.Popen(
             [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCES)}, start_new_session=True
         )
-        target = made(root) + int(draws.integers(1, 4))
+        target = made(root) + int(draws.integers(1, 3))
         while process.poll() is None and made(root) < target:
             time.sleep(0.001)
         time.sleep(float(draws.uniform(0, 0.01)))  # into the middle of the next
