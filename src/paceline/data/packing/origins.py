@@ -170,8 +170,11 @@ def _suffixes(root: Path) -> set[str]:
     """Endings of the files in a folder, and of the first few in each folder in it: a million need not be listed."""
     found = set()
     for entry in root.iterdir():
-        inside = islice(entry.iterdir(), _LOOKED_AT) if entry.is_dir() else [entry]
-        found |= {path.suffix for path in inside}
+        if not entry.is_dir():
+            found.add(entry.suffix)
+            continue
+        with os.scandir(entry) as inside:
+            found |= {Path(each.name).suffix for each in islice(inside, _LOOKED_AT)}
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -395,6 +396,26 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run) -> None:
     done = run_pack(tmp_path / "nothing", tmp_path / "dest")
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: there is no ")
+
+
+def test_a_source_is_a_handful_of_objects(make_photos: Callable[..., Path], tmp_path: Path) -> None:
+    """Loader processes share it: whatever is read of a Python object is a page that is copied."""
+
+    def objects(root: Path) -> int:
+        before = len(gc.get_objects())
+        train, validation = splits(root)
+        found = len(gc.get_objects()) - before
+        assert len(train) > len(validation) > 0
+        return found
+
+    counts = []
+    for count in (4, 40):
+        source = make_photos(tmp_path / f"photos-{count}", count=count, splits=("",))
+        packed(source, tmp_path / f"dest-{count}")
+        objects(tmp_path / f"dest-{count}")
+        gc.collect()
+        counts.append(objects(tmp_path / f"dest-{count}"))
+    assert counts[0] == pytest.approx(counts[1], abs=4)
 
 
 def test_a_source_can_be_handed_to_another_process(photos: Path, tmp_path: Path) -> None:
