@@ -19,6 +19,7 @@ COMMANDS = {
     "evaluate": "Score the weights of a run, a checkpoint or a file.",
     "predict": "Label images with trained weights.",
     "export": "Write trained weights to one file.",
+    "pack": "Write a dataset into a few files that are read fast.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "prove": "Prove that a recipe computes what it says, with your own task, network and data.",

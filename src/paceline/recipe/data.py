@@ -32,6 +32,10 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
+_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
+_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits")
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Jitter:
     """How colours are varied: each strength is the largest relative change."""
@@ -147,9 +151,13 @@ class Data:
     """Which samples a run sees."""
 
     dataset: str = "image_folder"
-    """`digits`, `image_folder`, `cifar10`, `synthetic`, or `package.module:factory`."""
-    path: Annotated[str | None, Off, Applies("dataset", ("image_folder", "cifar10"))] = None
-    """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*."""
+    """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
+    `synthetic`, or `package.module:factory`."""
+    path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
+    """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
+    `PATH/train-{000..146}.tar`."""
+    label_column: Annotated[Auto | str, Applies("dataset", ("huggingface",))] = "auto"
+    """Which column of a Hugging Face dataset holds the labels; `auto`: the only one, or the one called `label`."""
     backend: Literal["auto", "memory", "pytorch", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers."""
     workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch"))] = "auto"
@@ -170,7 +178,7 @@ class Data:
     """The longer side is `evaluation_size` and the nearest number of steps of so many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
-    validation_fraction: Annotated[OpenFraction, Applies("dataset", ("image_folder", "digits", "cifar10"))] = 0.2
+    validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
     """Share of each class held out for evaluation, where the data has no split of its own."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What

@@ -10,6 +10,7 @@ import io
 import pickle
 import tarfile
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _PIXELS = 3 * SIZE * SIZE
 _TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEST = ("test_batch",)
 _FOLDERS = ("cifar-10-batches-bin", "cifar-10-batches-py")
+_WANTED = frozenset(name + suffix for name in (*_TRAIN, *_TEST) for suffix in ("", ".bin"))
 _LARGEST_FILE = 256 * 2**20
 
 
@@ -74,13 +76,24 @@ def _join(parts: list[Part], name: str) -> ArraySource:
 
 
 def _files_in_folder(folder: Path) -> dict[str, bytes]:
-    wanted = {name + suffix for name in (*_TRAIN, *_TEST) for suffix in ("", ".bin")}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in wanted and path.is_file()}
+    return files_in_folder(folder, _WANTED)
 
 
 def _files_in_tar(path: Path) -> dict[str, bytes]:
-    """Read the archive's batches into memory; nothing is extracted to disk."""
-    wanted = {name + suffix for name in (*_TRAIN, *_TEST) for suffix in ("", ".bin")}
+    return files_in_tar(path, _WANTED)
+
+
+def files_in_folder(folder: Path, wanted: Collection[str]) -> dict[str, bytes]:
+    """Read those files of a folder that are there."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in wanted and path.is_file()}
+
+
+def files_in_tar(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
+    """Read those members of an archive into memory that are there; nothing is extracted to disk.
+
+    Raises:
+        DataError: If it cannot be read.
+    """
     files = {}
     try:
         with tarfile.open(path, "r:*") as archive:
@@ -107,7 +120,7 @@ def _parse_binary(content: bytes, name: str) -> Part:
 
 def _parse_pickle(content: bytes, name: str) -> Part:
     try:
-        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        batch = ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         pixels, labels = batch[b"data"], np.asarray(batch[b"labels"], dtype=np.int64)
     except Exception as error:  # a damaged pickle can fail in any way
         raise _damaged(name, f"{type(error).__name__}: {error}") from error
@@ -128,10 +141,11 @@ def _damaged(name: str, reason: str) -> DataError:
     return DataError(f"{name!r} is no batch of CIFAR-10 ({reason}): download the archive again.")
 
 
-class _ArrayUnpickler(pickle.Unpickler):
+class ArrayUnpickler(pickle.Unpickler):
     """Builds what the published batches consist of: dicts, lists, bytes, numbers and numpy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name, if arrays are made with it."""
         allowed = _ALLOWED.get((module, name))
         if allowed is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only arrays are read")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
+from paceline.data.image.huggingface import open_huggingface
+from paceline.data.image.mapped import StoredImages
+from paceline.data.image.packed import packed_images
+from paceline.data.image.pixels import array_digest, with_channels
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
 from paceline.data.image.splits import hold_out, split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
+from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
 from paceline.references import load_reference
@@ -97,7 +100,7 @@ def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
 def _open_digits(data: Data) -> ImageDataset:
     source = digits.read_digits()
     train_ids, held_out_ids = stratified_split(source.labels, data.validation_fraction)
-    images, channels = _with_channels(source.images, data.channels)
+    images, channels = _channels(source.images, data)
     whole = ArraySource(images, source.labels, source.name)
     return ImageDataset(
         name="digits",
@@ -107,7 +110,7 @@ def _open_digits(data: Data) -> ImageDataset:
         channels=channels,
         image_size=_size(data, digits.SIZE),
         native_size=(digits.SIZE, digits.SIZE),
-        digest=_array_digest(source),
+        digest=array_digest(source),
         mean=digits.MEAN * channels,
         std=digits.STD * channels,
         reasons={
@@ -123,11 +126,11 @@ def _open_cifar10(data: Data) -> ImageDataset:
     if archive is None:
         dataset = _open_folder(data)
         mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
-        return replace(dataset, name="cifar10", mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
+        return replace(dataset, mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
     train, validation = cifar.read_cifar10(archive)
-    digest = _array_digest(train, validation)
-    train_images, channels = _with_channels(train.images, data.channels)
-    validation_images, _ = _with_channels(validation.images, data.channels)
+    digest = array_digest(train, validation)
+    train_images, channels = _channels(train.images, data)
+    validation_images, _ = _channels(validation.images, data)
     return ImageDataset(
         name="cifar10",
         train=ArraySource(train_images, train.labels, train.name),
@@ -148,13 +151,40 @@ def _open_cifar10(data: Data) -> ImageDataset:
 
 
 def _open_folder(data: Data) -> ImageDataset:
+    return _of_files(data, open_image_folder)
+
+
+def _open_webdataset(data: Data) -> ImageDataset:
+    return _of_files(data, open_webdataset)
+
+
+def _open_huggingface(data: Data) -> ImageDataset:
+    return _of_files(data, partial(open_huggingface, label_column=data.label_column))
+
+
+def _open_packed(data: Data) -> ImageDataset:
+    known: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+
+    def opened(path: Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
+        folder, statistics = packed_images(path, channels=channels, validation_fraction=validation_fraction)
+        known.extend([] if statistics is None else [statistics])
+        return folder
+
+    dataset = _of_files(data, opened)
+    if not known:
+        return dataset
+    why = dict.fromkeys(("mean", "std"), "of the set that was packed")
+    return replace(dataset, mean=known[0][0], std=known[0][1], reasons={**dataset.reasons, **why})
+
+
+def _of_files(data: Data, opener: Callable[..., ImageFolder | StoredImages]) -> ImageDataset:
     path = _required_path(data)
     channels = None if data.channels == "auto" else data.channels
-    folder = open_image_folder(path, channels=channels, validation_fraction=data.validation_fraction)
+    folder = opener(path, channels=channels, validation_fraction=data.validation_fraction)
     image_size, size_reason = _folder_size(data, folder)
     probe = folder.probe
     return ImageDataset(
-        name="image_folder",
+        name=data.dataset,
         train=folder.train,
         validation=folder.validation,
         classes=folder.classes,
@@ -165,7 +195,7 @@ def _open_folder(data: Data) -> ImageDataset:
         mean=_IMAGENET_MEAN[folder.channels],
         std=_IMAGENET_STD[folder.channels],
         reasons={
-            "path": folder.listing,
+            **({"path": folder.listing} if isinstance(folder, ImageFolder) else {}),
             "image_size": size_reason,
             "channels": f"of {probe.count} images tried, {'all' if probe.greyscale else 'not all'} are grey",
             "mean": "ImageNet's, which pretrained models expect",
@@ -175,7 +205,7 @@ def _open_folder(data: Data) -> ImageDataset:
     )
 
 
-def _folder_size(data: Data, folder: ImageFolder) -> tuple[int, str]:
+def _folder_size(data: Data, folder: ImageFolder | StoredImages) -> tuple[int, str]:
     probe = folder.probe
     if data.image_size != "auto":
         return data.image_size, "as the recipe says"
@@ -226,15 +256,10 @@ def _required_path(data: Data) -> Path:
     return Path(data.path).expanduser()
 
 
-def _with_channels(images: Image, wanted: int | str) -> tuple[Image, int]:
-    """Return the images uint8 [N, H, W, wanted] and their channels; ``auto`` leaves them as they are."""
-    have = images.shape[-1]
-    if wanted in ("auto", have):
-        return images, have
-    if wanted == 3:
-        return np.repeat(images, 3, axis=3), 3
-    luma = images @ np.array([19595, 38470, 7471], dtype=np.uint32)  # ITU-R 601 in 16 bits, as Pillow does it
-    return ((luma + 0x8000) >> 16).astype(np.uint8)[..., None], 1
+def _channels(images: Image, data: Data) -> tuple[Image, int]:
+    """Return the images with the channels that the recipe asks for, and how many those are."""
+    wanted = images.shape[-1] if data.channels == "auto" else data.channels
+    return with_channels(images, wanted), wanted
 
 
 def _size(data: Data, native: int) -> int:
@@ -258,14 +283,6 @@ def _own_split(held_out: str) -> dict[str, str]:
 _CIFAR_MEAN = dict.fromkeys(("mean", "std"), "of CIFAR-10's training images")
 
 
-def _array_digest(*sources: ArraySource) -> str:
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(np.ascontiguousarray(source.images).data)
-        digest.update(np.ascontiguousarray(source.labels).data)
-    return digest.hexdigest()
-
-
 def _normalised(data: Data, dataset: ImageDataset) -> ImageDataset:
     """Put the recipe's own mean and standard deviation in place of the data set's."""
     mean = dataset.mean if data.mean == "auto" else data.mean
@@ -283,5 +300,8 @@ _OPENERS = {
     "digits": _open_digits,
     "image_folder": _open_folder,
     "cifar10": _open_cifar10,
+    "packed": _open_packed,
+    "webdataset": _open_webdataset,
+    "huggingface": _open_huggingface,
     "synthetic": _open_synthetic,
 }

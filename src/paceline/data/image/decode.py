@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,8 +226,8 @@ def read_file(path: str | Path) -> bytes:
     return content
 
 
-def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
-    """Return ((height, width), is greyscale) from the file's head, or None if it cannot be read."""
+def image_header(path: str | Path | BinaryIO) -> tuple[tuple[int, int], bool] | None:
+    """Return ((height, width), is greyscale) from the head of a file or its content; None if it cannot be read."""
     _silence_pillow()
     try:
         with Image.open(path) as image:
@@ -236,7 +236,7 @@ def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
         return None
 
 
-def upright_size(path: str | Path) -> tuple[int, int] | None:
+def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
     """Return (height, width) of the image as a person would see it, from the file's head; None if it has none.
 
     A PNG whose orientation is written behind its pixels is taken as it lies: finding it would mean reading them.

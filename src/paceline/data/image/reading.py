@@ -21,7 +21,7 @@ from paceline.data.image.augmentation import Draws, draw, random_resized_box, sh
 from paceline.data.image.batched import vary
 from paceline.data.image.decode import DecodedPicture, Picture
 from paceline.data.image.jpeg import resizes
-from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source
+from paceline.data.image.source import BrokenImageError, SampleSource, announce, encoded_source
 from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
 from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
@@ -82,6 +82,7 @@ class SliceReader:
 
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
+        announce(self._source, piece.ids)
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
         size = view.size_at(piece.epoch)
         shape = piece.shape or (size, size)

@@ -68,6 +68,34 @@ class EncodedSource(SampleSource, Protocol):
         ...
 
 
+@runtime_checkable
+class HeldSource(SampleSource, Protocol):
+    """A source whose images are pixels already, all of one size or not."""
+
+    def pixels(self) -> Image | None:
+        """Return all images, uint8 [N, H, W, C], or None if they are not all of one size."""
+        ...
+
+
+@runtime_checkable
+class ForeseeingSource(SampleSource, Protocol):
+    """A source that gains from being told what will be read: the disk then fetches it all at once."""
+
+    def will_read(self, samples: Ids) -> None:
+        """Take note that these samples are going to be read, in this order."""
+        ...
+
+
+def announce(source: SampleSource, samples: Ids) -> None:
+    """Tell a source which samples are going to be read, if that is of use to it."""
+    if isinstance(source, SubsetSource):
+        announce(source.base, source.ids[samples])
+    elif isinstance(source, RepeatedSource):
+        announce(source.base, np.unique(samples % len(source.base)))
+    elif isinstance(source, ForeseeingSource):
+        source.will_read(samples)
+
+
 class ArraySource:
     """Images that are in memory already."""
 
@@ -215,6 +243,8 @@ def as_array(source: SampleSource) -> Image | None:
     """Return all images of a source that holds them in memory, uint8 [N, H, W, C], else None."""
     if isinstance(source, ArraySource):
         return source.images
+    if isinstance(source, HeldSource):
+        return source.pixels()
     if isinstance(source, SubsetSource):
         images = as_array(source.base)
         return None if images is None else images[source.ids]

@@ -1,0 +1,219 @@
+"""`paceline pack`: write a dataset into a few files that are read fast, in any order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.cli.ending import ends_in_order
+from paceline.cli.options import json_option
+from paceline.cli.output import print_json
+from paceline.machine import available_cores
+from paceline.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from paceline.data.image.packed_layout import Manifest
+
+# As paceline.data.packing.origins has them, which would take its time to import for --help.
+KINDS = ("image_folder", "webdataset", "huggingface", "cifar10", "cifar100", "mnist", "fashion_mnist", "packed")
+_EVERY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What the command line says beside SOURCE and DEST, under the names of a request's fields."""
+
+    kind: Any
+    mode: Any
+    max_side: int | None
+    quality: int | None
+    size: int | None
+    shard_bytes: int | None
+    workers: int
+    skip_broken: bool
+    label_column: str
+
+
+def _mebibytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
+    return None if value is None else value * 2**20
+
+
+@click.command("pack", short_help="Write a dataset into a few files that are read fast.")
+@click.argument("source")
+@click.argument("destination", metavar="[DEST]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--mode",
+    type=click.Choice(["original", "jpeg", "raw"]),
+    help="original keeps the image files byte for byte (the default), jpeg encodes each image anew, raw stores pixels "
+    "(the default where the source holds pixels).",
+)
+@click.option(
+    "--max-side",
+    type=click.IntRange(min=1),
+    metavar="PIXELS",
+    help="With jpeg and raw: make images smaller whose longer side is longer than this; their shape stays.",
+)
+@click.option(
+    "--quality", type=click.IntRange(1, 100), metavar="1-100", help="With jpeg: the quality of encoding (default: 90)."
+)
+@click.option(
+    "--size",
+    type=click.IntRange(min=1),
+    metavar="PIXELS",
+    help="With raw: squares of this side, the centre of each image, resized; all are read at once by the memory "
+    "back-end.",
+)
+@click.option(
+    "--kind", type=click.Choice(KINDS), help="What SOURCE is; without it, that is seen from the files and told."
+)
+@click.option(
+    "--label-column", default="auto", metavar="NAME", help="Of a Hugging Face dataset: the column with the labels."
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    type=click.IntRange(min=1),
+    callback=_mebibytes,
+    metavar="MIB",
+    help="About how long each file is to be (default: a 64th of all, from 16 to 1024 MiB).",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=available_cores,
+    metavar="N",
+    help="Processes that make shards (default: one per core); they change no byte.",
+)
+@click.option("--skip-broken", is_flag=True, help="Leave out images that cannot be read, and list them in packed.json.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset "
+    "and only that is done.",
+)
+@json_option
+def command(source: str, destination: Path | None, verify: bool, as_json: bool, **given: Any) -> int:
+    """Pack SOURCE into the directory DEST, to be trained on with data.dataset=packed data.path=DEST.
+
+    SOURCE is an image folder, WebDataset tars (a folder of them, or 'train-{000..146}.tar'), a Hugging Face dataset on
+    the local disk (save_to_disk, or parquet), CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST as published, or a packed
+    dataset. Nothing in it is changed. The files of DEST are Arrow's; reading them opens no file per image and takes no
+    library. Writing them needs `pip install 'paceline[pack]'`.
+
+    If it is interrupted or killed, the same command goes on. DEST is a dataset only when it is whole. The same source
+    gives the same bytes. Images that cannot be read are named at the end, with exit code 2, unless --skip-broken says
+    to leave them out.
+
+    \b
+    Examples:
+      paceline pack photos packed/photos --verify
+      paceline pack imagenet packed/imagenet-500 --mode jpeg --max-side 500 --quality 90
+      paceline pack cifar-10-batches-bin packed/cifar10
+      paceline pack 'tars/train-{000..146}.tar' packed/train
+      paceline pack packed/photos --verify
+    """
+    options = _Options(**given)
+    if destination is None and not verify:
+        raise click.UsageError("Missing argument 'DEST': where to write; or --verify, to read a packed dataset back.")
+    if destination is None:
+        _refuse_unused(options)
+    with ends_in_order():
+        document: dict[str, Any] = {}
+        if destination is not None:
+            document = _pack(source, destination, options)
+        damage = _verify(destination or Path(source), options.workers) if verify else []
+    if verify:
+        document |= {"destination": str(destination or source), "verified": not damage, "damage": damage}
+    if as_json:
+        print_json(document)
+    else:
+        _show(document)
+    return 1 if damage else 0
+
+
+def _refuse_unused(options: _Options) -> None:
+    """Refuse what says how to write where nothing is written."""
+    label_column = None if options.label_column == "auto" else options.label_column
+    written = {"--skip-broken": options.skip_broken or None, "--label-column": label_column}
+    names = ("kind", "mode", "max_side", "quality", "size", "shard_bytes")
+    written |= {"--" + name.replace("_", "-").replace("bytes", "size"): getattr(options, name) for name in names}
+    given = [name for name, value in written.items() if value is not None]
+    if given:
+        raise click.UsageError(f"{given[0]} says how to write, and without DEST nothing is written: leave it out.")
+
+
+def _pack(source: str, destination: Path, options: _Options) -> dict[str, Any]:
+    from paceline.data.packing.pack import Request, pack
+
+    begun = time.monotonic()
+    request = Request(source=source, destination=destination, **vars(options))
+    packed = pack(request, _Telling("packed", format_count, "images"), lambda line: click.echo(line, err=True))
+    return {
+        "destination": str(destination),
+        **_facts(packed.manifest),
+        "found": packed.found,
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    form = manifest.form
+    return {
+        "kind": manifest.origin.kind,
+        "mode": form.mode,
+        "max_side": form.max_side,
+        "quality": form.quality,
+        "size": form.size,
+        "classes": len(manifest.classes),
+        "samples": dict(manifest.samples),
+        "left_out": [vars(each) for each in manifest.left_out],
+        "bytes": manifest.size_bytes,
+        "shards": len(manifest.shards),
+        "digest": manifest.digest,
+    }
+
+
+def _verify(root: Path, workers: int) -> list[str]:
+    from paceline.data.packing.verifying import verify
+
+    return verify(root, workers, _Telling("read back", format_bytes, ""))
+
+
+def _show(document: dict[str, Any]) -> None:
+    if "mode" in document:
+        counts = " and ".join(f"{count:,} {split}" for split, count in document["samples"].items())
+        total = sum(document["samples"].values())
+        had = "all of them before" if document["found"] >= total else f"in {format_seconds(document['seconds'])}"
+        click.echo(
+            f"{document['destination']}: {counts} images of {document['classes']:,} classes, "
+            f"{format_bytes(document['bytes'])} in {document['shards']} shards, {had}"
+        )
+        for each in document["left_out"][:10]:
+            click.echo(f"left out: {each['name']} ({each['reason']})")
+        if len(document["left_out"]) > 10:
+            click.echo(f"left out: {len(document['left_out']) - 10:,} more, which packed.json lists")
+    if "verified" in document:
+        for line in document["damage"]:
+            click.echo(line)
+        if document["verified"]:
+            click.echo(f"{document['destination']}: read back, every byte is what was written")
+
+
+class _Telling:
+    """Says now and then on standard error how far it is."""
+
+    def __init__(self, verb: str, spell: Callable[[float], str], unit: str) -> None:
+        self._verb, self._spell, self._unit = verb, spell, unit
+        self._next = time.monotonic() + _EVERY_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self._next and done < total:
+            self._next = now + _EVERY_SECONDS
+            of = f"{self._spell(done)} of {self._spell(total)} {self._unit}".rstrip()
+            click.echo(f"{self._verb} {of}", err=True)

@@ -1,0 +1,327 @@
+"""Which images does a Hugging Face dataset on the local disk hold? Read is what ``save_to_disk`` wrote, and parquet.
+
+The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run. Images of
+``save_to_disk`` lie in the files as they are and are read there, in any order; those of parquet lie in pages that are
+compressed together, and have to be packed first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, StoredImages, mapped_files, probe
+from paceline.data.image.source import Ids, SampleSource, SubsetSource
+from paceline.data.image.splits import split_off, stratified_split
+from paceline.errors import DataError, did_you_mean
+
+_HELD_OUT = ("validation", "val", "test")
+_USUAL_LABELS = ("label", "labels", "fine_label")
+_STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceFiles:
+    """The files of a dataset on the local disk, and what they say of their columns.
+
+    Attributes:
+        root: Where they lie.
+        splits: Arrow or parquet files of each split, in order.
+        is_parquet: Which of the two.
+        features: Of each column, as the library writes them.
+    """
+
+    root: Path
+    splits: Mapping[str, Sequence[Path]]
+    is_parquet: bool
+    features: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns in use.
+
+    Attributes:
+        image: Name of the column with images.
+        label: Name of the column with labels.
+        classes: What the labels stand for.
+    """
+
+    image: str
+    label: str
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _RowName:
+    """Names rows for people: the file that the image came from, if that is known, or the row."""
+
+    names: Names
+    root: str
+
+    def __call__(self, sample: int) -> str:
+        return f"{self.names[sample]} in {self.root}"
+
+
+def require_pyarrow() -> ModuleType:
+    """Return the library, which is an extra.
+
+    Raises:
+        DataError: If it is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"This needs pyarrow, which cannot be imported ({error}): run `pip install 'paceline[pack]'`."
+        ) from error
+    found: ModuleType = pa
+    return found
+
+
+def find_files(path: str | Path) -> HuggingFaceFiles | None:
+    """Look whether a folder is such a dataset; None if it is not.
+
+    Raises:
+        DataError: If it is one whose description cannot be read, or pyarrow is missing.
+    """
+    root = Path(path).expanduser()
+    if (root / _DICT).is_file():
+        names = [str(name) for name in _read_json(root / _DICT).get("splits", [])]
+        return _saved(root, {name: root / name for name in names})
+    if (root / _STATE).is_file() and (root / _INFO).is_file():
+        return _saved(root, {"train": root})
+    if root.is_dir():
+        parquet = sorted([*root.glob("*.parquet"), *root.glob("*/*.parquet")])
+    else:
+        parquet = [root] if root.suffix == ".parquet" else []
+    if not parquet:
+        return None
+    base = root if root.is_dir() else root.parent
+    splits: dict[str, list[Path]] = {}
+    for file in parquet:
+        words = re.split(r"[^a-z]+", file.relative_to(base).as_posix().lower())
+        splits.setdefault(next((word for word in ("train", *_HELD_OUT) if word in words), "train"), []).append(file)
+    metadata = require_pyarrow().parquet.read_schema(parquet[0]).metadata or {}
+    said = json.loads(metadata.get(b"huggingface", b"{}"))
+    return HuggingFaceFiles(
+        root=root, splits=splits, is_parquet=True, features=said.get("info", {}).get("features", {})
+    )
+
+
+def _saved(root: Path, folders: Mapping[str, Path]) -> HuggingFaceFiles:
+    splits: dict[str, list[Path]] = {}
+    features: dict[str, Any] = {}
+    for split, folder in folders.items():
+        names = [str(each["filename"]) for each in _read_json(folder / _STATE)["_data_files"]]
+        splits[split] = [folder / Path(name).name for name in names]
+        features = features or _read_json(folder / _INFO).get("features", {})
+    return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features=features)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(path)!r} cannot be read ({error}): save the dataset again.") from error
+    if not isinstance(tree, dict):
+        raise DataError(f"{str(path)!r} holds no JSON object: save the dataset again.")
+    return tree
+
+
+def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
+    """Return the split to train on, the held-out one if there is one, and where held-out images come from.
+
+    Raises:
+        DataError: If no split is for training.
+    """
+    if "train" not in files.splits:
+        raise DataError(
+            f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none that is called train: save it "
+            "again with one."
+        )
+    held_out = next((name for name in _HELD_OUT if name in files.splits), None)
+    if held_out is None:
+        return "train", None, ""
+    unread = [name for name in _HELD_OUT if name in files.splits and name != held_out]
+    return "train", held_out, f"the split {held_out}{f'; {unread[0]} is not read' if unread else ''}"
+
+
+def choose_columns(files: HuggingFaceFiles, label_column: str = "auto") -> Columns:
+    """Find the columns with images and labels.
+
+    Raises:
+        DataError: If there is no such column, or more than one could be meant.
+    """
+    kinds = {name: said.get("_type") for name, said in files.features.items() if isinstance(said, dict)}
+    images = [name for name, kind in kinds.items() if kind == "Image"]
+    labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
+    where, columns = str(files.root), ", ".join(kinds) or "none with a known type"
+    if len(images) != 1:
+        raise DataError(
+            f"{where!r} has {len(images)} columns of images, and one is expected (columns: {columns}): save it again "
+            "with one column of the type Image."
+        )
+    chosen = _label_column(labels, label_column, f"{where!r} (columns: {columns})")
+    return Columns(images[0], chosen, tuple(str(name) for name in files.features[chosen].get("names", ())))
+
+
+def _label_column(labels: Sequence[str], asked: str, where: str) -> str:
+    listed = ", ".join(labels)
+    if asked != "auto":
+        if asked not in labels:
+            raise DataError(f"{where} has no column {asked!r} of the type ClassLabel.{did_you_mean(asked, labels)}")
+        return asked
+    if not labels:
+        raise DataError(f"{where} has no column of the type ClassLabel: save it again with one.")
+    usual = [name for name in _USUAL_LABELS if name in labels]
+    if len(labels) > 1 and not usual:
+        raise DataError(f"{where} has the labels {listed}: name the one to learn (data.label_column, --label-column).")
+    return usual[0] if usual else labels[0]
+
+
+def open_huggingface(
+    path: str | Path, *, channels: int | None, validation_fraction: float, label_column: str = "auto"
+) -> StoredImages:
+    """Find where in the files each image lies, and look at the heads of a few.
+
+    Args:
+        path: A folder that ``save_to_disk`` wrote.
+        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where there is no validation or test split.
+        label_column: Which column holds the labels, or ``auto``.
+
+    Raises:
+        DataError: If there is no such dataset, or it cannot be read in any order.
+    """
+    files = find_files(path)
+    if files is None:
+        raise DataError(
+            f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder that save_to_disk "
+            "wrote. One from the hub is saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
+        )
+    if files.is_parquet:
+        raise DataError(
+            f"{str(path)!r} holds parquet files, whose images cannot be read in any order: run `paceline pack {path} "
+            "DEST`, and train with data.dataset=packed data.path=DEST."
+        )
+    columns = choose_columns(files, label_column)
+    train_split, held_out_split, held_out = choose_splits(files)
+    digest = hashlib.sha256(json.dumps([columns.image, columns.label, columns.classes]).encode())
+    train = _read_split(files, columns, train_split, digest)
+    found = probe(train)
+    channels = channels or (1 if found.greyscale else 3)
+    train.channels = channels
+    sources: list[SampleSource]
+    if held_out_split is None:
+        sources = [SubsetSource(train, ids) for ids in stratified_split(train.labels, validation_fraction)]
+    else:
+        held_out_images = _read_split(files, columns, held_out_split, digest)
+        held_out_images.channels = channels
+        sources = [train, held_out_images]
+    return StoredImages(
+        train=sources[0],
+        validation=sources[1],
+        classes=columns.classes,
+        digest=digest.hexdigest(),
+        split=held_out or split_off(validation_fraction),
+        is_split_off=held_out_split is None,
+        channels=channels,
+        probe=found,
+    )
+
+
+def checked_labels(labels: Ids, columns: Columns, split: str, root: Path) -> Ids:
+    """Refuse labels that stand for no class; the library writes -1 for what is not known."""
+    if len(labels) == 0:
+        raise DataError(f"The split {split} of {str(root)!r} is empty.")
+    if labels.min() < 0 or labels.max() >= len(columns.classes):
+        odd = int(labels.min()) if labels.min() < 0 else int(labels.max())
+        raise DataError(
+            f"The split {split} of {str(root)!r} has the label {odd} in column {columns.label!r}, but its classes are "
+            f"0 … {len(columns.classes) - 1}: save it again without that split, or with its labels."
+        )
+    return labels
+
+
+def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: Any) -> MappedSource:
+    """Read where the images of a split lie, and add that and their labels and names to a digest."""
+    mapped = mapped_files(files.splits[split])
+    rows = [_rows(Path(file.path), columns) for file in mapped]
+    labels = np.concatenate([each.labels for each in rows])
+    places = Places(
+        file=np.repeat(np.arange(len(rows)), [len(each.labels) for each in rows]),
+        begin=np.concatenate([each.begin for each in rows]),
+        length=np.concatenate([each.length for each in rows]),
+    )
+    found = [name for each in rows for name in each.names]
+    names = Names.of(name or f"{split}[{row}]" for row, name in enumerate(found))
+    checked_labels(labels, columns, split, files.root)
+    for part in (places.length, labels, names.ends, names.blob):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return MappedSource(MappedBytes(mapped, places), labels, 3, _RowName(names, str(files.root)))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one file holds: where its images lie in it, their labels and names."""
+
+    begin: Ids
+    length: Ids
+    labels: Ids
+    names: list[str]
+
+
+def _rows(path: Path, columns: Columns) -> _Rows:
+    arrow = require_pyarrow()
+    with arrow.memory_map(str(path)) as file:
+        whole = file.read_buffer()
+        batches = list(arrow.ipc.open_stream(whole))
+        begin, length, names, labels = [], [], [], []
+        for batch in batches:
+            images = batch.column(batch.schema.get_field_index(columns.image))
+            content = images.field("bytes")
+            if content.null_count:
+                raise DataError(
+                    f"{str(path)!r} names image files in place of holding them: save the dataset again, with "
+                    "save_to_disk, which puts them in."
+                )
+            ends, first = _ends(arrow, content, whole.address)
+            begin.append(first + ends[:-1])
+            length.append(np.diff(ends))
+            _check_inside(begin[-1], length[-1], whole.size, path)
+            labels.append(batch.column(batch.schema.get_field_index(columns.label)).to_numpy(zero_copy_only=False))
+            names += [name or "" for name in images.field("path").to_pylist()]
+    joined = np.concatenate(labels) if labels else np.zeros(0)
+    if joined.dtype.kind == "f":  # as Arrow hands out integers of which some are missing
+        joined = np.nan_to_num(joined, nan=-1)
+    return _Rows(
+        np.concatenate(begin or [np.zeros(0, dtype=np.int64)]),
+        np.concatenate(length or [np.zeros(0, dtype=np.int64)]),
+        joined.astype(np.int64),
+        names,
+    )
+
+
+def _ends(arrow: ModuleType, column: Any, base: int) -> tuple[Ids, int]:
+    """Return where each entry of a binary column begins and ends, and where in the file that is counted from."""
+    _, offsets, data = column.buffers()
+    wide = arrow.types.is_large_binary(column.type)
+    ends = np.frombuffer(offsets, dtype="<i8" if wide else "<i4")[column.offset : column.offset + len(column) + 1]
+    return ends.astype(np.int64), (data.address - base if data is not None else 0)
+
+
+def _check_inside(begin: Ids, length: Ids, size: int, path: Path) -> None:
+    """Refuse a file whose buffers are no parts of it: those of compressed ones are copies."""
+    if len(begin) and (begin.min() < 0 or (begin + length).max() > size):
+        raise DataError(f"{str(path)!r} is compressed: pack it with `paceline pack`, or save the dataset again.")

@@ -1,0 +1,267 @@
+"""How are images read that lie inside larger files? As a slice of mapped memory: no file is opened for an image.
+
+Where each image lies stands in a few numpy arrays, which loader processes share; so do the mapped files, whose pages
+are the system's own copy of the disk. No Python object is kept per image.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
+from paceline.data.image.folder import Probe
+from paceline.data.image.source import EncodedSource, Ids, Image, SampleSource
+from paceline.errors import DataError
+
+Bytes = NDArray[np.uint8]
+
+# Each mapped file holds a file descriptor, of which a process often has 1024.
+_MOST_MAPPED = 256
+_PROBED = 256
+
+
+@dataclass(frozen=True)
+class Names:
+    """Many names in two arrays: name *i* is ``blob[ends[i]:ends[i + 1]]``, as UTF-8.
+
+    Attributes:
+        blob: All names, one after the other.
+        ends: Where they begin and end, int64 [N + 1].
+    """
+
+    blob: Bytes
+    ends: Ids
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Names:
+        """Put names into arrays; what is no UTF-8 is written out (``\\udcff``)."""
+        encoded = [name.encode("utf-8", "backslashreplace") for name in names]
+        ends = np.zeros(len(encoded) + 1, dtype=np.int64)
+        np.cumsum([len(name) for name in encoded], out=ends[1:])
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        name: bytes = self.blob[self.ends[index] : self.ends[index + 1]].tobytes()
+        return name.decode("utf-8", "replace")
+
+
+class SampleName(Protocol):
+    """Names samples for people."""
+
+    @property
+    def names(self) -> Names:
+        """What each is called where it lies."""
+        ...
+
+    def __call__(self, sample: int) -> str: ...
+
+
+class MappedFile(NamedTuple):
+    """A file as it was when it was opened.
+
+    Attributes:
+        path: Where it lies.
+        size: Its length in bytes.
+        changed: When it was written last, in nanoseconds: another file of this name is not taken for it.
+    """
+
+    path: str
+    size: int
+    changed: int
+
+    @classmethod
+    def at(cls, path: Path | str) -> MappedFile:
+        """Look at a file; raises OSError."""
+        found = os.stat(path)
+        return cls(os.fspath(path), found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where each of N images lies.
+
+    Attributes:
+        file: Number of its file, integers [N].
+        begin: Its first byte there, integers [N].
+        length: How many bytes it has, integers [N].
+    """
+
+    file: NDArray[Any]
+    begin: NDArray[Any]
+    length: NDArray[Any]
+
+    def part(self, chosen: slice | Ids) -> Places:
+        """Those of some of the images."""
+        return Places(file=self.file[chosen], begin=self.begin[chosen], length=self.length[chosen])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImages:
+    """The images of a dataset that lies in larger files, opened: what an ``ImageFolder`` is of a folder.
+
+    Attributes:
+        train: Training images.
+        validation: Held-out images.
+        classes: Class names; a label is an index into them.
+        digest: Tells the dataset from others.
+        split: Where the held-out images come from, for people.
+        is_split_off: Whether they were split off the training images.
+        channels: What the images are decoded to: 1 or 3.
+        probe: What some of the training images look like.
+    """
+
+    train: SampleSource
+    validation: SampleSource
+    classes: tuple[str, ...]
+    digest: str
+    split: str
+    is_split_off: bool
+    channels: int
+    probe: Probe
+
+
+class MappedBytes:
+    """Parts of files, read without copying them."""
+
+    def __init__(self, files: Sequence[MappedFile], places: Places) -> None:
+        self._files = tuple(files)
+        self._places = places
+        self._file, self._begin, self._length = places.file, places.begin, places.length
+
+    def __len__(self) -> int:
+        return len(self._begin)
+
+    def __getitem__(self, index: int) -> memoryview:
+        """Return part ``index``; raises OSError if its file is gone or has changed."""
+        begin = int(self._begin[index])
+        return memoryview(_mapped(self._files[self._file[index]]))[begin : begin + int(self._length[index])]
+
+    def will_read(self, indices: Ids) -> None:
+        """Have these parts fetched from the disk, all at once and beside what goes on here."""
+        for index in indices.tolist():
+            begin = int(self._begin[index])
+            page = begin - begin % mmap.PAGESIZE
+            with suppress(OSError):  # reading it will say what is wrong
+                _mapped(self._files[self._file[index]]).madvise(
+                    mmap.MADV_WILLNEED, page, begin - page + int(self._length[index])
+                )
+
+    def part(self, begin: int, end: int) -> MappedBytes:
+        """Parts ``begin`` to ``end`` of the same files."""
+        return MappedBytes(self._files, self._places.part(slice(begin, end)))
+
+    def file_of(self, index: int) -> str:
+        """Path of the file that part ``index`` lies in."""
+        path: str = self._files[self._file[index]].path
+        return path
+
+
+# One file's descriptor and address space for all sources of the process; a fork inherits them.
+@lru_cache(maxsize=_MOST_MAPPED)
+def _mapped(file: MappedFile) -> mmap.mmap:
+    with open(file.path, "rb") as opened:
+        found = os.fstat(opened.fileno())
+        if (found.st_size, found.st_mtime_ns) != (file.size, file.changed):
+            # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
+            raise OSError(0, "it has changed since the run began")
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+class MappedSource:
+    """Image files inside larger files, decoded when they are read."""
+
+    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: SampleName) -> None:
+        """Take one part per label; ``name`` gives each sample's name for people."""
+        if len(content) != len(labels):
+            raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
+        self.labels = labels
+        self.channels = channels
+        self._content = content
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Decode image ``sample``; raises BrokenImageError."""
+        content = bytes(self.encoded(sample))
+        try:
+            return decode(content, self.channels)
+        except BrokenImageError as error:
+            raise BrokenImageError(self.path(sample), error.reason) from error
+
+    def encoded(self, sample: int) -> memoryview:
+        """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
+        try:
+            return self._content[sample]
+        except OSError as error:
+            place = f"{self._content.file_of(sample)}, in which it lies: "
+            raise BrokenImageError(self.path(sample), place + (error.strerror or str(error))) from error
+
+    def will_read(self, samples: Ids) -> None:
+        """Have the images fetched from the disk before they are asked for one by one."""
+        self._content.will_read(samples)
+
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
+        return upright_size(io.BytesIO(self.encoded(sample)))
+
+    def path(self, sample: int) -> str:
+        """Return the sample's name, and where it lies."""
+        return self._name(sample)
+
+    @property
+    def names(self) -> Names:
+        """What the samples are called where they lie."""
+        return self._name.names
+
+
+def probe(source: EncodedSource) -> Probe:
+    """Look at the heads of at most 256 images spread evenly over a source."""
+    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED)))
+    heads = [head for head in (_head(source, sample) for sample in chosen) if head is not None]
+    sizes = {size for size, _ in heads}
+    return Probe(
+        count=len(heads),
+        size=sizes.pop() if len(sizes) == 1 else None,
+        greyscale=bool(heads) and all(grey for _, grey in heads),
+    )
+
+
+def _head(source: EncodedSource, sample: int) -> tuple[tuple[int, int], bool] | None:
+    try:
+        return image_header(io.BytesIO(source.encoded(sample)))
+    except BrokenImageError:  # reading it will say what is wrong with it
+        return None
+
+
+def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
+    """Look at files that are to be mapped.
+
+    Raises:
+        DataError: If one is missing or cannot be read.
+    """
+    found = []
+    for path in paths:
+        try:
+            found.append(MappedFile.at(path))
+        except OSError as error:
+            raise DataError(f"{str(path)!r} cannot be read: {error.strerror}; correct the path.") from error
+    return found
+
+
+__all__ = ["MappedBytes", "MappedFile", "MappedSource", "Names", "Places", "mapped_files", "probe"]

@@ -1,0 +1,252 @@
+"""A packed dataset, opened for training: nothing is hashed or scanned, and no image is touched until it is read.
+
+What it consists of stands in ``packed_layout``; how it is made, in ``paceline.data.packing``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.folder import Probe
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Names, Places, StoredImages
+from paceline.data.image.packed_layout import SPLITS, Manifest, read_manifest
+from paceline.data.image.pixels import with_channels
+from paceline.data.image.source import Ids, Image, SampleSource, SubsetSource
+from paceline.data.image.splits import split_off, stratified_split
+from paceline.errors import DataError
+
+Column = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedIndex:
+    """What is known of each image: columns of the index, all of them mapped, none of them read yet.
+
+    Attributes:
+        label: Class index, int64 [N].
+        name: Name in the source.
+        height: In pixels, int32 [N].
+        width: In pixels, int32 [N].
+        places: Where the images lie.
+        sha256: Of each image's content, uint8 [N, 32].
+    """
+
+    label: Column
+    name: Names
+    height: Column
+    width: Column
+    places: Places
+    sha256: Column
+
+    def part(self, begin: int, end: int) -> PackedIndex:
+        """Rows ``begin`` to ``end``, as views."""
+        rows = slice(begin, end)
+        return PackedIndex(
+            label=self.label[rows],
+            name=Names(self.name.blob, self.name.ends[begin : end + 1]),
+            height=self.height[rows],
+            width=self.width[rows],
+            places=self.places.part(rows),
+            sha256=self.sha256[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+@dataclass(frozen=True)
+class _SampleName:
+    """Names samples of a packed dataset for people."""
+
+    names: Names
+    root: str
+
+    def __call__(self, sample: int) -> str:
+        return f"{self.names[sample]} in {self.root}"
+
+
+class PackedFiles(MappedSource):
+    """The image files of one split."""
+
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: _SampleName) -> None:
+        super().__init__(content, index.label.copy(), channels, name)
+        self._height, self._width = index.height, index.width
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Return (height, width) of image ``sample`` as it was when it was packed, from the index."""
+        return int(self._height[sample]), int(self._width[sample])
+
+
+class PackedPixels:
+    """The images of one split that are stored as pixels: nothing is decoded."""
+
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: _SampleName) -> None:
+        """Take what the index says; ``channels`` are those stored, and those wanted."""
+        self.labels: Ids = index.label.copy()
+        self._content = content
+        self._height, self._width = index.height, index.width
+        self._stored, self._channels = channels
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Return image ``sample``, read-only uint8 [H, W, C]; raises BrokenImageError."""
+        try:
+            view = self._content[sample]
+        except OSError as error:
+            raise BrokenImageError(self.path(sample), error.strerror or str(error)) from error
+        image = np.frombuffer(view, dtype=np.uint8).reshape(*self.size(sample), self._stored)
+        return image if self._channels == self._stored else with_channels(image, self._channels)
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Return (height, width) of image ``sample``."""
+        return int(self._height[sample]), int(self._width[sample])
+
+    def path(self, sample: int) -> str:
+        """Return the sample's name, and where it lies."""
+        return self._name(sample)
+
+    def will_read(self, samples: Ids) -> None:
+        """Have the images fetched from the disk before they are asked for one by one."""
+        self._content.will_read(samples)
+
+    @property
+    def names(self) -> Names:
+        """What the samples were called in the source."""
+        return self._name.names
+
+    def pixels(self) -> Image | None:
+        """Return a copy of all images, uint8 [N, H, W, C], or None if they are not all of one size."""
+        if len(self) == 0 or (self._height != self._height[0]).any() or (self._width != self._width[0]).any():
+            return None
+        images = np.empty((len(self), *self.size(0), self._channels), dtype=np.uint8)
+        for sample in range(len(self)):
+            images[sample] = self.read(sample)
+        return images
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """A packed dataset, opened.
+
+    Attributes:
+        root: Its directory.
+        manifest: What ``packed.json`` says.
+        content: The bytes of every image, training images first.
+        index: What is known of each.
+    """
+
+    root: Path
+    manifest: Manifest
+    content: MappedBytes
+    index: PackedIndex
+
+
+def open_packed(root: Path) -> PackedDataset:
+    """Open a packed dataset; the time it takes does not depend on the number of images.
+
+    Raises:
+        DataError: If it is not finished, or a file of it is missing or has another size than it should.
+    """
+    manifest = read_manifest(root)
+    files = {}
+    for facts in manifest.files:
+        try:
+            files[facts.name] = MappedFile.at(root / facts.name)
+        except OSError as error:
+            raise _incomplete(root / facts.name, f"cannot be opened ({error.strerror})") from error
+        if files[facts.name].size != facts.size:
+            found = files[facts.name].size
+            raise _incomplete(root / facts.name, f"has {found} bytes in place of {facts.size}")
+    columns = _columns(root / manifest.index.name, manifest)
+    places = Places(file=columns["shard"], begin=columns["offset"], length=columns["length"])
+    index = PackedIndex(
+        label=columns["label"],
+        name=Names(columns["name"], columns["name_ends"]),
+        height=columns["height"],
+        width=columns["width"],
+        places=places,
+        sha256=columns["sha256"].reshape(-1, 32),
+    )
+    return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], places), index)
+
+
+def packed_images(
+    path: Path, *, channels: int | None, validation_fraction: float
+) -> tuple[StoredImages, tuple[tuple[float, ...], tuple[float, ...]] | None]:
+    """Open a packed dataset as training and held-out images.
+
+    Args:
+        path: Its directory.
+        channels: What images are decoded to; None for what the source's would be.
+        validation_fraction: Share of each class held out where the source had no split of its own.
+
+    Returns:
+        The images, and their mean and standard deviation if the source is a set with known ones.
+
+    Raises:
+        DataError: See :func:`open_packed`.
+    """
+    packed = open_packed(path)
+    manifest, form = packed.manifest, packed.manifest.form
+    wanted = channels or form.channels
+    begin, sources = 0, {}
+    for split in SPLITS:
+        end = begin + manifest.samples.get(split, 0)
+        sources[split] = _source(packed, begin, end, wanted)
+        begin = end
+    train, held_out, split_text = sources["train"], sources["validation"], manifest.origin.held_out
+    is_split_off = not split_text
+    if is_split_off:
+        train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
+        train, held_out = SubsetSource(train, train_ids), SubsetSource(train, held_out_ids)
+        split_text = split_off(validation_fraction)
+    folder = StoredImages(
+        train=train,
+        validation=held_out,
+        classes=manifest.classes,
+        digest=manifest.digest,
+        split=split_text,
+        is_split_off=is_split_off,
+        channels=wanted,
+        probe=Probe(count=manifest.total, size=manifest.native_size, greyscale=form.channels == 1),
+    )
+    known = manifest.origin
+    if known.mean is None or known.std is None or len(known.mean) != wanted:
+        return folder, None
+    return folder, (known.mean, known.std)
+
+
+def _source(packed: PackedDataset, begin: int, end: int, channels: int) -> SampleSource:
+    index = packed.index.part(begin, end)
+    content = packed.content.part(begin, end)
+    name = _SampleName(index.name, str(packed.root))
+    form = packed.manifest.form
+    if form.mode == "raw":
+        return PackedPixels(content, index, (form.channels, channels), name)
+    return PackedFiles(content, index, channels, name)
+
+
+def _columns(path: Path, manifest: Manifest) -> dict[str, Column]:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {
+        name: np.frombuffer(mapped, dtype=column.dtype, count=column.count, offset=column.offset)
+        for name, column in manifest.columns.items()
+    }
+
+
+def _incomplete(path: Path, reason: str) -> DataError:
+    return DataError(f"{str(path)!r} {reason}: the packed dataset is damaged; copy it again, or pack the source again.")
+
+
+__all__ = ["PackedDataset", "PackedFiles", "PackedIndex", "PackedPixels", "open_packed", "packed_images"]

@@ -1,0 +1,249 @@
+"""Which samples do WebDataset tars hold? Members with the same name up to its first dot belong together.
+
+``000123.jpg`` with ``000123.cls`` (the label as a number, or a class name), or with ``000123.json`` that has the key
+``label`` or ``cls``. Images are read where they lie in the tars, in any order: the tars' order is not the run's.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.image.folder import EXTENSIONS
+from paceline.data.image.mapped import (
+    MappedBytes,
+    MappedFile,
+    MappedSource,
+    Names,
+    Places,
+    StoredImages,
+    mapped_files,
+    probe,
+)
+from paceline.data.image.source import Ids, SampleSource, SubsetSource
+from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.tar_index import TarIndex, index_tar
+from paceline.errors import DataError
+
+_LABELS = ("label", "cls")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_HELD_OUT = ("val", "validation", "test")
+_LARGEST_LABEL = 2**20
+
+
+@dataclass(frozen=True)
+class _TarName:
+    """Names samples in tars for people."""
+
+    names: Names
+    files: tuple[str, ...]
+    file: Ids
+
+    def __call__(self, sample: int) -> str:
+        return f"{self.names[sample]} in {self.files[self.file[sample]]}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The samples of some tars."""
+
+    content: MappedBytes
+    name: _TarName
+    labels: list[int | str]
+    lengths: Ids
+
+
+def open_webdataset(path: str | Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
+    """Index the tars, and look at the heads of a few images.
+
+    Args:
+        path: A tar, a pattern (``train-{000..146}.tar``, ``*.tar``), or a folder of tars. Of a folder, those with
+            ``train``, ``val``, ``validation`` or ``test`` as a word of their names are those splits.
+        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where there are no tars of a validation split.
+
+    Raises:
+        DataError: If there are no such tars, or one is damaged, or a sample has no label.
+    """
+    train_tars, held_out_tars, held_out = _splits(path)
+    train = _read(train_tars)
+    parts = [train] if not held_out_tars else [train, _read(held_out_tars)]
+    classes, labels = _classes([part.labels for part in parts], str(path))
+    found = probe(MappedSource(train.content, labels[0], 3, train.name))
+    channels = channels or (1 if found.greyscale else 3)
+    whole = [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)]
+    sources: list[SampleSource] = list(whole)
+    if len(parts) == 1:
+        sources = [SubsetSource(whole[0], ids) for ids in stratified_split(labels[0], validation_fraction)]
+    return StoredImages(
+        train=sources[0],
+        validation=sources[1],
+        classes=classes,
+        digest=_digest(parts),
+        split=held_out or split_off(validation_fraction),
+        is_split_off=len(parts) == 1,
+        channels=channels,
+        probe=found,
+    )
+
+
+def expand(pattern: str) -> list[str]:
+    """Write out ``{000..010}`` and ``{a,b}`` in a pattern, in order."""
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [[piece] if index % 2 == 0 else _alternatives(piece) for index, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _alternatives(text: str) -> list[str]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return text.split(",")
+    first, last = int(match[1]), int(match[2])
+    return [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+
+
+def _splits(path: str | Path) -> tuple[list[Path], list[Path], str]:
+    """Return the tars to train on, those held out, and which those are."""
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        return _tars(str(root)), [], ""
+    tars = sorted(found for found in root.rglob("*.tar") if found.is_file())
+    if not tars:
+        raise DataError(f"{str(root)!r} has no .tar files in it: correct the path.")
+    by_split: dict[str, list[Path]] = {}
+    for tar in tars:
+        words = re.split(r"[^a-z]+", tar.relative_to(root).as_posix().removesuffix(".tar").lower())
+        by_split.setdefault(next((word for word in ("train", *_HELD_OUT) if word in words), ""), []).append(tar)
+    if set(by_split) == {""}:
+        return tars, [], ""
+    held_out = next((name for name in _HELD_OUT if name in by_split), None)
+    if "train" not in by_split or "" in by_split:
+        odd = by_split[""][0].name if "" in by_split else ""
+        reason = f"{odd!r} says neither train nor {' nor '.join(_HELD_OUT)}" if odd else "no tar is named train"
+        raise DataError(
+            f"{str(root)!r} has tars of several splits, but {reason}: rename the tars (train-000.tar, val-000.tar), or "
+            "give a pattern of those to train on."
+        )
+    unread = [name for name in _HELD_OUT if name in by_split and name != held_out]
+    told = f"the {held_out} tars{f'; those of {unread[0]} are not read' if unread else ''}" if held_out else ""
+    return by_split["train"], by_split.get(held_out or "", []), told
+
+
+def _tars(pattern: str) -> list[Path]:
+    found: list[Path] = []
+    for written in expand(pattern):
+        matches = sorted(glob.glob(written)) if glob.has_magic(written) else [written]
+        missing = not matches or not Path(matches[0]).is_file()
+        if missing:
+            raise DataError(f"{pattern!r} names {written!r}, and there is no such file: correct the path.")
+        found += map(Path, matches)
+    return found
+
+
+def _read(tars: Sequence[Path]) -> _Part:
+    files = mapped_files(tars)
+    indexes = [index_tar(file) for file in files]
+    names: list[str] = []
+    labels: list[int | str] = []
+    rows: list[tuple[int, int, int]] = []
+    for number, (file, index) in enumerate(zip(files, indexes, strict=True)):
+        for name, image, label in _samples(file, index):
+            names.append(name)
+            labels.append(label)
+            rows.append((number, int(index.begin[image]), int(index.length[image])))
+    if not rows:
+        raise DataError(
+            f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected are members "
+            f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)})."
+        )
+    table = np.array(rows, dtype=np.int64)
+    places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
+    told = _TarName(Names.of(names), tuple(str(tar) for tar in tars), places.file)
+    return _Part(MappedBytes(files, places), told, labels, places.length)
+
+
+def _samples(file: MappedFile, index: TarIndex) -> Iterator[tuple[str, int, int | str]]:
+    """Yield (name of the image, its number among the members, label)."""
+    groups: dict[str, dict[str, int]] = {}
+    for member in range(len(index.names)):
+        folder, _, name = index.names[member].removeprefix("./").rpartition("/")
+        stem, _, suffix = name.partition(".")
+        if stem:
+            groups.setdefault(f"{folder}/{stem}", {})[suffix.lower()] = member
+    labels = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
+    for key, members in groups.items():
+        images = [suffix for suffix in members if suffix in EXTENSIONS]
+        if not images:
+            continue
+        if len(images) > 1:
+            raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
+        image = members[images[0]]
+        yield index.names[image], image, _label(labels, members, f"{index.names[image]} in {file.path}")
+
+
+def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
+    if "cls" in members:
+        return _as_label(bytes(content[members["cls"]]).decode("utf-8", "replace").strip(), name)
+    if "json" in members:
+        try:
+            tree = json.loads(bytes(content[members["json"]]))
+        except ValueError as error:
+            raise DataError(f"{name!r}: its .json cannot be read ({error}).") from error
+        found = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []
+        if found:
+            return _as_label(found[0], name)
+    raise DataError(
+        f"{name!r} has no label: expected is a member with the same name and .cls, or .json with the key "
+        f"{' or '.join(map(repr, _LABELS))}."
+    )
+
+
+def _as_label(value: object, name: str) -> int | str:
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
+    if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
+        raise DataError(f"{name!r} has the label {value}, but labels are numbers from 0 on.")
+    return value
+
+
+def _classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, ...], list[Ids]]:
+    """Name the classes, and number the labels."""
+    kinds = {type(label) for labels in parts for label in labels}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{path!r} has labels that are numbers and labels that are names: make them all one or the other."
+        )
+    if kinds == {int}:
+        count = max(int(label) for labels in parts for label in labels) + 1
+        classes = tuple(str(number) for number in range(count))
+        numbered = [np.array(labels, dtype=np.int64) for labels in parts]
+    else:
+        classes = tuple(sorted({str(label) for label in parts[0]}))
+        number = {name: index for index, name in enumerate(classes)}
+        unknown = sorted({str(label) for labels in parts[1:] for label in labels} - set(classes))
+        if unknown:
+            raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
+        numbered = [np.array([number[str(label)] for label in labels], dtype=np.int64) for labels in parts]
+    if len(classes) < 2:
+        raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
+    return classes, numbered
+
+
+def _digest(parts: list[_Part]) -> str:
+    """Over names, lengths and labels, in order; like an image folder's, it does not read the images."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for sample, label in enumerate(part.labels):
+            digest.update(f"{part.name.names[sample]}\0{part.lengths[sample]}\0{label}\n".encode())
+        digest.update(b"\0")
+    return digest.hexdigest()

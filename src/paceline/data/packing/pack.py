@@ -1,0 +1,300 @@
+"""How does a source become a packed dataset, whatever interrupts it?
+
+The shards are cut before the first is made, from the source and what was asked alone. Each is made by itself and gets
+its name when it is whole, so that packing that was interrupted anywhere goes on with those that are missing. The bytes
+are the same, however often it was interrupted and however many processes made them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.huggingface import require_pyarrow
+from paceline.data.image.packed import open_packed
+from paceline.data.image.packed_layout import MANIFEST, SPLITS, UNFINISHED, Form, Manifest, Mode, Shard
+from paceline.data.packing.assembly import assemble, left_out, refuse_broken
+from paceline.data.packing.origins import Kind, OpenedOrigin, mean_bytes, open_origin
+from paceline.data.packing.processes import Progress, make_shards
+from paceline.data.packing.recoding import stored
+from paceline.data.packing.shards import Work, is_made, reporting_disk_errors, write_whole
+from paceline.errors import DataError
+from paceline.units import format_bytes, format_count
+
+MIB = 2**20
+DEFAULT_QUALITY = 90
+
+_SMALLEST_SHARD, _LARGEST_SHARD = 16 * MIB, 1024 * MIB
+# As many shards as keep many processes busy to the end, but no thousands of files.
+_SHARDS = 64
+_PLAN = "plan.json"
+_LOCK = "lock"
+_TRIED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be packed, and how.
+
+    Attributes:
+        source: A file, a folder, or a pattern of tars.
+        destination: The directory of the packed dataset.
+        kind: What the source is; None to look.
+        mode: How images are stored; None for ``original``, and ``raw`` where the source holds pixels.
+        max_side: Longest side in pixels, of ``jpeg`` and ``raw``.
+        quality: Of ``jpeg``.
+        size: Side of the squares that ``raw`` images are cropped to.
+        shard_bytes: About how long a shard is to be; None for one to suit.
+        workers: Processes.
+        skip_broken: Whether images that cannot be read are left out.
+        label_column: Of a Hugging Face dataset, the column with the labels.
+    """
+
+    source: str
+    destination: Path
+    kind: Kind | None = None
+    mode: Mode | None = None
+    max_side: int | None = None
+    quality: int | None = None
+    size: int | None = None
+    shard_bytes: int | None = None
+    workers: int = 1
+    skip_broken: bool = False
+    label_column: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What packing has come to.
+
+    Attributes:
+        manifest: What is in the dataset.
+        found: Images that were packed already when the command began.
+    """
+
+    manifest: Manifest
+    found: int
+
+
+def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Packed:
+    """Pack a source, or go on with it.
+
+    Args:
+        request: What to pack, and how.
+        progress: Told how many images are done, and how many there are.
+        say: Told what was found, in a sentence.
+
+    Raises:
+        DataError: If the source cannot be packed like this, or the destination holds something else.
+        PackingError: If the disk refuses, or a process dies; the same command goes on.
+    """
+    require_pyarrow()
+    root = request.destination
+    _check_apart(request)
+    opened = open_origin(request.source, request.kind, label_column=request.label_column)
+    form = choose_form(request, opened)
+    say(_described(request, opened, form))
+    finished = _finished(root, opened, form)
+    if finished is not None:
+        return Packed(manifest=finished, found=finished.total)
+    with reporting_disk_errors(root):
+        _begin(root)
+        with _locked(root):
+            return _pack(request, opened, form, progress)
+
+
+def _pack(request: Request, opened: OpenedOrigin, form: Form, progress: Progress) -> Packed:
+    root = request.destination
+    shards = cut(opened, form, request.shard_bytes)
+    _keep_plan(root, opened, form, shards)
+    missing = [shard for shard in shards if not is_made(root, shard)]
+    _check_room(root, opened, form, missing)
+    work = Work(root=root, splits=dict(opened.splits), classes=opened.classes, form=form)
+    make_shards(work, missing, request.workers, progress)
+    broken = left_out(root, shards)
+    if broken and not request.skip_broken:
+        refuse_broken(broken)
+    manifest = assemble(root, shards, opened.origin, form, opened.classes)
+    _clear(root)
+    return Packed(manifest=manifest, found=opened.total - sum(shard.end - shard.begin for shard in missing))
+
+
+def choose_form(request: Request, opened: OpenedOrigin) -> Form:
+    """Say how the images are stored.
+
+    Raises:
+        DataError: If an option has no effect, or the source cannot be stored like this.
+    """
+    mode = request.mode or ("original" if opened.has_files else "raw")
+    if mode == "original" and not opened.has_files:
+        raise DataError(
+            f"--mode original keeps image files as they are, but {opened.origin.kind} holds pixels: use --mode raw, "
+            "which loses nothing there, or jpeg."
+        )
+    given = {"--max-side": request.max_side, "--quality": request.quality, "--size": request.size}
+    useful: dict[Mode, tuple[str, ...]] = {
+        "original": (),
+        "jpeg": ("--max-side", "--quality"),
+        "raw": ("--max-side", "--size"),
+    }
+    for option, value in given.items():
+        if value is not None and option not in useful[mode]:
+            modes = " or ".join(name for name, options in useful.items() if option in options)
+            raise DataError(f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {modes}.")
+    if request.size is not None and request.max_side is not None:
+        raise DataError("--size makes squares and --max-side keeps the shape of each image: give one of them.")
+    return Form(
+        mode=mode,
+        channels=opened.channels,
+        max_side=request.max_side,
+        quality=(request.quality or DEFAULT_QUALITY) if mode == "jpeg" else None,
+        size=request.size,
+    )
+
+
+def cut(opened: OpenedOrigin, form: Form, shard_bytes: int | None) -> list[Shard]:
+    """Divide a source into shards, by number of images: a function of the source, the form and the size alone."""
+    each = _stored_bytes(opened, form)
+    if shard_bytes is None:
+        shard_bytes = int(min(max(each * opened.total / _SHARDS, _SMALLEST_SHARD), _LARGEST_SHARD))
+    count = max(1, int(shard_bytes / each))
+    return [
+        Shard(split=name, number=number, begin=begin, end=min(begin + count, len(opened.splits[name].source)))
+        for name in SPLITS
+        if name in opened.splits
+        for number, begin in enumerate(range(0, len(opened.splits[name].source), count))
+    ]
+
+
+def _stored_bytes(opened: OpenedOrigin, form: Form) -> float:
+    """About how many bytes an image takes."""
+    if form.size is not None:
+        return form.size**2 * form.channels
+    if form.mode != "raw" or not opened.has_files:
+        return mean_bytes(opened)
+    source = opened.splits["train"].source
+    sizes = []
+    for sample in range(0, len(source), max(1, -(-len(source) // _TRIED))):
+        with suppress(BrokenImageError):
+            sizes.append(len(stored(source, sample, form).content))
+    return float(np.mean(sizes)) if sizes else 1.0
+
+
+def _described(request: Request, opened: OpenedOrigin, form: Form) -> str:
+    counts = " and ".join(f"{format_count(len(split.source))} {name}" for name, split in opened.splits.items())
+    how = {"original": "as they are", "jpeg": f"as JPEG of quality {form.quality}", "raw": "as pixels"}[form.mode]
+    if form.max_side is not None:
+        how += f", at most {form.max_side} pixels long"
+    if form.size is not None:
+        how += f", {form.size}x{form.size}"
+    whose = "given" if request.kind is not None else "found"
+    return (
+        f"{request.source}: {opened.origin.kind} ({whose}), {counts} images of {len(opened.classes):,} classes, to be "
+        f"stored {how}"
+    )
+
+
+def _check_apart(request: Request) -> None:
+    source, root = Path(request.source).expanduser().resolve(), request.destination.resolve()
+    if root == source or (source.is_dir() and source in root.parents):
+        raise DataError(
+            f"DEST {str(request.destination)!r} lies in SOURCE, which is only read: choose a directory elsewhere."
+        )
+
+
+def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
+    """What the destination holds, if that is what was asked for."""
+    if not (root / MANIFEST).is_file():
+        return None
+    manifest = open_packed(root).manifest
+    if manifest.form != form or manifest.origin != opened.origin or manifest.classes != opened.classes:
+        raise DataError(
+            f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of the kind "
+            f"{manifest.origin.kind}): choose another DEST, or remove it."
+        )
+    _clear(root)
+    return manifest
+
+
+def _begin(root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.")
+    if root.is_dir() and not (root / UNFINISHED).is_dir() and any(root.iterdir()):
+        raise DataError(
+            f"DEST {str(root)!r} is not empty and holds no packed dataset: choose a directory that is empty or new."
+        )
+    (root / UNFINISHED).mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Keep two commands from packing into one directory; released by the system even after SIGKILL."""
+    descriptor = os.open(root / UNFINISHED / _LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise DataError(
+            f"another process is packing into {str(root)!r}: wait for it, or choose another DEST."
+        ) from None
+    except OSError:
+        pass  # a file system without locks: the check is a courtesy
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]) -> None:
+    """Write down what is being made here, or see that it is what was being made."""
+    plan: dict[str, Any] = {
+        "the source": asdict(opened.origin),
+        "its classes": list(opened.classes),
+        "how images are stored": asdict(form),
+        "the shards": [[shard.file, shard.begin, shard.end] for shard in shards],
+    }
+    plan = json.loads(json.dumps(plan))
+    path = root / UNFINISHED / _PLAN
+    try:
+        before = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        before = None
+    if before is None:
+        write_whole(path, json.dumps(plan, indent=1).encode())
+    elif before != plan:
+        other = " and ".join(what for what in plan if before.get(what) != plan[what])
+        raise DataError(
+            f"{str(root)!r} holds the beginning of another packed dataset ({other}: not as when it was begun): repeat "
+            "the command as it was, or remove the directory."
+        )
+    for leftover in [*root.glob(".*.partial"), *(root / UNFINISHED).glob(".*.partial")]:
+        leftover.unlink()
+
+
+def _check_room(root: Path, opened: OpenedOrigin, form: Form, missing: list[Shard]) -> None:
+    """Refuse what cannot fit, before hours are spent on it; what JPEGs will take is not known."""
+    if form.mode == "jpeg":
+        return
+    wanted = math.floor(_stored_bytes(opened, form) * sum(shard.end - shard.begin for shard in missing))
+    free = shutil.disk_usage(root).free
+    if wanted > free:
+        raise DataError(
+            f"{str(root)!r} would take about {format_bytes(wanted)} more, and its disk has {format_bytes(free)} free: "
+            "free some space, choose another DEST, or store less (--mode jpeg, --max-side)."
+        )
+
+
+def _clear(root: Path) -> None:
+    """Take away what was needed on the way; it is only space by now."""
+    shutil.rmtree(root / UNFINISHED, ignore_errors=True)

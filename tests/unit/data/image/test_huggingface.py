@@ -1,0 +1,156 @@
+"""What Hugging Face's library saved is read as the library reads it, without the library."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image.datasets import open_dataset
+from paceline.data.image.decode import decode
+from paceline.data.image.huggingface import open_huggingface
+from paceline.data.image.source import EncodedSource
+from paceline.data.packing.origins import open_origin
+from paceline.errors import DataError
+from paceline.recipe.data import Data
+
+pa = pytest.importorskip("pyarrow")
+
+FEATURES: dict[str, Any] = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+
+
+def png(value: int) -> bytes:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(value).integers(0, 256, (9 + value % 5, 12, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def table(numbers: Sequence[int], labels: Sequence[int | None], label: str = "label") -> Any:
+    image = pa.StructArray.from_arrays(
+        [
+            pa.array([png(number) for number in numbers], pa.binary()),
+            pa.array([f"{number}.png" if number % 2 else None for number in numbers], pa.string()),
+        ],
+        ["bytes", "path"],
+    )
+    return pa.table({"image": image, label: pa.array(labels, pa.int64())})
+
+
+def save(folder: Path, content: Any, features: Mapping[str, Any] = FEATURES, rows: int = 3) -> Path:
+    """Write what ``Dataset.save_to_disk`` writes: two files, in batches of a few rows."""
+    folder.mkdir(parents=True)
+    half = content.num_rows // 2
+    names = []
+    for number, part in enumerate((content.slice(0, half), content.slice(half))):
+        names.append(f"data-{number:05}-of-00002.arrow")
+        with pa.OSFile(str(folder / names[-1]), "wb") as file, pa.ipc.new_stream(file, content.schema) as writer:
+            writer.write_table(part, max_chunksize=rows)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
+    return folder
+
+
+def save_splits(root: Path, splits: Mapping[str, Any], features: Mapping[str, Any] = FEATURES) -> Path:
+    for name, content in splits.items():
+        save(root / name, content, features)
+    (root / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    return root
+
+
+def test_images_are_read_where_they_lie(tmp_path: Path) -> None:
+    root = save_splits(
+        tmp_path / "hf",
+        {"train": table(range(11), [k % 2 for k in range(11)]), "test": table([20, 21, 22], [1, 0, 1])},
+    )
+    opened = open_huggingface(root, channels=None, validation_fraction=0.5)
+    assert (opened.classes, opened.split, opened.is_split_off) == (("cat", "dog"), "the split test", False)
+    for source, numbers in ((opened.train, range(11)), (opened.validation, range(20, 23))):
+        assert isinstance(source, EncodedSource)
+        for sample, number in enumerate(numbers):
+            assert bytes(source.encoded(sample)) == png(number)
+            assert np.array_equal(source.read(sample), decode(png(number), 3))
+    assert opened.train.labels.tolist() == [k % 2 for k in range(11)]
+    assert opened.validation.labels.tolist() == [1, 0, 1]
+    assert [opened.train.path(k) for k in (0, 1)] == [f"train[0] in {root}", f"1.png in {root}"]
+
+
+def test_a_single_dataset_is_split(tmp_path: Path) -> None:
+    root = save(tmp_path / "hf", table(range(10), [k % 2 for k in range(10)]))
+    dataset = open_dataset(Data(dataset="huggingface", path=str(root)))
+    assert (len(dataset.train), len(dataset.validation), dataset.channels) == (8, 2, 3)
+    other = save(tmp_path / "other", table(range(10), [(k + 1) % 2 for k in range(10)]))
+    assert open_dataset(Data(dataset="huggingface", path=str(other))).digest != dataset.digest
+
+
+def test_the_column_of_the_labels(tmp_path: Path) -> None:
+    content = table(range(4), [0, 1, 0, 1], "fine").append_column("coarse", pa.array([1, 1, 0, 0], pa.int64()))
+    classes = {"_type": "ClassLabel", "names": ["a", "b"]}
+    root = save(tmp_path / "hf", content, {"image": {"_type": "Image"}, "fine": classes, "coarse": classes})
+    with pytest.raises(DataError, match=r"has the labels fine, coarse: name the one to learn \(data.label_column"):
+        open_dataset(Data(dataset="huggingface", path=str(root), validation_fraction=0))
+    asked = Data(dataset="huggingface", path=str(root), validation_fraction=0, label_column="coarse")
+    assert open_dataset(asked).train.labels.tolist() == [1, 1, 0, 0]
+    with pytest.raises(DataError, match=r"has no column 'coars' .* Did you mean 'coarse'"):
+        open_dataset(Data(dataset="huggingface", path=str(root), label_column="coars"))
+
+
+def test_parquet_is_packed_and_not_trained_on(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    metadata = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
+    for split, numbers in (("train", range(8)), ("validation", range(8, 11))):
+        for part in (0, 1):
+            chosen = [number for number in numbers if number % 2 == part]
+            content = table(chosen, [number % 2 for number in chosen]).replace_schema_metadata(metadata)
+            (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
+            pq.write_table(content, tmp_path / "hub" / "data" / f"{split}-{part:05}-of-00002.parquet", row_group_size=2)
+    with pytest.raises(DataError, match=r"cannot be read in any order: run `paceline pack"):
+        open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hub")))
+    opened = open_origin(str(tmp_path / "hub"))
+    assert (opened.origin.kind, opened.classes) == ("huggingface", ("cat", "dog"))
+    train = opened.splits["train"].source
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    assert isinstance(train, EncodedSource)
+    for sample in (7, 0, 3, 1, 2, 6, 5, 4):
+        assert bytes(train.encoded(sample)) == png(order[sample])
+        assert np.array_equal(train.read(sample), decode(png(order[sample]), 3))
+    assert train.labels.tolist() == [number % 2 for number in order]
+    assert opened.splits["validation"].name(2) == "9.png"
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [([0, -1, 1], "has the label -1 in column 'label'"), ([0, 2, 1], "has the label 2 in"), ([0, None, 1], "label -1")],
+)
+def test_labels_of_no_class_are_refused(tmp_path: Path, labels: list[int | None], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_huggingface(save(tmp_path / "hf", table(range(3), labels)), channels=3, validation_fraction=0)
+
+
+def test_what_is_no_such_dataset_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no dataset of Hugging Face's on the local disk"):
+        open_huggingface(tmp_path, channels=3, validation_fraction=0)
+    root = save_splits(tmp_path / "odd", {"test": table([1, 2], [0, 1])})
+    with pytest.raises(DataError, match="has the splits test, but none that is called train"):
+        open_huggingface(root, channels=3, validation_fraction=0)
+    root = save(tmp_path / "text", table([1, 2], [0, 1]), {"label": FEATURES["label"]})
+    with pytest.raises(DataError, match="has 0 columns of images, and one is expected"):
+        open_huggingface(root, channels=3, validation_fraction=0)
+    root = save(tmp_path / "unlabelled", table([1, 2], [0, 1]), {"image": FEATURES["image"]})
+    with pytest.raises(DataError, match="has no column of the type ClassLabel"):
+        open_huggingface(root, channels=3, validation_fraction=0)
+    content = table([1, 2], [0, 1])
+    image = pa.StructArray.from_arrays([pa.array([None, None], pa.binary()), pa.array(["a", "b"])], ["bytes", "path"])
+    root = save(tmp_path / "outside", content.set_column(0, "image", image))
+    with pytest.raises(DataError, match="names image files in place of holding them"):
+        open_huggingface(root, channels=3, validation_fraction=0)
+    (tmp_path / "odd" / "dataset_dict.json").write_text("{")
+    with pytest.raises(DataError, match=r"dataset_dict\.json' cannot be read"):
+        open_huggingface(tmp_path / "odd", channels=3, validation_fraction=0)

@@ -1,0 +1,226 @@
+"""Images in tars are read where they lie, with the labels beside them; what is no such tar is refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image import tar_index
+from paceline.data.image.datasets import open_dataset
+from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.mapped import MappedFile
+from paceline.data.image.source import EncodedSource, SubsetSource
+from paceline.data.image.tar_index import index_tar
+from paceline.data.image.webdataset import expand, open_webdataset
+from paceline.errors import DataError
+from paceline.recipe.data import Data
+
+Member = tuple[str, bytes]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def jpeg(value: int, mode: str = "RGB") -> bytes:
+    out = io.BytesIO()
+    draws = np.random.default_rng(value).integers(0, 256, (10 + value % 7, 12, 3), dtype=np.uint8)
+    Image.fromarray(draws).convert(mode).save(out, "JPEG")
+    return out.getvalue()
+
+
+def write_tar(path: Path, members: Iterable[Member], form: int = tarfile.GNU_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def samples(numbers: Sequence[int], classes: int = 2, mode: str = "RGB") -> list[Member]:
+    members = []
+    for number in numbers:
+        members += [(f"{number:06}.jpg", jpeg(number, mode)), (f"{number:06}.cls", str(number % classes).encode())]
+    return members
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_are_found_as_the_standard_library_finds_them(tmp_path: Path, form: int) -> None:
+    long = "deep/" * 15 + "x" * 60 + ".jpg"
+    names = ["a.jpg", "./b/c.cls", long if form != tarfile.USTAR_FORMAT else "d" * 60 + "/" + "e" * 90, "empty.txt"]
+    names += ["日本/ü.jpg"] if form != tarfile.USTAR_FORMAT else []
+    path = write_tar(tmp_path / "x.tar", [(name, os.urandom(300 * k)) for k, name in enumerate(reversed(names))], form)
+    with tarfile.open(path, "a", format=form) as tar:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo("link.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "a.jpg"
+        tar.addfile(link)
+        last = tarfile.TarInfo("last")
+        last.size = 5
+        tar.addfile(last, io.BytesIO(b"12345"))
+    index = index_tar(MappedFile.at(path))
+    with tarfile.open(path) as tar:
+        wanted = [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
+    found = [(index.names[k].removeprefix("./"), int(index.begin[k]), int(index.length[k])) for k in range(len(wanted))]
+    assert found == [(name.removeprefix("./"), begin, length) for name, begin, length in wanted]
+    assert len(index.names) == len(wanted) == len(names) + 1
+
+
+def test_a_size_of_many_gigabytes_is_read() -> None:
+    assert tar_index._number(tarfile.itn(20 * 2**30, 12, tarfile.GNU_FORMAT)) == 20 * 2**30
+
+
+def test_an_index_is_remembered_until_the_tar_changes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tar(tmp_path / "x.tar", samples(range(4)))
+    first = index_tar(MappedFile.at(path))
+    assert len(list(cache.rglob("*.npz"))) == 1
+    scans = []
+    scan = tar_index._scan
+    monkeypatch.setattr(tar_index, "_scan", lambda file: scans.append(file) or scan(file))
+    again = index_tar(MappedFile.at(path))
+    assert scans == []
+    assert (again.begin == first.begin).all()
+    assert again.names[3] == first.names[3]
+    for damaged in cache.rglob("*.npz"):
+        damaged.write_bytes(damaged.read_bytes()[:50])
+    assert len(index_tar(MappedFile.at(path)).names) == 8
+    write_tar(path, samples(range(3)))
+    assert len(index_tar(MappedFile.at(path)).names) == 6
+    assert len(scans) == 2
+
+
+def test_where_nothing_can_be_remembered_it_is_read_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    path = write_tar(tmp_path / "x.tar", samples(range(4)))
+    assert len(index_tar(MappedFile.at(path)).names) == 8
+
+
+def test_samples_of_a_pattern(tmp_path: Path) -> None:
+    write_tar(tmp_path / "t-000.tar", samples(range(8)))
+    write_tar(tmp_path / "t-001.tar", samples(range(8, 13)))
+    for pattern in ("t-{000..001}.tar", "t-*.tar", "t-00{0,1}.tar"):
+        opened = open_webdataset(tmp_path / pattern, channels=None, validation_fraction=0)
+        train = opened.train
+        assert isinstance(train, EncodedSource)
+        assert (opened.classes, opened.is_split_off, opened.channels) == (("0", "1"), True, 3)
+        assert train.labels.tolist() == [number % 2 for number in range(13)]
+        for number in range(13):
+            assert bytes(train.encoded(number)) == jpeg(number)
+            assert np.array_equal(train.read(number), decode(jpeg(number), 3))
+            assert train.size(number) == decode(jpeg(number), 3).shape[:2]  # type: ignore[attr-defined]
+        assert train.path(9) == f"000009.jpg in {tmp_path / 't-001.tar'}"
+
+
+def test_patterns() -> None:
+    assert expand("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
+    assert expand("{a,b}/{0..1}") == ["a/0", "a/1", "b/0", "b/1"]
+    assert expand("plain.tar") == ["plain.tar"]
+
+
+def test_a_folder_of_splits(tmp_path: Path) -> None:
+    write_tar(tmp_path / "imagenet-train-000.tar", samples(range(6)))
+    write_tar(tmp_path / "imagenet-validation-000.tar", samples(range(6, 10)))
+    write_tar(tmp_path / "imagenet-test-000.tar", samples([11]))
+    opened = open_webdataset(tmp_path, channels=None, validation_fraction=0.2)
+    assert (len(opened.train), len(opened.validation)) == (6, 4)
+    assert opened.split == "the validation tars; those of test are not read"
+    write_tar(tmp_path / "odd.tar", samples([12]))
+    with pytest.raises(DataError, match=r"'odd\.tar' says neither train nor val"):
+        open_webdataset(tmp_path, channels=None, validation_fraction=0.2)
+
+
+def test_without_splits_a_part_is_held_out(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", samples(range(20), mode="L"))
+    dataset = open_dataset(Data(dataset="webdataset", path=str(tmp_path)))
+    assert (dataset.channels, len(dataset.train), len(dataset.validation)) == (1, 16, 4)
+    assert isinstance(dataset.train, SubsetSource)
+    assert dataset.reasons["validation"].startswith("20% of each class")
+    other = open_dataset(Data(dataset="webdataset", path=str(tmp_path), channels=3))
+    assert other.train.read(0).shape[-1] == 3
+    assert other.digest == dataset.digest
+    write_tar(tmp_path / "a.tar", samples(range(1, 21), mode="L"))
+    assert open_dataset(Data(dataset="webdataset", path=str(tmp_path))).digest != dataset.digest
+
+
+def test_labels_in_json_and_names_of_classes(tmp_path: Path) -> None:
+    def members(kind: str) -> list[Member]:
+        found = []
+        for number, name in enumerate(("dog", "cat", "dog")):
+            label: object = name if kind != "number" else number
+            beside = ("json", json.dumps({"label": label}).encode()) if kind != "cls" else ("cls", name.encode())
+            found += [(f"a/{number}.{beside[0]}", beside[1]), (f"a/{number}.JPG", jpeg(number))]
+        return found
+
+    for kind, classes, labels in (
+        ("json", ("cat", "dog"), [1, 0, 1]),
+        ("cls", ("cat", "dog"), [1, 0, 1]),
+        ("number", ("0", "1", "2"), [0, 1, 2]),
+    ):
+        opened = open_webdataset(write_tar(tmp_path / kind / "x.tar", members(kind)), channels=3, validation_fraction=0)
+        assert opened.classes == classes
+        assert opened.train.labels.tolist() == labels
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("1.jpg", b"x")], r"'1\.jpg in .*' has no label"),
+        ([("1.jpg", b"x"), ("1.cls", b"-3")], "neither|labels are numbers from 0 on|one class"),
+        ([("1.jpg", b"x"), ("1.json", b"{")], r"its \.json cannot be read"),
+        ([("1.jpg", b"x"), ("1.json", b'{"label": [1]}')], r"has the label \[1\], which is neither"),
+        ([("1.jpg", b"x"), ("1.json", b'{"label": -1}')], r"has the label -1, but labels are numbers from 0 on"),
+        ([("1.jpg", b"x"), ("1.png", b"x"), ("1.cls", b"0")], "has 2 images, and one is expected"),
+        ([("1.txt", b"x"), ("1.cls", b"0")], "holds no images: expected are members like"),
+        ([("1.jpg", b"x"), ("1.cls", b"0")], "has one class, '0'"),
+        ([("1.jpg", b"x"), ("1.cls", b"0"), ("2.jpg", b"x"), ("2.cls", b"cat")], "make them all one or the other"),
+    ],
+)
+def test_what_is_wrong_with_the_samples_is_told(tmp_path: Path, members: list[Member], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_webdataset(write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0)
+
+
+def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", samples(range(4)))
+    content = path.read_bytes()
+    for name, damaged, message in (
+        ("short", content[:700], "reaches beyond the end"),
+        ("shorter", content[: content.index(b"000000.cls") + 9], "it breaks off"),
+        ("flipped", content[:100] + b"\1" + content[101:], "at byte 0 is no head of a member"),
+        ("empty", b"", "it is empty"),
+        ("tiny", b"abc", "at byte 0 it breaks off"),
+        ("packed", b"\x1f\x8b" + content, "is compressed with gzip"),
+    ):
+        (tmp_path / f"{name}.tar").write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            open_webdataset(tmp_path / f"{name}.tar", channels=3, validation_fraction=0)
+    for pattern in ("nothing.tar", "no-{0..1}.tar", "no*.tar"):
+        with pytest.raises(DataError, match="there is no such file: correct the path"):
+            open_webdataset(tmp_path / pattern, channels=3, validation_fraction=0)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DataError, match=r"has no \.tar files in it"):
+        open_webdataset(tmp_path / "bare", channels=3, validation_fraction=0)
+
+
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    members = [*samples(range(3)), ("bad.jpg", b"no image"), ("bad.cls", b"1")]
+    train = open_webdataset(write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0).train
+    with pytest.raises(BrokenImageError, match=r"^bad\.jpg in .*x\.tar: not an image"):
+        train.read(3)
