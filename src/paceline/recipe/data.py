@@ -146,12 +146,16 @@ class Data:
     """`digits`, `image_folder`, `cifar10`, `synthetic`, or `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", ("image_folder", "cifar10"))] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*."""
-    backend: Literal["auto", "memory", "pytorch", "synthetic"] = "auto"
-    """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers."""
-    workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch"))] = "auto"
-    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process."""
-    prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch"))] = 2
-    """Batches each worker keeps ready."""
+    backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
+    """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
+    JPEG files in threads or on the GPU (extra `dali`)."""
+    workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch", "dali"))] = "auto"
+    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. For `dali`, its threads,
+    at least 1."""
+    prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch", "dali"))] = 2
+    """Batches each worker keeps ready; for `dali`, batches that it works on ahead."""
+    decode_on: Annotated[Literal["auto", "cpu", "gpu"], Applies("backend", ("dali",))] = "auto"
+    """Where `dali` decodes and resizes; `auto` is where the model is."""
     image_size: Auto | PositiveInt = "auto"
     """Height and width in pixels that the model sees."""
     evaluation_size: Auto | PositiveInt = "auto"

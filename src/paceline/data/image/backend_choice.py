@@ -6,14 +6,16 @@ from typing import Literal
 
 import torch
 
+from paceline.data.backends.dali.backend import DaliBackend
+from paceline.data.backends.dali.graph import how_to_install, why_unavailable
 from paceline.data.backends.memory import MemoryBackend
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
-from paceline.data.image.source import repeated
+from paceline.data.image.source import SampleSource, is_encoded, repeated
 from paceline.data.image.transforms import View
-from paceline.data.image.variation import asks_for_variation
+from paceline.data.image.variation import asks_for_variation, variations
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data, Progressive
@@ -24,6 +26,13 @@ Split = Literal["train", "validation"]
 
 LARGEST_IN_MEMORY = 2**30
 _MOST_WORKERS = 16
+
+
+def available_backends() -> dict[str, str]:
+    """Back-ends, with the reason why one cannot be used."""
+    reason = why_unavailable()
+    dali = f"{reason}: {how_to_install()}" if reason else "available"
+    return {"memory": "available", "pytorch": "available", "dali": dali, "synthetic": "available"}
 
 
 def choose_backend(data: Data, dataset: ImageDataset) -> tuple[str, str]:
@@ -71,9 +80,19 @@ def evaluation_size(data: Data, dataset: ImageDataset) -> int:
 
 
 def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
-    """Return the loader processes per rank and why so many; one core of each rank's share is for training."""
-    if backend != "pytorch":
+    """Return the loader processes, or DALI's threads, per rank and why so many.
+
+    One core of each rank's share is for training.
+
+    Raises:
+        RecipeError: If the recipe asks DALI for none.
+    """
+    if backend not in ("pytorch", "dali"):
         return 0, f"the {backend} back-end has none"
+    if backend == "dali" and data.workers == 0:
+        raise RecipeError(
+            "data.workers=0, but the dali back-end decodes in threads of its own: give at least 1, or leave it out."
+        )
     if data.workers != "auto":
         return data.workers, "as the recipe says"
     cores = available_cores()
@@ -124,7 +143,28 @@ def open_backend(
         return MemoryBackend(source, view, pin_memory=on_gpu, progress=progress)
     if name == "synthetic":
         return SyntheticBackend(source, view)
+    if name == "dali":
+        return _open_dali(source, view, data, threads=workers, device=torch.device(device))
     return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
+
+
+def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, device: torch.device) -> Backend:
+    on_gpu = device.type == "cuda"
+    if data.decode_on == "gpu" and not on_gpu:
+        raise RecipeError(
+            f"data.decode_on=gpu, but the model is on the {device.type}: use data.decode_on=cpu, or "
+            "parallel.device=cuda."
+        )
+    assert is_encoded(source)
+    decodes_there = on_gpu and data.decode_on != "cpu"
+    return DaliBackend(
+        source,
+        view,
+        threads=threads,
+        prefetch=data.prefetch,
+        decode_on=device if decodes_there else "cpu",
+        pin_memory=on_gpu and not decodes_there,
+    )
 
 
 def _refuse(data: Data, dataset: ImageDataset) -> None:
@@ -133,9 +173,11 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
             f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
             "data.backend=synthetic, or another data.dataset."
         )
+    if data.backend == "dali":
+        _refuse_dali(data, dataset)
     if data.backend == "synthetic":
         _refuse_augmentation(data)
-    if data.backend != "pytorch":
+    if data.backend not in ("pytorch", "dali"):
         _refuse_growth(data, data.backend)
         _refuse_shapes(data, data.backend)
     if data.backend != "memory":
@@ -152,6 +194,27 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
             f"data.backend is memory, but {text} and this machine has {format_bytes(installed)}: use "
             "data.backend=pytorch."
         )
+
+
+def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
+    if names := variations(data.augment):
+        keys = ", ".join(f"data.augment.{name}" for name in names)
+        raise RecipeError(
+            f"data.backend is dali, which varies images by a crop and a flip only, and the recipe asks for {keys}: use "
+            "data.backend=pytorch, or leave that out."
+        )
+    if not all(map(is_encoded, (dataset.train, dataset.validation))):
+        raise RecipeError(
+            f"data.backend is dali, which decodes image files, and data.dataset={data.dataset} has none: use another "
+            "data.backend; a data set of your own needs a source with a method encoded(sample) that returns the file."
+        )
+    if reason := why_unavailable():
+        raise RecipeError(
+            f"data.backend is dali, but DALI cannot be used here ({reason}): {how_to_install()}, or use "
+            "data.backend=pytorch."
+        )
+    if data.decode_on == "gpu" and not torch.cuda.is_available():
+        raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")
 
 
 def _refuse_growth(data: Data, backend: str) -> None:

@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 # Pillow only warns above this size and refuses above twice as much; 256 MiB as RGB is no training image.
 LARGEST_PIXELS = 89_478_485
 
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -92,7 +92,7 @@ def upright_size(path: str | Path) -> tuple[int, int] | None:
         with Image.open(path) as image:
             size = (image.height, image.width)
             # Asked of the base class: the PNG plugin would decode the image first. TIFF's has turned it already.
-            orientation = None if image.format == "TIFF" else Image.Image.getexif(image).get(_ORIENTATION)
+            orientation = None if image.format == "TIFF" else Image.Image.getexif(image).get(ORIENTATION)
     except Exception:  # noqa: BLE001 (Pillow's plugins raise anything; reading the image will say what is wrong)
         return None
     return size[::-1] if orientation in _LYING else size
@@ -101,6 +101,18 @@ def upright_size(path: str | Path) -> tuple[int, int] | None:
 def _read(path: str | Path) -> bytes:
     with open(path, "rb") as file:
         return file.read()
+
+
+def read_file(path: str | Path) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        BrokenImageError: If it cannot be read.
+    """
+    try:
+        return _read(path)
+    except OSError as error:
+        raise BrokenImageError(str(path), _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -127,7 +139,7 @@ def _upright(image: Image.Image) -> Image.Image:
     """Turn the image the way its EXIF orientation says; unreadable EXIF data say nothing."""
     # Asked after load(): the TIFF plugin turns the image itself and then drops the tag.
     try:
-        orientation = image.getexif().get(_ORIENTATION)
+        orientation = image.getexif().get(ORIENTATION)
     except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
         return image
     method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
 
 Image = NDArray[np.uint8]
 Ids = NDArray[np.int64]
@@ -50,6 +50,19 @@ class MeasuredSource(SampleSource, Protocol):
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of the image that :meth:`read` would give; None if there is no telling."""
+        ...
+
+
+@runtime_checkable
+class EncodedSource(SampleSource, Protocol):
+    """A source whose samples are image files, which others may decode."""
+
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the content of the image file, undecoded.
+
+        Raises:
+            BrokenImageError: If the file cannot be read.
+        """
         ...
 
 
@@ -106,6 +119,10 @@ class FileSource:
         """Decode file ``sample``; raises BrokenImageError."""
         return decode(self.path(sample), self.channels)
 
+    def encoded(self, sample: int) -> bytes:
+        """Return the content of file ``sample``; raises BrokenImageError."""
+        return read_file(self.path(sample))
+
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
         return upright_size(self.path(sample))
@@ -136,6 +153,10 @@ class SubsetSource:
         """Return the base's (height, width), if it knows it."""
         return self.base.size(int(self.ids[sample])) if isinstance(self.base, MeasuredSource) else None
 
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the base's file; raises BrokenImageError. Ask :func:`is_encoded` first whether it has one."""
+        return _of_files(self.base).encoded(int(self.ids[sample]))
+
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""
         return self.base.path(int(self.ids[sample]))
@@ -155,6 +176,10 @@ class RepeatedSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(sample % len(self.base))
 
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the base's file; raises BrokenImageError. Ask :func:`is_encoded` first whether it has one."""
+        return _of_files(self.base).encoded(sample % len(self.base))
+
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""
         return self.base.path(sample % len(self.base))
@@ -168,6 +193,19 @@ def repeated(source: SampleSource, repeats: int) -> SampleSource:
 def unrepeated(source: SampleSource) -> SampleSource:
     """The source with each sample once."""
     return source.base if isinstance(source, RepeatedSource) else source
+
+
+def is_encoded(source: SampleSource) -> TypeGuard[EncodedSource]:
+    """Whether a source, or the one that it takes its samples from, has their files."""
+    if isinstance(source, SubsetSource | RepeatedSource):
+        return is_encoded(source.base)
+    return isinstance(source, EncodedSource)
+
+
+def _of_files(source: SampleSource) -> EncodedSource:
+    if not isinstance(source, EncodedSource):
+        raise TypeError(f"{type(source).__name__} has no files")
+    return source
 
 
 def as_array(source: SampleSource) -> Image | None:
