@@ -178,6 +178,8 @@ def test_environment(paceline_here: Callable[..., Any]) -> None:
     assert document["versions"]["torch"]
     assert set(document["devices"]) == {"cpu", "cuda", "mps", "xpu"}
     assert all(document["devices"].values())  # what is not there says why
+    assert document["backends"]["pytorch"] == "available"
+    assert document["backends"]["dali"] == "available" or "pip install" in document["backends"]["dali"]
     told = paceline_here("environment")
     assert told.code == 0
     assert "devices" in told.out

@@ -157,9 +157,8 @@ def test_grey_is_what_pillow_calls_grey(tmp_path: Path, augment: Augment | None,
 
 def test_shapes_may_change_from_slice_to_slice(charts: FileSource, slices: Slices) -> None:
     shown = [(48, 80), (48, 48), (64, 48), (48, 80)]
-    pieces = [
-        replace(piece, shape=shape) for piece, shape in zip(slices([1, 2], [3], [4, 5, 6], [7]), shown, strict=True)
-    ]
+    each = zip(slices([1, 2], [3], [4, 5, 6], [7]), shown, strict=True)
+    pieces = [replace(piece, shape=shape) for piece, shape in each]
     batches = dali(charts, pieces, view(None))
     assert [tuple(batch.inputs.shape[2:]) for batch in batches] == shown
     assert agree(batches, pytorch(charts, pieces, view(None)))
