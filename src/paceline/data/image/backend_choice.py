@@ -156,14 +156,13 @@ def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, de
             "parallel.device=cuda."
         )
     assert is_encoded(source)
-    decodes_there = on_gpu and data.decode_on != "cpu"
     return DaliBackend(
         source,
         view,
         threads=threads,
         prefetch=data.prefetch,
-        decode_on=device if decodes_there else "cpu",
-        pin_memory=on_gpu and not decodes_there,
+        decode_on=device if on_gpu and data.decode_on != "cpu" else "cpu",
+        pin_memory=on_gpu,
     )
 
 

@@ -84,7 +84,7 @@ class DaliBackend:
             threads: Threads of each kind.
             prefetch: Batches that DALI works on ahead, and batches whose files are read ahead of those.
             decode_on: The CPU, or the GPU on which batches are made and stay.
-            pin_memory: Whether batches made on the CPU are moved to page-locked memory, for faster copies to a GPU.
+            pin_memory: Whether what is made on the CPU is moved to page-locked memory, for faster copies to a GPU.
         """
         self._source = source
         self._view = view
@@ -276,8 +276,11 @@ class DaliBackend:
         inputs = self._inputs(work)
         if self._flips_later and self._view.augment is not None and work.draws is not None:
             inputs = vary(inputs, self._view.augment, work.draws.where(whole))
-        batch = Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, work.piece, broken)
-        return batch.pin_memory() if self._pin_memory else batch
+        targets = torch.from_numpy(self._source.labels[ids])
+        if self._pin_memory:
+            targets = targets.pin_memory()
+            inputs = inputs.pin_memory() if inputs.device.type == "cpu" else inputs
+        return Batch(inputs, targets, ids, work.piece, broken)
 
     def _inputs(self, work: _Work) -> torch.Tensor:
         rows = [row for row in work.rows if not isinstance(row, BrokenSample)]
