@@ -1,8 +1,8 @@
 """How much processor time does an image cost through the `dali` back-end, and through `pytorch`?
 
-Both read the same JPEG files of 500 x 375 pixels, parts of scikit-learn's two photographs, and show the same random parts
-at 224 pixels, flipped or not. They take turns (A B A B …) with one thread each, in this process, whose processor time is
-what is measured: reading, decoding, resizing and making batches, all threads together.
+Both read the same JPEG files of 500 x 375 pixels, parts of scikit-learn's two photographs, and show the same random
+parts at 224 pixels, flipped or not. They take turns (A B A B …) with one thread each, in this process, whose processor
+time is what is measured: reading, decoding, resizing and making batches, all threads together.
 
     python benchmarks/dali_backend.py [--images 256] [--rounds 5] [--batch-size 64]
 """

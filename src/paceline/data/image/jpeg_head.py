@@ -1,7 +1,7 @@
 """Is this file a plain JPEG, of which every decoder makes the same picture, and how large is it?
 
-From the file's head and last two bytes, in microseconds. What is not plain (turned by EXIF, CMYK, arithmetic coding,
-several pictures in one file, cut off at the end, no JPEG at all) is left to `decode.py`, which knows what to make of
+Told by its markers alone, in some tens of microseconds. What is not plain (turned by EXIF, CMYK, arithmetic coding,
+several pictures in one file, cut off or damaged, no JPEG at all) is left to `decode.py`, which knows what to make of
 it, or what is wrong with it.
 
 ISO/IEC 10918-1, annex B, names the markers.
@@ -9,6 +9,7 @@ ISO/IEC 10918-1, annex B, names the markers.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from PIL import Image
@@ -23,6 +24,9 @@ _FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, all with Huf
 _OTHER_FRAMES = (0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
 _SCAN = 0xDA
 _EXIF_SEGMENT, _SEVERAL_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
+# Tables, restart intervals, scans, what applications say and comments: all that may stand between two scans.
+_BETWEEN_SCANS = (0xC4, 0xDB, 0xDD, _SCAN, *range(0xE0, 0xF0), 0xFE)
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # but for those that restart a scan
 _LUMA_CHROMA = (1, 2, 3)
 
 
@@ -41,20 +45,42 @@ def plain_jpeg(content: Content) -> Shape | None:
     """
     if len(content) < len(_BEGIN + _END) or content[:2] != _BEGIN or content[-2:] != _END:
         return None
+    size = None
     at = len(_BEGIN)
     while at + 4 <= len(content) and content[at] == 0xFF:
         marker = content[at + 1]
         if marker == 0xFF:  # filling
             at += 1
             continue
-        length = content[at + 2] << 8 | content[at + 3]
-        segment = content[at + 4 : at + 2 + length]
-        if marker in _FRAMES:
-            return _plain_size(_frame(segment))
-        if marker in _OTHER_FRAMES or marker == _SCAN or _may_change_the_picture(marker, bytes(segment)):
+        if marker == _SCAN:
+            return size if _only_scans_follow(content, at) else None
+        end = at + 2 + _length(content, at)
+        segment = content[at + 4 : end]
+        if marker in _FRAMES and size is None:
+            size = _plain_size(_frame(segment))
+        elif marker in _FRAMES + _OTHER_FRAMES or _may_change_the_picture(marker, bytes(segment)):
             return None
-        at += 2 + length
+        at = end
     return None
+
+
+def _length(content: Content, at: int) -> int:
+    """What the segment whose marker is at ``at`` says of its length."""
+    return content[at + 2] << 8 | content[at + 3]
+
+
+def _only_scans_follow(content: Content, at: int) -> bool:
+    """Whether the file goes on with scans, and what may stand between them, to the end; ``at`` is its first scan.
+
+    Bytes of 255 that a scan itself holds are followed by a zero. A marker among them that does not belong there is
+    damage, which some decoders stumble over and others do not.
+    """
+    while (found := _MARKER.search(content, at)) is not None:
+        at = found.start()
+        if content[at + 1] not in _BETWEEN_SCANS or at + 4 > len(content):
+            return at == len(content) - len(_END)
+        at += 2 + _length(content, at)
+    return False
 
 
 def _frame(segment: Content) -> _Frame | None:
