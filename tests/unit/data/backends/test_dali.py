@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,9 +40,11 @@ VIEWS = {
 }
 OF_VIEWS = pytest.mark.parametrize("augment", VIEWS.values(), ids=VIEWS.keys())
 
-# Grey levels, of 0 … 255: DALI's filter sums in other steps than torch's, and its decoder reads a part of the file.
-LARGEST_DIFFERENCE = 6
-LARGEST_MEAN = 0.6
+# Grey levels, of 0 … 255. DALI filters in other steps than torch, which is one level at most where it is bilinear.
+# Where DALI decodes a part of a file, colours at the part's edge miss their neighbours beyond it.
+LARGEST_MEAN = 0.3
+LARGEST_SHARE_OVER_ONE = 0.005
+LARGEST = {"whole": 1, "part": 24, "bicubic": 24}
 
 
 def view(augment: Augment | None, size: int = 48, channels: int = 3, interpolation: str = "bilinear") -> View:
@@ -82,9 +85,9 @@ def pytorch(source: SampleSource, pieces: Iterable[SampleSlice], the_view: View)
         backend.close()
 
 
-def differences(first: list[Batch], second: list[Batch]) -> tuple[int, float]:
-    """Largest and mean difference of two back-ends' pixels, when all else is equal."""
-    largest, means = 0, []
+def agree(first: list[Batch], second: list[Batch], largest: int = LARGEST["part"]) -> bool:
+    """Whether two back-ends' pixels are within tolerance, when all else is equal."""
+    apart = []
     for one, other in zip(first, second, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.targets.tolist() == other.targets.tolist()
@@ -92,23 +95,17 @@ def differences(first: list[Batch], second: list[Batch]) -> tuple[int, float]:
         assert one.broken == other.broken
         assert one.inputs.dtype == other.inputs.dtype == torch.uint8
         assert one.inputs.shape == other.inputs.shape
-        if len(one.ids):
-            apart = (one.inputs.int() - other.inputs.int()).abs()
-            largest = max(largest, int(apart.max()))
-            means.append(float(apart.float().mean()))
-    return largest, max(means)
-
-
-def agree(first: list[Batch], second: list[Batch]) -> bool:
-    largest, mean = differences(first, second)
-    print(f"largest {largest}, mean {mean:.3f}")
-    return largest <= LARGEST_DIFFERENCE and mean <= LARGEST_MEAN
+        apart.append((one.inputs.int() - other.inputs.int()).abs().flatten())
+    levels = torch.cat(apart).double()
+    mean, over_one = levels.mean(), (levels > 1).double().mean()
+    print(f"largest {levels.max():.0f}, mean {mean:.3f}, over one level {over_one:.5f}")
+    return bool(levels.max() <= largest and mean <= LARGEST_MEAN and over_one <= LARGEST_SHARE_OVER_ONE)
 
 
 @OF_VIEWS
 def test_shows_what_pytorch_shows(charts: FileSource, augment: Augment | None, shuffled: Shuffled) -> None:
     pieces = shuffled(24, 5)
-    assert agree(dali(charts, pieces, view(augment)), pytorch(charts, pieces, view(augment)))
+    assert agree(dali(charts, pieces, view(augment)), pytorch(charts, pieces, view(augment)), LARGEST["whole"])
 
 
 def test_another_box_or_flip_would_be_seen(charts: FileSource, slices: Slices) -> None:
@@ -128,7 +125,8 @@ def test_photographs_are_within_the_stated_tolerance(
 ) -> None:
     source = photographs(tmp_path, 16)
     the_view = view(augment, 224, interpolation=interpolation)
-    assert agree(dali(source, slices(range(16)), the_view), pytorch(source, slices(range(16)), the_view))
+    largest = LARGEST["bicubic" if interpolation == "bicubic" else "whole" if augment is None else "part"]
+    assert agree(dali(source, slices(range(16)), the_view), pytorch(source, slices(range(16)), the_view), largest)
 
 
 def photographs(root: Path, count: int, channels: int = 3) -> FileSource:
@@ -151,7 +149,7 @@ def photographs(root: Path, count: int, channels: int = 3) -> FileSource:
 def test_grey_is_what_pillow_calls_grey(tmp_path: Path, augment: Augment | None, slices: Slices) -> None:
     source = photographs(tmp_path, 6, channels=1)
     Image.open(source.path(0)).convert("L").save(source.path(0))
-    the_view = view(augment, channels=1)
+    the_view = view(augment, 224, channels=1)
     assert agree(dali(source, slices(range(6)), the_view), pytorch(source, slices(range(6)), the_view))
 
 
@@ -317,6 +315,24 @@ def test_no_thread_is_left(charts: FileSource, shuffled: Shuffled) -> None:
     while threads_of_this_process() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads_of_this_process() <= before
+
+
+def test_a_mutated_order_or_draw_is_seen(charts: FileSource, shuffled: Shuffled, monkeypatch: Any) -> None:
+    """A back-end that reads the next sample, draws for another epoch, or flips all, agrees no longer."""
+    from paceline.data.backends.dali import backend
+
+    pieces = shuffled(24, 6)
+    reference = pytorch(charts, pieces, view(RESIZED))
+    real = backend.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "draw", lambda augment, seed, epoch, ids: real(augment, seed, epoch + 1, ids))
+        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSource, "encoded", lambda self, sample: Path(self.path((sample + 1) % 24)).read_bytes())
+        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
+    with monkeypatch.context() as patch:
+        patch.setattr(DaliBackend, "_flip", lambda self, work, row: True)
+        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
 
 
 def test_random_state_is_left_alone(charts: FileSource, shuffled: Shuffled) -> None:
