@@ -44,7 +44,7 @@ def jpegs(studio: Path) -> Path:
             rows, columns = np.mgrid[:height, :width]
             across = number % 2 == 0
             wave = np.sin((rows if across else columns) * generator.uniform(0.4, 0.8) + generator.uniform(0, 6))
-            pixels = 128 + 26 * wave[:, :, None] + generator.normal(0, 40, (height, width, 3))
+            pixels = 128 + 12 * wave[:, :, None] + generator.normal(0, 40, (height, width, 3))
             path = studio / "jpegs" / split / ("across" if across else "down") / f"{number:03d}.jpg"
             Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=90)
     return studio
@@ -110,6 +110,7 @@ def test_an_exact_run_is_the_same_on_two_processes(
     assert together["metrics"] == alone["metrics"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(1)
 def test_a_model_scores_alike_whoever_reads(jpegs: Path, run_here: Callable[..., Any]) -> None:

@@ -209,8 +209,8 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
         )
     if reason := why_unavailable():
         raise RecipeError(
-            f"data.backend is dali, but DALI cannot be used here ({reason}): {how_to_install()}, or use "
-            "data.backend=pytorch."
+            f"data.backend is dali, but DALI cannot be used here ({reason}): run {how_to_install()}, or "
+            "use data.backend=pytorch."
         )
     if data.decode_on == "gpu" and not torch.cuda.is_available():
         raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")

@@ -26,7 +26,7 @@ _SCAN = 0xDA
 _EXIF_SEGMENT, _SEVERAL_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
 # Tables, restart intervals, scans, what applications say and comments: all that may stand between two scans.
 _BETWEEN_SCANS = (0xC4, 0xDB, 0xDD, _SCAN, *range(0xE0, 0xF0), 0xFE)
-_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # but for those that restart a scan
+_MARKER: re.Pattern[bytes] = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # but for those that restart a scan
 _LUMA_CHROMA = (1, 2, 3)
 
 
@@ -115,6 +115,6 @@ def _is_turned(segment: bytes) -> bool:
     exif = Image.Exif()
     try:
         exif.load(segment)
-        return exif.get(ORIENTATION, 1) != 1
+        return bool(exif.get(ORIENTATION, 1) != 1)
     except Exception:  # noqa: BLE001 (metadata of any kind of damage; the other decoder says what they say)
         return True

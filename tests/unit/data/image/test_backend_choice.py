@@ -133,7 +133,8 @@ def test_dali_wants_files() -> None:
 def test_without_dali_the_reason_and_the_command_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.delitem(sys.modules, "nvidia.dali.fn", raising=False)
-    with pytest.raises(RecipeError, match=r"cannot be used here \(.*nvidia\.dali.*\): pip install .*dali.*pytorch\.$"):
+    told = r"cannot be used here \(.*nvidia\.dali.*\): run pip install .*dali.*pytorch\.$"
+    with pytest.raises(RecipeError, match=told):
         choose_backend(Data(backend="dali", path="…"), files(tmp_path))
     assert "pip install" in available_backends()["dali"]
 

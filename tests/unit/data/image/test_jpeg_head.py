@@ -14,6 +14,12 @@ from paceline.data.image.decode import BrokenImageError, decode, upright_size
 from paceline.data.image.jpeg_head import plain_jpeg
 
 
+def with_bytes(content: bytes, inserted: bytes) -> bytes:
+    """The file with bytes of its last scan replaced."""
+    at = content.rindex(b"\xff\xda") + 40
+    return content[:at] + inserted + content[at + len(inserted) :]
+
+
 def jpeg(mode: str = "RGB", size: tuple[int, int] = (37, 21), **options: Any) -> bytes:
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     file = io.BytesIO()
@@ -36,10 +42,12 @@ def turned(orientation: int, *, xmp: bool = False) -> bytes:
         jpeg("L"),
         jpeg(progressive=True),
         jpeg(subsampling=0),
+        jpeg(restart_marker_blocks=2),
+        with_bytes(jpeg(), b"\xff\x00"),
         jpeg(comment=b"hello", dpi=(72, 72), icc_profile=b"x" * 70_000),
         turned(1),
     ],
-    ids=["baseline", "grey", "progressive", "444", "segments", "upright"],
+    ids=["baseline", "grey", "progressive", "444", "restarts", "stuffed", "segments", "upright"],
 )
 def test_a_plain_file_has_the_size_that_pillow_finds(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
@@ -68,8 +76,27 @@ def test_filling_between_segments_is_allowed() -> None:
         b"",
         b"\xff\xd8\xff\xd9",
         jpeg().replace(b"\xff\xc0", b"\xff\xc9", 1),
+        with_bytes(jpeg(), b"\xff\x51"),
+        with_bytes(jpeg(progressive=True), b"\xff\x51"),
+        with_bytes(jpeg(), b"\xff\xd9"),
     ],
-    ids=["turned", "over", "xmp", "cmyk", "rgb", "png", "cut", "longer", "head", "empty", "bare", "arithmetic"],
+    ids=[
+        "turned",
+        "over",
+        "xmp",
+        "cmyk",
+        "rgb",
+        "png",
+        "cut",
+        "longer",
+        "head",
+        "empty",
+        "bare",
+        "arithmetic",
+        "stray",
+        "later stray",
+        "two ends",
+    ],
 )
 def test_anything_else_is_left_to_pillow(content: bytes) -> None:
     assert plain_jpeg(content) is None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.dlpack import from_dlpack
 
 from paceline.data.image.augmentation import Box
 from paceline.data.image.jpeg_head import Content
@@ -122,7 +123,7 @@ class Graph:
         stream = torch.cuda.current_stream() if self._on_gpu else None
         (images,) = self._pipeline.outputs(cuda_stream=stream)
         self._held.popleft()
-        return torch.from_dlpack(images.as_tensor())
+        return from_dlpack(images.as_tensor())
 
     def _feed(self, batch: Sequence[Asked]) -> None:
         files = [np.frombuffer(each.content, dtype=np.uint8) for each in batch]
@@ -151,13 +152,6 @@ def _define(most: int, settings: GraphSettings) -> Any:
     def number(name: str, kind: Any, dimensions: int) -> Any:
         return fn.external_source(name=name, dtype=kind, ndim=dimensions)
 
-    @pipeline_def(
-        batch_size=most,
-        num_threads=settings.threads,
-        device_id=settings.device.index if on_gpu else None,
-        prefetch_queue_depth=settings.ahead,
-        seed=0,
-    )
     def graph() -> Any:
         images = fn.decoders.image_slice(
             fn.external_source(name="files", dtype=types.UINT8, ndim=1, no_copy=True),
@@ -188,7 +182,14 @@ def _define(most: int, settings: GraphSettings) -> Any:
             output_layout="CHW",
         )
 
-    return graph()
+    defined = pipeline_def(
+        batch_size=most,
+        num_threads=settings.threads,
+        device_id=settings.device.index if on_gpu else None,
+        prefetch_queue_depth=settings.ahead,
+        seed=0,
+    )
+    return defined(graph)()
 
 
 def _decoder_on_gpu() -> dict[str, Any]:
