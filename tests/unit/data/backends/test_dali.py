@@ -252,6 +252,19 @@ def test_a_file_that_dali_refuses_spoils_no_other(charts: FileSource, slices: Sl
     assert torch.equal(batches[1].inputs[[0, 2]], usual[1].inputs[[0, 2]])
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_file_is_refused_while_nobody_looks(charts: FileSource, slices: Slices, ahead: int) -> None:
+    """DALI has met the file, and given up, before the batches ahead of it are taken and more is asked of it."""
+    pieces = slices([1], [2], [4], [3], [5], [3, 6], [7, 8])
+    backend = DaliBackend(NoSuchMarker(charts), view(RESIZED), threads=1, prefetch=ahead)
+    batches = []
+    for batch in backend.batches(iter(pieces)):
+        time.sleep(0.05)
+        batches.append(batch)
+    backend.close()
+    assert agree(batches, pytorch(charts, pieces, view(RESIZED)))
+
+
 class Faulty(FileSource):
     """Fails on sample 3 with a defect of its own."""
 

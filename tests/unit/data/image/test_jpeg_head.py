@@ -35,20 +35,36 @@ def turned(orientation: int, *, xmp: bool = False) -> bytes:
     return jpeg(exif=exif)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        jpeg(),
-        jpeg("L"),
-        jpeg(progressive=True),
-        jpeg(subsampling=0),
-        jpeg(restart_marker_blocks=2),
-        with_bytes(jpeg(), b"\xff\x00"),
-        jpeg(comment=b"hello", dpi=(72, 72), icc_profile=b"x" * 70_000),
-        turned(1),
-    ],
-    ids=["baseline", "grey", "progressive", "444", "restarts", "stuffed", "segments", "upright"],
-)
+PLAIN = {
+    "baseline": jpeg(),
+    "grey": jpeg("L"),
+    "progressive": jpeg(progressive=True),
+    "444": jpeg(subsampling=0),
+    "restarts": jpeg(restart_marker_blocks=2),
+    "stuffed": with_bytes(jpeg(), b"\xff\x00"),
+    "segments": jpeg(comment=b"hello", dpi=(72, 72), icc_profile=b"x" * 70_000),
+    "upright": turned(1),
+}
+OTHERS = {
+    "turned": turned(6),
+    "over": turned(3),
+    "xmp": turned(6, xmp=True),
+    "cmyk": jpeg("CMYK"),
+    "rgb": jpeg(keep_rgb=True),
+    "png": jpeg(format="PNG"),
+    "cut": jpeg()[:-1],
+    "longer": jpeg() + b"\0",
+    "head": jpeg()[:200],
+    "empty": b"",
+    "bare": b"\xff\xd8\xff\xd9",
+    "arithmetic": jpeg().replace(b"\xff\xc0", b"\xff\xc9", 1),
+    "stray": with_bytes(jpeg(), b"\xff\x51"),
+    "later stray": with_bytes(jpeg(progressive=True), b"\xff\x51"),
+    "two ends": with_bytes(jpeg(), b"\xff\xd9"),
+}
+
+
+@pytest.mark.parametrize("content", PLAIN.values(), ids=PLAIN.keys())
 def test_a_plain_file_has_the_size_that_pillow_finds(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
     path.write_bytes(content)
@@ -61,43 +77,7 @@ def test_filling_between_segments_is_allowed() -> None:
     assert plain_jpeg(content[:2] + b"\xff\xff" + content[2:]) == (21, 37)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        turned(6),
-        turned(3),
-        turned(6, xmp=True),
-        jpeg("CMYK"),
-        jpeg(keep_rgb=True),
-        jpeg(format="PNG"),
-        jpeg()[:-1],
-        jpeg() + b"\0",
-        jpeg()[:200],
-        b"",
-        b"\xff\xd8\xff\xd9",
-        jpeg().replace(b"\xff\xc0", b"\xff\xc9", 1),
-        with_bytes(jpeg(), b"\xff\x51"),
-        with_bytes(jpeg(progressive=True), b"\xff\x51"),
-        with_bytes(jpeg(), b"\xff\xd9"),
-    ],
-    ids=[
-        "turned",
-        "over",
-        "xmp",
-        "cmyk",
-        "rgb",
-        "png",
-        "cut",
-        "longer",
-        "head",
-        "empty",
-        "bare",
-        "arithmetic",
-        "stray",
-        "later stray",
-        "two ends",
-    ],
-)
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS.keys())
 def test_anything_else_is_left_to_pillow(content: bytes) -> None:
     assert plain_jpeg(content) is None
 

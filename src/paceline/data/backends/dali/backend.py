@@ -171,7 +171,10 @@ class DaliBackend:
                 self._finish(each, running)
             self._graph = None
         running.append(work)
-        self._ask(work)
+        try:
+            self._ask(work)
+        except RuntimeError as error:
+            self._recover(running, error)
 
     def _ask(self, work: _Work) -> None:
         asked = work.asked
@@ -183,42 +186,46 @@ class DaliBackend:
 
     def _finish(self, work: _Work, running: deque[_Work]) -> None:
         """Wait for DALI's part of a slice, the oldest that is unfinished."""
-        if work.images is not None or not work.asked:
-            return
-        assert self._graph is not None
-        try:
-            work.images = self._graph.take()
-        except RuntimeError as error:
-            self._graph = None
-            self._read_otherwise(work, error)
-            for each in running:
-                if each.images is None:
-                    self._ask(each)
-            self._finish(work, running)
+        while work.images is None and work.asked:
+            assert self._graph is not None
+            try:
+                work.images = self._graph.take()
+            except RuntimeError as error:
+                self._recover(running, error)
 
-    def _read_otherwise(self, work: _Work, error: RuntimeError) -> None:
-        """Read those files of a slice that DALI cannot decode; each is tried alone, so that none suffers for others.
+    def _recover(self, running: Iterable[_Work], error: RuntimeError) -> None:
+        """Read those files that DALI cannot decode, and ask it for the others anew.
 
-        DALI gives up a whole batch, and its graph, for one file.
+        DALI gives up its graph, with all that it works on, for one file, and does not say which.
 
         Raises:
             OneProcessError: If it can decode each of them: then something else is wrong.
         """
-        graph: Graph | None = None
+        self._graph = None
+        unfinished = [work for work in running if work.images is None]
+        if not sum(map(self._read_refused, unfinished)):
+            what = str(error).splitlines()[0]
+            raise OneProcessError(f"DALI failed, though it can decode each image: {what}") from error
+        most = max(len(work.asked) for work in unfinished)
+        self._graph = Graph(most, self._settings) if most else None
+        for work in unfinished:
+            self._ask(work)
+
+    def _read_refused(self, work: _Work) -> int:
+        """Read those files of a slice that DALI cannot decode; each is tried alone, so that none suffers for others."""
+        graph = Graph(1, self._settings)
         refused = 0
         for row, asked in enumerate(work.rows):
             if not isinstance(asked, Asked):
                 continue
             try:
-                graph = graph or Graph(1, self._settings)
                 graph.ask([asked])
                 graph.take()
             except RuntimeError:
-                graph = None
-                refused += 1
+                graph = Graph(1, self._settings)
                 work.rows[row] = self._decoded(work, row)
-        if not refused:
-            raise OneProcessError(f"DALI failed, though it can decode each image of the batch: {error}") from error
+                refused += 1
+        return refused
 
     def _read(self, work: _Work, rows: range) -> list[_Row]:
         """Read some samples of a slice; runs in a reader's thread."""
