@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from paceline.data.backends.dali.backend import DaliBackend
-from paceline.data.backends.dali.graph import why_unavailable
+from paceline.data.backends.dali.graph import Graph, GraphSettings, define, why_unavailable
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, repeated
 from paceline.data.image.transforms import View
-from paceline.errors import TrainingError
+from paceline.errors import DataError, TrainingError
 from paceline.recipe.data import Augment, Progressive
 
 pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}")
@@ -221,6 +221,39 @@ def test_damaged_and_unusual_files_are_judged_as_elsewhere(
     assert agree(batches, pytorch(charts, pieces, view(augment)))
 
 
+def damage_at_random(content: bytes, draw: np.random.Generator, way: int) -> bytes:
+    """Part of a JPEG file's scans or of its head spoiled, its end left alone."""
+    spoiled = bytearray(content)
+    scan, end = content.index(b"\xff\xda") + 12, len(content) - 2
+    at = int(draw.integers(scan, end - 4))
+    match way:
+        case 0:
+            spoiled[at] = int(draw.integers(0, 256))
+        case 1:
+            del spoiled[at : int(draw.integers(at, end))]
+        case 2:
+            spoiled[at : min(at + 300, end)] = bytes(min(300, end - at))
+        case 3:
+            spoiled[int(draw.integers(2, scan))] = int(draw.integers(0, 256))
+        case _:
+            spoiled[at : at + 2] = bytes([0xFF, int(draw.integers(1, 256))])
+    return bytes(spoiled)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 6))])
+def test_damage_at_random_is_judged_as_elsewhere(tmp_path: Path, seed: int, slices: Slices) -> None:
+    source = photographs(tmp_path, 40)
+    draw = np.random.default_rng(seed)
+    for sample in range(40):
+        path = Path(source.path(sample))
+        Image.open(path).resize((160, 120)).save(path, quality=85, progressive=sample % 3 == 0)
+        path.write_bytes(damage_at_random(path.read_bytes(), draw, sample % 5))
+    pieces = slices(range(20), range(20, 40))
+    batches = dali(source, pieces, view(None))
+    assert agree(batches, pytorch(source, pieces, view(None)), LARGEST["whole"])
+    assert 0 < sum(len(batch.broken) for batch in batches) < 30
+
+
 def test_all_broken_is_an_empty_batch(charts: FileSource, slices: Slices) -> None:
     damage(charts)
     empty, whole = dali(charts, slices([3, 1], [8]), view(RESIZED))
@@ -346,6 +379,20 @@ def test_a_mutated_order_or_draw_is_seen(charts: FileSource, shuffled: Shuffled,
     with monkeypatch.context() as patch:
         patch.setattr(DaliBackend, "_flip", lambda self, work, row: True)
         assert not agree(dali(charts, pieces, view(RESIZED)), reference)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_graph_for_a_gpu_has_operators_that_exist(channels: int) -> None:
+    """As far as a machine without a GPU can tell: DALI checks names and types of all arguments."""
+    settings = GraphSettings(
+        threads=4, ahead=2, device=torch.device("cuda"), channels=channels, interpolation="bilinear"
+    )
+    written = define(64, settings).serialize()
+    assert b"mixed" in written
+    assert b"hw_decoder_load" in written
+    if not torch.cuda.is_available():
+        with pytest.raises(DataError, match=r"DALI cannot decode on cuda \(.*\): use data\.decode_on=cpu"):
+            Graph(64, settings)
 
 
 def test_random_state_is_left_alone(charts: FileSource, shuffled: Shuffled) -> None:

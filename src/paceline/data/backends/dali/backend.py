@@ -101,6 +101,7 @@ class DaliBackend:
         self._flips_later = view.augment is not None and view.augment.crop == "pad"
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="dali-reader")
         self._last_read = -1
+        self._refused: set[int] = set()  # files that DALI is not asked for again
         self._graph: Graph | None = None
         self._stream: Generator[Batch, None, None] | None = None
 
@@ -223,6 +224,7 @@ class DaliBackend:
                 graph.take()
             except RuntimeError:
                 graph = Graph(1, self._settings)
+                self._refused.add(int(work.piece.ids[row]))
                 work.rows[row] = self._decoded(work, row)
                 refused += 1
         return refused
@@ -237,7 +239,7 @@ class DaliBackend:
         try:
             content = self._source.encoded(sample)
             size = plain_jpeg(content)
-            if size is None:
+            if size is None or sample in self._refused:
                 return self._decoded(work, row)
         except BrokenImageError as error:
             return BrokenSample(sample, error.path, error.reason)

@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from paceline.data.image.augmentation import Box
 from paceline.data.image.jpeg_head import Content
 from paceline.data.image.transforms import Shape
+from paceline.errors import DataError
 
 # Buffers that take the largest image of ImageNet, so that none is made anew while training (NVIDIA
 # DeepLearningExamples, ConvNets, dataloaders.py; DALI's guide to the hardware decoder). Each thread has its own.
@@ -93,18 +94,20 @@ class Graph:
     def __init__(self, most: int, settings: GraphSettings) -> None:
         """Build the graph, and run it on blank pictures.
 
-        DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
+        Raises:
+            DataError: If DALI cannot run at all.
         """
         self.most = most
         self._on_gpu = settings.device.type == "cuda"
-        self._pipeline = _define(most, settings)
+        self._pipeline = define(most, settings)
         self._held: deque[list[np.ndarray[Any, Any]]] = deque()
-        blank = Asked(_blank_jpeg(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
-        for _ in range(settings.ahead):
-            self._feed([blank])
-        self._pipeline.schedule_run()
-        for _ in range(settings.ahead):
-            self.take()
+        try:
+            self._warm_up(settings.ahead)
+        except RuntimeError as error:
+            raise DataError(
+                f"DALI cannot decode on {settings.device} ({str(error).splitlines()[0]}): use data.decode_on=cpu, or "
+                "data.backend=pytorch."
+            ) from error
 
     def ask(self, batch: Sequence[Asked]) -> None:
         """Begin a batch; it is worked on beside this thread."""
@@ -125,6 +128,15 @@ class Graph:
         self._held.popleft()
         return from_dlpack(images.as_tensor())
 
+    def _warm_up(self, batches: int) -> None:
+        # DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
+        blank = Asked(_blank_jpeg(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
+        for _ in range(batches):
+            self._feed([blank])
+        self._pipeline.schedule_run()
+        for _ in range(batches):
+            self.take()
+
     def _feed(self, batch: Sequence[Asked]) -> None:
         files = [np.frombuffer(each.content, dtype=np.uint8) for each in batch]
         boxes = np.array([each.box for each in batch], dtype=np.int32)
@@ -143,7 +155,7 @@ class Graph:
             self._pipeline.feed_input(name, values)
 
 
-def _define(most: int, settings: GraphSettings) -> Any:
+def define(most: int, settings: GraphSettings) -> Any:
     """DALI's pipeline for batches of at most ``most`` images."""
     from nvidia.dali import fn, pipeline_def, types
 
