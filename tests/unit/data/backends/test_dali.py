@@ -354,7 +354,7 @@ def test_no_thread_is_left(charts: FileSource, shuffled: Shuffled) -> None:
     dali(charts, shuffled(24, 8), view(RESIZED))
     before = threads_of_this_process()
     backend = DaliBackend(charts, view(RESIZED), threads=3)
-    next(backend.batches(iter(shuffled(24, 8))))
+    assert len(list(backend.batches(iter(shuffled(24, 8))))) == 3
     assert threads_of_this_process() > before
     backend.close()
     deadline = time.monotonic() + 5
