@@ -1,4 +1,4 @@
-"""How much processor time does an image cost through the `dali` back-end, and through `pytorch`?
+"""How much processor time does an image cost through `dali`, and through `pytorch`, and how far are pixels apart?
 
 Both read the same JPEG files of 500 x 375 pixels, parts of scikit-learn's two photographs, and show the same random
 parts at 224 pixels, flipped or not. They take turns (A B A B …) with one thread each, in this process, whose processor
@@ -13,7 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from paceline.data.batch import Backend
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
 from paceline.data.order import StepGeometry
+from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment
 from paceline.records.environment import package_versions
 from paceline.world import World
@@ -61,37 +62,20 @@ def cost(backend: Backend, geometry: StepGeometry, epoch: int) -> float:
     return 1000 * (time.process_time() - begun) / images
 
 
-def main() -> None:
-    """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=64)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    views = {
-        "random_resized": View(
-            image_size=224, channels=3, augment=Augment(crop="random_resized", flip=0.5), mean=(0.5,) * 3
-        ),
-        "evaluation": View(image_size=224, channels=3),
+def differences(source: FileSource, view: View) -> dict[str, float]:
+    """How far the pixels of both back-ends are apart, in grey levels, over all images shown once."""
+    ids = np.arange(len(source))
+    piece = SampleSlice(step=0, epoch=0, logical_rank=0, ids=ids, step_weight=len(ids))
+    shown = []
+    for backend in (DaliBackend(source, view, threads=1), PytorchBackend(source, view, workers=0)):
+        shown += [batch.inputs.int() for batch in backend.batches([piece])]
+        backend.close()
+    levels = (shown[0] - shown[1]).abs()
+    return {
+        "largest": float(levels.max()),
+        "mean": float(levels.float().mean()),
+        "share_over_one": float((levels > 1).float().mean()),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        source = write_photographs(Path(folder), asked.images)
-        geometry = StepGeometry(seed=0, samples=asked.images, global_batch_size=asked.batch_size, logical_ranks=1)
-        result, lines = {}, [f"CPU-ms per image, {asked.rounds} rounds; {WIDTH}x{HEIGHT} JPEG to 224", ""]
-        lines += ["| view | pytorch | dali | ratio |", "|---|---|---|---|"]
-        for name, view in views.items():
-            made: dict[str, Callable[[], Backend]] = {
-                "pytorch": lambda view=view: PytorchBackend(source, view, workers=0),  # type: ignore[misc]
-                "dali": lambda view=view: DaliBackend(source, view, threads=1),  # type: ignore[misc]
-            }
-            found = measure({key: make() for key, make in made.items()}, geometry, asked.rounds)
-            ratio = statistics.median(p / d for p, d in zip(found["pytorch"], found["dali"], strict=True))
-            result[name] = {**{key: spread(values) for key, values in found.items()}, "pytorch_over_dali": ratio}
-            cells = " | ".join(f"{statistics.median(found[key]):.3f}" for key in ("pytorch", "dali"))
-            lines.append(f"| {name} | {cells} | {ratio:.2f} |")
-    print(*lines, sep="\n")
-    print(write_result("dali-backend", {"results": result, "versions": package_versions()}, lines))
 
 
 def measure(backends: dict[str, Backend], geometry: StepGeometry, rounds: int) -> dict[str, list[float]]:
@@ -105,6 +89,45 @@ def measure(backends: dict[str, Backend], geometry: StepGeometry, rounds: int) -
     for backend in backends.values():
         backend.close()
     return found
+
+
+def main() -> None:
+    """Measure, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=64)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = Augment(crop="random_resized", flip=0.5)
+    plain = View(image_size=224, channels=3, mean=(0.5,) * 3)
+    views = {"random parts": replace(plain, augment=parts), "evaluation": plain}
+    views |= {f"{name}, bicubic": replace(view, interpolation="bicubic") for name, view in views.items()}
+    result = {}
+    lines = [
+        f"CPU-ms per image, medians of {asked.rounds} rounds, of {WIDTH}x{HEIGHT} JPEG files at 224 pixels;",
+        "and how far apart the two back-ends' pixels are, in grey levels.",
+        "",
+        "| view | pytorch | dali | pytorch/dali | largest | mean | over one level |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        source = write_photographs(Path(folder), asked.images)
+        geometry = StepGeometry(seed=0, samples=asked.images, global_batch_size=asked.batch_size, logical_ranks=1)
+        for name, view in views.items():
+            backends: dict[str, Backend] = {
+                "pytorch": PytorchBackend(source, view, workers=0),
+                "dali": DaliBackend(source, view, threads=1),
+            }
+            found = measure(backends, geometry, asked.rounds)
+            ratio = statistics.median(p / d for p, d in zip(found["pytorch"], found["dali"], strict=True))
+            apart = differences(source, view)
+            result[name] = {key: spread(values) for key, values in found.items()} | {"ratio": ratio, "levels": apart}
+            costs = (f"{statistics.median(found[key]):.2f}" for key in ("pytorch", "dali"))
+            levels = (f"{apart['largest']:.0f}", f"{apart['mean']:.2f}", f"{100 * apart['share_over_one']:.3f} %")
+            lines.append(f"| {' | '.join((name, *costs, f'{ratio:.2f}', *levels))} |")
+    print(*lines, sep="\n")
+    print(write_result("dali-backend", {"results": result, "versions": package_versions()}, lines))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ Split = Literal["train", "validation"]
 
 LARGEST_IN_MEMORY = 2**30
 _MOST_WORKERS = 16
+_MOST_BESIDE_A_GPU = 4  # of DALI's threads: the GPU does most of the work, and each thread has buffers on it
 
 
 def available_backends() -> dict[str, str]:
@@ -96,9 +97,12 @@ def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
     if data.workers != "auto":
         return data.workers, "as the recipe says"
     cores = available_cores()
-    workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
+    gpu_decodes = backend == "dali" and data.decode_on != "cpu" and torch.cuda.is_available()
+    most = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
+    workers = max(1, min(cores // world.local_world_size - 1, most))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
-    return workers, f"{cores} cores for {processes}, one of each share left to training"
+    limit = f", and no more than {most}, as the GPU does most of the work" if gpu_decodes else ""
+    return workers, f"{cores} cores for {processes}, one of each share left to training{limit}"
 
 
 def open_backend(
