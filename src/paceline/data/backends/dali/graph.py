@@ -149,7 +149,7 @@ class Graph:
             "left": np.array([_place(each, 1) for each in batch], dtype=np.float32),
             "mirror": np.array([each.flip for each in batch], dtype=np.int32),
         }
-        self._held.append(files)  # not copied: DALI reads them here
+        self._held.append(files)  # not copied, unless for a GPU: DALI reads them here
         self._pipeline.feed_input("files", files)
         for name, values in numbers.items():
             self._pipeline.feed_input(name, values)
@@ -166,7 +166,8 @@ def define(most: int, settings: GraphSettings) -> Any:
 
     def graph() -> Any:
         images = fn.decoders.image_slice(
-            fn.external_source(name="files", dtype=types.UINT8, ndim=1, no_copy=True),
+            # Kept here until the batch is taken; a GPU may still be reading them then.
+            fn.external_source(name="files", dtype=types.UINT8, ndim=1, no_copy=not on_gpu),
             device="mixed" if on_gpu else "cpu",
             start=number("start", types.INT32, 1),
             shape=number("extent", types.INT32, 1),
