@@ -155,7 +155,7 @@ class Data:
     prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch", "dali"))] = 2
     """Batches each worker keeps ready; for `dali`, batches that it works on ahead."""
     decode_on: Annotated[Literal["auto", "cpu", "gpu"], Applies("backend", ("dali",))] = "auto"
-    """Where `dali` decodes and resizes; `auto` is where the model is."""
+    """Where `dali` decodes and resizes; `auto` is where the model is, and with `crop=pad` the CPU."""
     image_size: Auto | PositiveInt = "auto"
     """Height and width in pixels that the model sees."""
     evaluation_size: Auto | PositiveInt = "auto"

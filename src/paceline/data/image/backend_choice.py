@@ -13,7 +13,7 @@ from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
-from paceline.data.image.source import SampleSource, is_encoded, repeated
+from paceline.data.image.source import SampleSource, encoded_source, repeated
 from paceline.data.image.transforms import View
 from paceline.data.image.variation import asks_for_variation, variations
 from paceline.errors import RecipeError
@@ -97,7 +97,7 @@ def choose_workers(data: Data, backend: str, world: World) -> tuple[int, str]:
     if data.workers != "auto":
         return data.workers, "as the recipe says"
     cores = available_cores()
-    gpu_decodes = backend == "dali" and data.decode_on != "cpu" and torch.cuda.is_available()
+    gpu_decodes = backend == "dali" and _may_decode_on_gpu(data) and torch.cuda.is_available()
     most = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
     workers = max(1, min(cores // world.local_world_size - 1, most))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
@@ -159,13 +159,14 @@ def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, de
             f"data.decode_on=gpu, but the model is on the {device.type}: use data.decode_on=cpu, or "
             "parallel.device=cuda."
         )
-    assert is_encoded(source)
+    files = encoded_source(source)
+    assert files is not None
     return DaliBackend(
-        source,
+        files,
         view,
         threads=threads,
         prefetch=data.prefetch,
-        decode_on=device if on_gpu and data.decode_on != "cpu" else "cpu",
+        decode_on=device if on_gpu and _may_decode_on_gpu(data) else "cpu",
         pin_memory=on_gpu,
     )
 
@@ -199,6 +200,10 @@ def _refuse(data: Data, dataset: ImageDataset) -> None:
         )
 
 
+def _may_decode_on_gpu(data: Data) -> bool:
+    return data.decode_on != "cpu" and data.augment.crop != "pad"  # a padded crop is made on the CPU
+
+
 def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
     if names := variations(data.augment):
         keys = ", ".join(f"data.augment.{name}" for name in names)
@@ -206,7 +211,7 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
             f"data.backend is dali, which varies images by a crop and a flip only, and the recipe asks for {keys}: use "
             "data.backend=pytorch, or leave that out."
         )
-    if not all(map(is_encoded, (dataset.train, dataset.validation))):
+    if any(encoded_source(source) is None for source in (dataset.train, dataset.validation)):
         raise RecipeError(
             f"data.backend is dali, which decodes image files, and data.dataset={data.dataset} has none: use another "
             "data.backend; a data set of your own needs a source with a method encoded(sample) that returns the file."
@@ -215,6 +220,11 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
         raise RecipeError(
             f"data.backend is dali, but DALI cannot be used here ({reason}): run {how_to_install()}, or "
             "use data.backend=pytorch."
+        )
+    if data.decode_on == "gpu" and data.augment.crop == "pad":
+        raise RecipeError(
+            "data.decode_on=gpu, but data.augment.crop=pad shifts images on the CPU: use data.decode_on=cpu, or "
+            "data.augment.crop=random_resized."
         )
     if data.decode_on == "gpu" and not torch.cuda.is_available():
         raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION
+from paceline.data.image.source import Content
 from paceline.data.image.transforms import Shape
-
-Content = bytes | memoryview
 
 _BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, all with Huffman's codes

@@ -152,6 +152,9 @@ def test_dali_reads_files_in_threads(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(RecipeError, match=r"data\.decode_on=gpu, but no CUDA device is visible"):
             choose_backend(Data(backend="dali", decode_on="gpu"), dataset)
+    shifted = Data(backend="dali", decode_on="gpu", augment=Augment(crop="pad"))
+    with pytest.raises(RecipeError, match=r"crop=pad shifts images on the CPU: use data\.decode_on=cpu"):
+        choose_backend(shifted, dataset)
     with pytest.raises(RecipeError, match=r"data\.decode_on=gpu, but the model is on the cpu"):
         open_backend("dali", Data(backend="dali", decode_on="gpu"), dataset, "train", seed=0, workers=1)
 

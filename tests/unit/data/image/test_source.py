@@ -16,7 +16,7 @@ from paceline.data.image.source import (
     FileSource,
     SubsetSource,
     as_array,
-    is_encoded,
+    encoded_source,
     repeated,
 )
 
@@ -70,11 +70,10 @@ def test_whoever_passes_samples_on_passes_their_files_on(tmp_path: Path) -> None
         Image.new("L", (2, 2), value).save(tmp_path / name)
     files = FileSource(tmp_path, [name.encode() for name in names], np.arange(3), 3)
     source = repeated(SubsetSource(files, np.array([2, 0])), 2)
-    assert is_encoded(source)
+    assert encoded_source(source) is source
     assert [source.encoded(sample) for sample in range(4)] == [files.encoded(sample) for sample in (2, 0, 2, 0)]
     in_memory = SubsetSource(array_source(), np.array([4, 1]))
-    assert not is_encoded(in_memory)
-    assert not is_encoded(repeated(in_memory, 2))
+    assert encoded_source(in_memory) is encoded_source(repeated(in_memory, 2)) is None
 
 
 def test_names_must_match_labels(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from paceline.data.image.augmentation import Box
-from paceline.data.image.jpeg_head import Content
+from paceline.data.image.source import Content
 from paceline.data.image.transforms import Shape
 from paceline.errors import DataError
 
