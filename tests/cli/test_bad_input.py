@@ -81,6 +81,8 @@ OVERRIDES = {
         ("data.backend=memory", "data.augment.crop=random_resized"),
         ("random_resized", "data.backend=pytorch"),
     ),
+    "a back-end that wants files": (("data.backend=dali",), ("data.backend is dali", "data.dataset=digits")),
+    "where another back-end decodes": (("data.decode_on=gpu",), ("data.decode_on", "data.backend=dali")),
     "an option of other trainers": (("epochs=3",), ("'epochs'", "Did you mean 'train.duration'?")),
     "a name for the model": (("model=resnet18",), ("'resnet18'", "model.name=resnet18")),
     "too many means": (("data.mean=[0.5, 0.5]",), ("data.mean", "2 values", "1 channels")),
@@ -222,6 +224,17 @@ def test_a_class_of_one_split_only(
     for name in ("train/cat", "train/dog", "val/cat", "val/fox"):
         write_images(tmp_path / "photos" / name)
     assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "dog")
+
+
+def test_an_augmentation_that_dali_lacks(
+    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]
+) -> None:
+    for name in ("cat", "dog"):
+        write_images(tmp_path / "photos" / name)
+    asked = ("data.path=photos", "data.backend=dali", "data.augment.policy=randaugment")
+    assert_refused(
+        paceline_here("train", *FOLDER, *asked, "--plan-only"), "data.augment.policy", "data.backend=pytorch"
+    )
 
 
 @pytest.mark.parametrize("backend", ["memory", "pytorch"])

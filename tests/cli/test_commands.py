@@ -179,6 +179,8 @@ def test_environment(paceline_here: Callable[..., Any]) -> None:
     assert set(document["devices"]) == {"cpu", "cuda", "mps", "xpu"}
     assert all(document["devices"].values())  # what is not there says why
     assert document["jpeg_decoder"].startswith("compiled, with ") or "is not available (" in document["jpeg_decoder"]
+    assert document["backends"]["pytorch"] == "available"
+    assert document["backends"]["dali"] == "available" or "pip install" in document["backends"]["dali"]
     told = paceline_here("environment")
     assert told.code == 0
     assert "devices" in told.out

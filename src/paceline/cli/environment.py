@@ -17,6 +17,7 @@ from paceline.units import format_bytes
 @json_option
 def command(as_json: bool) -> None:
     """Show versions, hardware and devices, with the reason why something cannot be used."""
+    from paceline.data.image.backend_choice import available_backends
     from paceline.data.image.jpeg import describe_decoder
     from paceline.distributed.device import available_devices, choose_device, describe_machine
     from paceline.records.environment import capture_environment
@@ -27,6 +28,7 @@ def command(as_json: bool) -> None:
         **capture_environment(),
         "devices": available_devices(),
         "default_device": machine.device,
+        "backends": available_backends(),
         "arithmetic": {name: machine.lacks.get(name, "available") for name in ("bf16_products", "tf32", "fp8")},
         "jpeg_decoder": describe_decoder(),
         "default_precision": {

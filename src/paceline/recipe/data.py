@@ -158,14 +158,17 @@ class Data:
     `PATH/train-{000..146}.tar`."""
     label_column: Annotated[Auto | str, Applies("dataset", ("huggingface",))] = "auto"
     """Which column of a Hugging Face dataset holds the labels; `auto`: the only one, or the one called `label`."""
-    backend: Literal["auto", "memory", "pytorch", "synthetic"] = "auto"
-    """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers."""
-    workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch"))] = "auto"
+    backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
+    """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
+    JPEG files in threads or on the GPU (extra `dali`)."""
+    workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch", "dali"))] = "auto"
     """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. `auto` measures, for runs
     of 200,000 images or more and once, which number feeds the model best; else it is a rank's share of the cores but
-    one."""
-    prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch"))] = 2
-    """Batches each worker keeps ready."""
+    one. For `dali`, its threads, at least 1."""
+    prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch", "dali"))] = 2
+    """Batches each worker keeps ready; for `dali`, batches that it works on ahead."""
+    decode_on: Annotated[Literal["auto", "cpu", "gpu"], Applies("backend", ("dali",))] = "auto"
+    """Where `dali` decodes and resizes; `auto` is where the model is, and with `crop=pad` the CPU."""
     image_size: Auto | PositiveInt = "auto"
     """Height and width in pixels that the model sees."""
     evaluation_size: Auto | PositiveInt = "auto"

@@ -21,7 +21,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, epochs: float) -> dict[str, str
     found = _unused_with_fp16() if recipe.train.precision == "fp16" else {}
     found |= _unused_weights(recipe)
     backend = data.description.get("backend", "pytorch")
-    if backend != "pytorch":
+    if backend not in ("pytorch", "dali"):
         why = f"the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)"
         found["data.prefetch"] = why
         if recipe.data.workers not in ("auto", 0):

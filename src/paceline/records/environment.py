@@ -34,6 +34,8 @@ _PACKAGES = (
     "tensorboard",
     "nvidia-nccl-cu13",
     "nvidia-cudnn-cu13",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
     "triton",
     "torchao",
 )

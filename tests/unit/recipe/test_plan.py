@@ -302,6 +302,7 @@ def test_a_key_without_effect_here_is_named_with_the_reason(
     ("overrides", "facts", "key"),
     [
         (["data.prefetch=8"], {"description": WORKERS}, "data.prefetch"),
+        (["data.prefetch=8"], {"description": {"backend": "dali", "workers": 2}}, "data.prefetch"),
         (["data.prefetch=8"], {}, "data.prefetch"),  # a task of one's own tells nothing of back-ends
         (["data.workers=2"], {"description": WORKERS}, "data.workers"),
         (["data.workers=0"], {"description": MEMORY}, "data.workers"),  # there are none, as asked

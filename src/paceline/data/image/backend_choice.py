@@ -6,16 +6,18 @@ from typing import Literal
 
 import torch
 
+from paceline.data.backends.dali.backend import DaliBackend
+from paceline.data.backends.dali.graph import how_to_install, why_unavailable
 from paceline.data.backends.memory import MemoryBackend
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import Backend, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
 from paceline.data.image.feeding import Feeding
-from paceline.data.image.source import SampleSource, repeated, unrepeated
+from paceline.data.image.source import SampleSource, encoded_source, repeated, unrepeated
 from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import View
-from paceline.data.image.variation import asks_for_variation
+from paceline.data.image.variation import asks_for_variation, variations
 from paceline.data.pipeline import Placement
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
@@ -30,6 +32,14 @@ LARGEST_IN_MEMORY = 2**30
 LARGEST_SHARE_OF_DEVICE = 0.125
 _ON_CPU = Placement(device=torch.device("cpu"))
 _MOST_WORKERS = 16
+_MOST_BESIDE_A_GPU = 4  # of DALI's threads: the GPU does most of the work, and each thread has buffers on it
+
+
+def available_backends() -> dict[str, str]:
+    """Back-ends, with the reason why one cannot be used."""
+    reason = why_unavailable()
+    dali = f"{reason}: {how_to_install()}" if reason else "available"
+    return {"memory": "available", "pytorch": "available", "dali": dali, "synthetic": "available"}
 
 
 def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tuple[str, str]:
@@ -84,20 +94,30 @@ def evaluation_size(data: Data, dataset: ImageDataset) -> int:
 
 
 def choose_workers(data: Data, backend: str, world: World, measured: Feeding | None = None) -> tuple[int, str]:
-    """Return the loader processes per rank and why so many.
+    """Return the loader processes, or DALI's threads, per rank and why so many.
 
-    What was measured decides; where nothing was, one core of each rank's share is for training.
+    What was measured of loader processes decides; where nothing was, one core of each rank's share is for training.
+
+    Raises:
+        RecipeError: If the recipe asks DALI for none.
     """
-    if backend != "pytorch":
+    if backend not in ("pytorch", "dali"):
         return 0, f"the {backend} back-end has none"
+    if backend == "dali" and data.workers == 0:
+        raise RecipeError(
+            "data.workers=0, but the dali back-end decodes in threads of its own: give at least 1, or leave it out."
+        )
     if data.workers != "auto":
         return data.workers, "as the recipe says"
-    if measured is not None:
+    if backend == "pytorch" and measured is not None:
         return measured.best, str(measured)
     cores = available_cores()
-    workers = max(1, min(cores // world.local_world_size - 1, _MOST_WORKERS))
+    gpu_decodes = backend == "dali" and _may_decode_on_gpu(data) and torch.cuda.is_available()
+    most = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
+    workers = max(1, min(cores // world.local_world_size - 1, most))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
-    return workers, f"{cores} cores for {processes}, one of each share left to training"
+    limit = f", and no more than {most}, as the GPU does most of the work" if gpu_decodes else ""
+    return workers, f"{cores} cores for {processes}, one of each share left to training{limit}"
 
 
 def open_backend(
@@ -148,6 +168,8 @@ def open_backend(
         )
     if name == "synthetic":
         return SyntheticBackend(source, view)
+    if name == "dali":
+        return _open_dali(source, view, data, threads=workers, device=placement.device)
     return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
 
 
@@ -159,15 +181,36 @@ def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> b
     return shape.bytes <= LARGEST_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory
 
 
+def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, device: torch.device) -> Backend:
+    on_gpu = device.type == "cuda"
+    if data.decode_on == "gpu" and not on_gpu:
+        raise RecipeError(
+            f"data.decode_on=gpu, but the model is on the {device.type}: use data.decode_on=cpu, or "
+            "parallel.device=cuda."
+        )
+    files = encoded_source(source)
+    assert files is not None
+    return DaliBackend(
+        files,
+        view,
+        threads=threads,
+        prefetch=data.prefetch,
+        decode_on=device if on_gpu and _may_decode_on_gpu(data) else "cpu",
+        pin_memory=on_gpu,
+    )
+
+
 def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
     if data.dataset == "synthetic" and data.backend != "synthetic":
         raise RecipeError(
             f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
             "data.backend=synthetic, or another data.dataset."
         )
+    if data.backend == "dali":
+        _refuse_dali(data, dataset)
     if data.backend == "synthetic":
         _refuse_augmentation(data)
-    if data.backend != "pytorch":
+    if data.backend not in ("pytorch", "dali"):
         _refuse_growth(data, data.backend)
         _refuse_shapes(data, data.backend)
     if data.backend != "memory":
@@ -179,6 +222,36 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
         )
     if reason := _too_large(data, dataset, processes):
         raise RecipeError(f"data.backend is memory, but {reason}: use data.backend=pytorch.")
+
+
+def _may_decode_on_gpu(data: Data) -> bool:
+    return data.decode_on != "cpu" and data.augment.crop != "pad"  # a padded crop is made on the CPU
+
+
+def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
+    if names := variations(data.augment):
+        keys = ", ".join(f"data.augment.{name}" for name in names)
+        raise RecipeError(
+            f"data.backend is dali, which varies images by a crop and a flip only, and the recipe asks for {keys}: use "
+            "data.backend=pytorch, or leave that out."
+        )
+    if any(encoded_source(source) is None for source in (dataset.train, dataset.validation)):
+        raise RecipeError(
+            f"data.backend is dali, which decodes image files, and data.dataset={data.dataset} has none: use another "
+            "data.backend; a data set of your own needs a source with a method encoded(sample) that returns the file."
+        )
+    if reason := why_unavailable():
+        raise RecipeError(
+            f"data.backend is dali, but DALI cannot be used here ({reason}): run {how_to_install()}, or "
+            "use data.backend=pytorch."
+        )
+    if data.decode_on == "gpu" and data.augment.crop == "pad":
+        raise RecipeError(
+            "data.decode_on=gpu, but data.augment.crop=pad shifts images on the CPU: use data.decode_on=cpu, or "
+            "data.augment.crop=random_resized."
+        )
+    if data.decode_on == "gpu" and not torch.cuda.is_available():
+        raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")
 
 
 def _refuse_growth(data: Data, backend: str) -> None:

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 # Pillow only warns above this size and refuses above twice as much; 256 MiB as RGB is no training image.
 LARGEST_PIXELS = 89_478_485
 
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -246,7 +246,7 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
         with Image.open(path) as image:
             size = (image.height, image.width)
             # Asked of the base class: the PNG plugin would decode the image first. TIFF's has turned it already.
-            orientation = None if image.format == "TIFF" else Image.Image.getexif(image).get(_ORIENTATION)
+            orientation = None if image.format == "TIFF" else Image.Image.getexif(image).get(ORIENTATION)
     except Exception:  # noqa: BLE001 (Pillow's plugins raise anything; reading the image will say what is wrong)
         return None
     return size[::-1] if orientation in _LYING else size
@@ -265,7 +265,7 @@ def _is_plain_jpeg(image: Image.Image) -> bool:
     if image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return False
     try:
-        return image.getexif().get(_ORIENTATION) in (None, 1)
+        return image.getexif().get(ORIENTATION) in (None, 1)
     except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
         return True
 
@@ -310,7 +310,7 @@ def _upright(image: Image.Image) -> Image.Image:
     """Turn the image the way its EXIF orientation says; unreadable EXIF data say nothing."""
     # Asked after load(): the TIFF plugin turns the image itself and then drops the tag.
     try:
-        orientation = image.getexif().get(_ORIENTATION)
+        orientation = image.getexif().get(ORIENTATION)
     except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
         return image
     method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from paceline.data.backends.dali.backend import DaliBackend
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.mixing import Mixing
@@ -89,7 +90,7 @@ class ImagePipeline:
     def reading(self, *, training: bool) -> str:
         """Which sample is being read, or was read last; empty where nothing is read while training goes on."""
         backend = self._opened.get(training)
-        return backend.reading() if isinstance(backend, PytorchBackend) else ""
+        return backend.reading() if isinstance(backend, PytorchBackend | DaliBackend) else ""
 
     def close(self) -> None:
         """Stop workers."""

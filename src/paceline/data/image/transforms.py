@@ -80,11 +80,26 @@ def evaluation_image(
     height, width = image.shape[:2]
     if (height, width) == shape:
         return _channels_first(np.array(image))
+    scaled, (top, left) = evaluation_geometry((height, width), shape, evaluation_crop)
+    resized = _resize(image, *scaled, interpolation)
+    return resized[:, top : top + shape[0], left : left + shape[1]]
+
+
+def evaluation_geometry(size: Shape, shape: Shape, evaluation_crop: float) -> tuple[Shape, tuple[int, int]]:
+    """To which size an image is resized for evaluation, and where in that its centre crop begins (top, left).
+
+    Args:
+        size: Height and width of the image.
+        shape: Height and width of the result.
+        evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
+    """
+    if size == shape:
+        return size, (0, 0)
+    height, width = size
     covered = (round(shape[0] / evaluation_crop), round(shape[1] / evaluation_crop))
     scaled = (max(covered[0], covered[1] * height // width), max(covered[1], covered[0] * width // height))
-    resized = _resize(image, *scaled, interpolation)
     top, left = (round((have - wanted) / 2) for have, wanted in zip(scaled, shape, strict=True))
-    return resized[:, top : top + shape[0], left : left + shape[1]]
+    return scaled, (top, left)
 
 
 def training_image(image: Image, box: Box, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:

@@ -57,10 +57,11 @@ class Variation:
 
 def asks_for_variation(augment: Augment) -> bool:
     """Whether a recipe asks for any of this."""
-    return bool(_names(augment))
+    return bool(variations(augment))
 
 
-def _names(augment: Augment) -> list[str]:
+def variations(augment: Augment) -> list[str]:
+    """The keys of `data.augment` by which a recipe asks for any of this, in the order in which they are applied."""
     jitter = augment.jitter
     asked = {
         "vertical_flip": augment.vertical_flip > 0,
@@ -74,7 +75,7 @@ def _names(augment: Augment) -> list[str]:
 
 
 def _transforms(augment: Augment, fill: list[int]) -> list[Callable[[Tensor], Tensor]]:
-    names = _names(augment)
+    names = variations(augment)
     if not names:
         return []
     from torchvision.transforms import v2

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image.source import ArraySource, BrokenImageError, FileSource, SubsetSource, as_array
+from paceline.data.image.source import (
+    ArraySource,
+    BrokenImageError,
+    FileSource,
+    SubsetSource,
+    as_array,
+    encoded_source,
+    repeated,
+)
 
 
 def array_source(count: int = 6) -> ArraySource:
@@ -49,9 +57,23 @@ def test_files_with_names_beyond_ascii(tmp_path: Path) -> None:
     assert source.read(1).tolist() == [[[1] * 3] * 2] * 2
     assert as_array(source) is None
     assert as_array(SubsetSource(source, np.array([0]))) is None
+    assert source.encoded(1) == (tmp_path / names[1]).read_bytes()
     (tmp_path / names[0]).unlink()
-    with pytest.raises(BrokenImageError, match="no such file"):
-        source.read(0)
+    for read in (source.read, source.encoded):
+        with pytest.raises(BrokenImageError, match="no such file"):
+            read(0)
+
+
+def test_whoever_passes_samples_on_passes_their_files_on(tmp_path: Path) -> None:
+    names = [f"{number}.png" for number in range(3)]
+    for value, name in enumerate(names):
+        Image.new("L", (2, 2), value).save(tmp_path / name)
+    files = FileSource(tmp_path, [name.encode() for name in names], np.arange(3), 3)
+    source = repeated(SubsetSource(files, np.array([2, 0])), 2)
+    assert encoded_source(source) is source
+    assert [source.encoded(sample) for sample in range(4)] == [files.encoded(sample) for sample in (2, 0, 2, 0)]
+    in_memory = SubsetSource(array_source(), np.array([4, 1]))
+    assert encoded_source(in_memory) is encoded_source(repeated(in_memory, 2)) is None
 
 
 def test_names_must_match_labels(tmp_path: Path) -> None:
