@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "Score the weights of a run, a checkpoint or a file.",
     "predict": "Label images with trained weights.",
     "export": "Write trained weights to one file.",
+    "check-data": "Find what in a set of images would break or spoil a run.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "prove": "Prove that a recipe computes what it says, with your own task, network and data.",
@@ -36,7 +37,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"paceline.cli.{cmd_name}").command
+        command = importlib.import_module(f"paceline.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.image import cifar, digits
-from paceline.data.image.folder import ImageFolder, open_image_folder
+from paceline.data.image.folder import Fault, ImageFolder, open_image_folder, refuse
 from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
 from paceline.data.image.splits import hold_out, split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
@@ -61,22 +61,29 @@ class ImageDataset:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def open_dataset(data: Data) -> ImageDataset:
+def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
     """Open the data set that the recipe's `data` section names.
+
+    Args:
+        data: The section.
+        fault: Told of what is wrong with the layout of an image folder; raises unless the rest is wanted.
 
     Raises:
         DataError: If there is no such data set, or it cannot be read.
         RecipeError: If the section does not fit the data set.
     """
     opener = _OPENERS.get(data.dataset)
-    if opener is not None:
+    if data.dataset in _FOLDER_OPENERS:
+        dataset = _FOLDER_OPENERS[data.dataset](data, fault)
+    elif opener is not None:
         dataset = opener(data)
     elif ":" in data.dataset:
         dataset = _from_factory(data)
     else:
+        known = {**_OPENERS, **_FOLDER_OPENERS}
         raise DataError(
-            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(_OPENERS))} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
+            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(known))} and "
+            f"'package.module:factory'.{did_you_mean(data.dataset, known)}"
         )
     return _normalised(data, _with_holdout(data, dataset))
 
@@ -117,11 +124,11 @@ def _open_digits(data: Data) -> ImageDataset:
     )
 
 
-def _open_cifar10(data: Data) -> ImageDataset:
+def _open_cifar10(data: Data, fault: Fault) -> ImageDataset:
     path = _required_path(data)
     archive = cifar.find_cifar_archive(path)
     if archive is None:
-        dataset = _open_folder(data)
+        dataset = _open_folder(data, fault)
         mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
         return replace(dataset, name="cifar10", mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
     train, validation = cifar.read_cifar10(archive)
@@ -147,10 +154,10 @@ def _open_cifar10(data: Data) -> ImageDataset:
     )
 
 
-def _open_folder(data: Data) -> ImageDataset:
+def _open_folder(data: Data, fault: Fault) -> ImageDataset:
     path = _required_path(data)
     channels = None if data.channels == "auto" else data.channels
-    folder = open_image_folder(path, channels=channels, validation_fraction=data.validation_fraction)
+    folder = open_image_folder(path, channels=channels, validation_fraction=data.validation_fraction, fault=fault)
     image_size, size_reason = _folder_size(data, folder)
     probe = folder.probe
     return ImageDataset(
@@ -278,9 +285,6 @@ def _normalised(data: Data, dataset: ImageDataset) -> ImageDataset:
     return replace(dataset, mean=mean, std=std)
 
 
-_OPENERS = {
-    "digits": _open_digits,
-    "image_folder": _open_folder,
-    "cifar10": _open_cifar10,
-    "synthetic": _open_synthetic,
-}
+_OPENERS = {"digits": _open_digits, "synthetic": _open_synthetic}
+# Of what may lie in folders, and then in folders that are laid out in another way.
+_FOLDER_OPENERS = {"image_folder": _open_folder, "cifar10": _open_cifar10}

@@ -72,6 +72,18 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
         raise BrokenImageError(name, _reason(error)) from error
 
 
+def read_content(path: str | Path) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        BrokenImageError: If it cannot be read.
+    """
+    try:
+        return _read(path)
+    except OSError as error:
+        raise BrokenImageError(str(path), _reason(error)) from error
+
+
 def image_header(path: str | Path) -> tuple[tuple[int, int], bool] | None:
     """Return ((height, width), is greyscale) from the file's head, or None if it cannot be read."""
     _silence_pillow()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_content, upright_size
 
 Image = NDArray[np.uint8]
 Ids = NDArray[np.int64]
@@ -50,6 +50,19 @@ class MeasuredSource(SampleSource, Protocol):
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of the image that :meth:`read` would give; None if there is no telling."""
+        ...
+
+
+@runtime_checkable
+class EncodedSource(SampleSource, Protocol):
+    """A source of image files, which can hand out their content undecoded."""
+
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the content of the image file.
+
+        Raises:
+            BrokenImageError: If the file cannot be read.
+        """
         ...
 
 
@@ -106,6 +119,10 @@ class FileSource:
         """Decode file ``sample``; raises BrokenImageError."""
         return decode(self.path(sample), self.channels)
 
+    def encoded(self, sample: int) -> bytes:
+        """Return the content of file ``sample``; raises BrokenImageError."""
+        return read_content(self.path(sample))
+
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
         return upright_size(self.path(sample))
@@ -132,6 +149,10 @@ class SubsetSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(int(self.ids[sample]))
 
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the content of the base's file, if it has files (:func:`is_encoded`); raises BrokenImageError."""
+        return _encoded(self.base, int(self.ids[sample]))
+
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return the base's (height, width), if it knows it."""
         return self.base.size(int(self.ids[sample])) if isinstance(self.base, MeasuredSource) else None
@@ -155,6 +176,10 @@ class RepeatedSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(sample % len(self.base))
 
+    def encoded(self, sample: int) -> bytes | memoryview:
+        """Return the content of the base's file, if it has files (:func:`is_encoded`); raises BrokenImageError."""
+        return _encoded(self.base, sample % len(self.base))
+
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""
         return self.base.path(sample % len(self.base))
@@ -168,6 +193,19 @@ def repeated(source: SampleSource, repeats: int) -> SampleSource:
 def unrepeated(source: SampleSource) -> SampleSource:
     """The source with each sample once."""
     return source.base if isinstance(source, RepeatedSource) else source
+
+
+def is_encoded(source: SampleSource) -> TypeGuard[EncodedSource]:
+    """Whether a source has image files to hand out, itself or at its base."""
+    if isinstance(source, SubsetSource | RepeatedSource):
+        return is_encoded(source.base)
+    return isinstance(source, EncodedSource)
+
+
+def _encoded(source: SampleSource, sample: int) -> bytes | memoryview:
+    if not isinstance(source, EncodedSource):
+        raise TypeError(f"{type(source).__name__} has no image files to hand out")
+    return source.encoded(sample)
 
 
 def as_array(source: SampleSource) -> Image | None:
