@@ -44,7 +44,7 @@ def test_a_clean_folder_passes(paceline_here: Callable[..., Any], photos: Path) 
 
 def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Callable[..., Any], photos: Path) -> None:
     cut = photos / "dog" / "03.jpg"
-    cut.write_bytes(cut.read_bytes()[:400])
+    cut.write_bytes(cut.read_bytes()[:-400])
     for number in range(7):
         (photos / "cat" / f"empty-[red]{number}\n.jpg").touch()
     done = paceline_here("check-data", "photos")
@@ -161,27 +161,20 @@ def slow(data):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_it_can_be_interrupted(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "slow_images.py").write_text(SLOW)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "paceline",
-            "check-data",
-            "image_folder",
-            "data.path=null",
-            "data.dataset=slow_images:slow",
-        ],
+    command = ("-m", "paceline", "check-data", "image_folder", "data.dataset=slow_images:slow")
+    with subprocess.Popen(
+        [sys.executable, *command],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": f"{SOURCES}:{tmp_path}"},
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline() == "reading\n"  # on standard error: the document has the other to itself
-    os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=20)
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "reading\n"  # on standard error: the document has the other to itself
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=20)
     assert process.returncode == code
     assert "Traceback" not in out + err
     # Nobody of its group is left.

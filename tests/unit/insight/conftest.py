@@ -64,6 +64,7 @@ def _broken_files() -> dict[str, tuple[str, bytes]]:
         "pointer.jpg": ("not_an_image", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         "phone.jpg": ("not_an_image", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)),
         "cut.jpg": ("truncated", jpeg[: len(jpeg) // 2]),
+        "last.jpg": ("truncated", jpeg[:-2]),
         "cut.png": ("truncated", png[:middle]),
         "barely.png": ("truncated", png[:20]),
         "bits.png": ("corrupt", png[:middle] + damaged + png[middle + 40 :]),
@@ -97,7 +98,7 @@ def _odd_files() -> dict[str, tuple[str, bytes]]:
     see_through = picture(1014).convert("RGBA")
     see_through.putalpha(100)
     return {
-        "no-end.jpg": ("unfinished", jpeg[:-2]),
+        "no-end.jpg": ("unfinished", jpeg[: len(jpeg) * 9 // 10] + bytes(20_000)),
         "large.jpg": ("large", encoded(picture(1015, (2200, 1600)))),
         "scans.jpg": ("progressive", encoded(picture(1016), progressive=True)),
         "long.png": ("extreme_ratio", encoded(picture(1017, (600, 60)), "PNG")),
@@ -134,12 +135,13 @@ def bad(clean: Path, plant_broken: Callable[[], dict[str, set[str]]]) -> tuple[P
     found = plant_broken()
     for name, (kind, content) in _odd_files().items():
         found.setdefault(kind, set()).add(put(clean / "train" / "dog" / name, content))
+    found["palette"].add(str(clean / "train" / "dog" / "film.gif"))
+    found["grey_among_colour"].add(str(clean / "train" / "dog" / "deep.png"))
     os.mkfifo(clean / "train" / "cat" / "pipe.jpg")
     original = (clean / "train" / "dog" / "00.jpg").read_bytes()
     small = picture(PER_CLASS + 1).resize((72, 60), Image.Resampling.BICUBIC)  # of train/dog/01.jpg
     train, val = clean / "train", clean / "val"
     found |= {
-        "not_a_file": {str(train / "cat" / "pipe.jpg")},
         "duplicate": {put(train / "dog" / "copy.jpg", original)},
         "contradiction": {put(train / "fox" / "dog.jpg", (train / "dog" / "02.jpg").read_bytes())},
         "leak": {put(val / "cat" / "seen.jpg", (train / "cat" / "03.jpg").read_bytes())},

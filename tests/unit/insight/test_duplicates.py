@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,9 +60,10 @@ def test_first_of_names_the_first_with_the_same_content() -> None:
 
 
 def photo(name: str) -> Image.Image:
-    from sklearn.datasets import load_sample_image
-
-    return Image.fromarray(load_sample_image(name))
+    package = importlib.util.find_spec("sklearn")  # not imported: that takes seconds
+    assert package is not None
+    assert package.origin is not None
+    return Image.open(Path(package.origin).parent / "datasets" / "images" / name)
 
 
 def saved(image: Image.Image, quality: int) -> NDArray[np.uint8]:

@@ -77,14 +77,13 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_the_first(number: signal.Signals) -> None:
-    first = subprocess.Popen(
-        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert first.stdout is not None
-    pids = [int(first.stdout.readline()) for _ in range(2)]
-    first.send_signal(number)
-    first.wait(timeout=10)
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [pid for pid in pids if is_alive(pid)] == []
+    command = [sys.executable, "-c", STUCK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as first:
+        assert first.stdout is not None
+        pids = [int(first.stdout.readline()) for _ in range(2)]
+        first.send_signal(number)
+        first.wait(timeout=10)
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [pid for pid in pids if is_alive(pid)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,19 +264,23 @@ def _list_images(folder: Path, fault: Fault) -> list[tuple[str, int]]:
                 f"{entry.path!r} is not an image by its extension (read are {', '.join(EXTENSIONS)}): "
                 "remove or convert it."
             )
+        elif (size := _size(entry)) is None:
+            fault(f"{entry.path!r} is neither a file nor a link to one, and reading it may wait for ever: remove it.")
         else:
-            files.append((entry.name, _size(entry)))
+            files.append((entry.name, size))
     if not entries:
         fault(f"The class folder {str(folder)!r} is empty: put its images there, or remove the folder.")
     files.sort()
     return files
 
 
-def _size(entry: os.DirEntry[str]) -> int:
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """The size of a file in bytes; None for a named pipe, a socket or a device."""
     try:
-        return entry.stat().st_size
-    except FileNotFoundError:  # a link to nowhere; reported as a broken image when it is read
+        found = entry.stat()
+    except OSError:  # a link to nowhere or to itself; reported as a broken image when it is read
         return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _visible(folder: Path) -> list[os.DirEntry[str]]:

@@ -154,7 +154,7 @@ def cause(content: bytes | memoryview, reason: str) -> tuple[str, str]:
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
         return "not_an_image", _looks_like(head) or reason
-    return ("truncated" if _is_cut_off(content, reason) else "corrupt"), reason
+    return ("truncated" if _is_cut_off(content, reason) else "corrupt"), "" if header is None else reason
 
 
 def _is_cut_off(content: bytes | memoryview, reason: str) -> bool:

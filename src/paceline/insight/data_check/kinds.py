@@ -47,7 +47,6 @@ _AGAIN = "copy or download it again, or remove it"
 OF_SAMPLES = (
     Kind("broken_link", "breaks", "link to a file that is not there", "restore what it points to, or remove the link"),
     Kind("not_permitted", "breaks", "may not be read by this user", "allow it (chmod a+r), or train as their owner"),
-    Kind("not_a_file", "breaks", "are no files, and reading them may wait for ever", "remove them"),
     Kind("empty_file", "breaks", "have no content", _AGAIN),
     Kind("not_an_image", "breaks", "are no image in a format that can be read", "convert or remove them"),
     Kind("truncated", "breaks", "end before their last pixel", _AGAIN),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 import warnings
 from collections import deque
@@ -40,13 +42,11 @@ class Died:
 class _Reader(Generic[T]):
     """A process that does one piece after the other."""
 
-    def __init__(self, work: Work[T], others: list[Connection]) -> None:
+    def __init__(self, work: Work[T]) -> None:
         self.piece = range(0)
         self.connection, theirs = _FORK.Pipe()
         self._at = _FORK.RawValue("q", -1)
-        self._process = _FORK.Process(
-            target=_serve, args=(work, theirs, self._at, [*others, self.connection]), daemon=True
-        )
+        self._process = _FORK.Process(target=_serve, args=(work, theirs, self._at), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -76,27 +76,32 @@ class _Reader(Generic[T]):
         self.connection.close()
 
 
-def _serve(work: Work[Any], connection: Connection, at: Any, inherited: list[Connection]) -> None:
-    """Do pieces until the other end is closed."""
+def _serve(work: Work[Any], connection: Connection, at: Any) -> None:
+    """Do pieces until the process is ended."""
     # A terminal sends its interrupt to all; the first process ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warnings.simplefilter("ignore")
-    # Held open here, they would keep processes alive whose parent was killed.
-    for each in inherited:
-        each.close()
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
 
     def note(item: int) -> None:
         at.value = item
 
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            piece = connection.recv()
-            try:
-                answer = (False, work(piece, note))
-            except Exception:  # noqa: BLE001 (raised again where it can be told)
-                answer = (True, traceback.format_exc())
-            connection.send(answer)
+    while True:
+        piece = connection.recv()
+        try:
+            answer = (False, work(piece, note))
+        except Exception:  # noqa: BLE001 (raised again where it can be told)
+            answer = (True, traceback.format_exc())
+        connection.send(answer)
+
+
+def _end_with_the_first() -> None:
+    """Leave when the first process is gone, also if it was killed, and in the middle of a read that never returns."""
+    first = multiprocessing.parent_process()
+    assert first is not None
+    wait([first.sentinel])
+    os._exit(1)
 
 
 def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] | Died]:
@@ -124,7 +129,7 @@ def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] 
 
 
 def _begin(work: Work[T], readers: dict[Connection, _Reader[T]], piece: range) -> None:
-    reader = _Reader(work, list(readers))
+    reader = _Reader(work)
     reader.give(piece)
     readers[reader.connection] = reader
 
