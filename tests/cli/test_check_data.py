@@ -171,10 +171,13 @@ def test_it_can_be_interrupted(tmp_path: Path, number: signal.Signals, code: int
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": f"{SOURCES}:{tmp_path}"},
     ) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "reading\n"  # on standard error: the document has the other to itself
-        os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=20)
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "reading\n"  # on standard error: the document has the other to itself
+            os.killpg(process.pid, number)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert process.returncode == code
     assert "Traceback" not in out + err
     # Nobody of its group is left.

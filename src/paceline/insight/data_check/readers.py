@@ -20,6 +20,7 @@ Note = Callable[[int], None]
 Work = Callable[[range, Note], T]
 
 _ITEMS = 32  # per piece: fetched often enough for progress to be seen, seldom enough to cost nothing
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORK = multiprocessing.get_context("fork")  # what is shared need not be picklable, and is not copied
 
 
@@ -81,6 +82,8 @@ def _serve(work: Work[Any], connection: Connection, at: Any) -> None:
     # A terminal sends its interrupt to all; the first process ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     warnings.simplefilter("ignore")
     threading.Thread(target=_end_with_the_first, daemon=True).start()
 
@@ -129,9 +132,14 @@ def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] 
 
 
 def _begin(work: Work[T], readers: dict[Connection, _Reader[T]], piece: range) -> None:
-    reader = _Reader(work)
+    # Held back, or an interrupt could be lost: what is raised in Python's own code around a fork is not passed on.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        reader = _Reader(work)
+        readers[reader.connection] = reader
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
     reader.give(piece)
-    readers[reader.connection] = reader
 
 
 def _collect(
