@@ -49,10 +49,10 @@ def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Callable[...,
         (photos / "cat" / f"empty-[red]{number}\n.jpg").touch()
     done = paceline_here("check-data", "photos")
     assert done.code == 1
-    assert "breaks  1 end before their last pixel: copy or download it again, or remove it" in done.out
-    assert "    dog/03.jpg (image file is truncated" in done.out
-    assert "breaks  7 have no content" in done.out
-    assert "    cat/empty-[red]0\N{REPLACEMENT CHARACTER}.jpg" in done.out
+    assert "breaks  1 truncated: it ends before its last pixel; copy or download it again, or remove it" in done.out
+    assert "        dog/03.jpg (image file is truncated" in done.out
+    assert "breaks  7 empty file: it has no content" in done.out
+    assert "        cat/empty-[red]0\N{REPLACEMENT CHARACTER}.jpg" in done.out
     assert "… and 2 more (--json names them)" in done.out
     assert "failed: 8 breaks; " in done.out
 
@@ -63,7 +63,7 @@ def test_what_only_costs_or_is_odd_passes(paceline_here: Callable[..., Any], pho
         image.save(photos / "cat" / "scans.jpg", progressive=True, quality=91)
     done = paceline_here("check-data", "photos", "data.validation_fraction=0")
     assert done.code == 0
-    assert "costs  1 are progressive JPEGs" in done.out
+    assert "costs   1 progressive: " in done.out
 
 
 def test_a_copy_in_the_other_split_fails(paceline_here: Callable[..., Any], photos: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_copy_in_the_other_split_fails(paceline_here: Callable[..., Any], phot
             (photos.parent / "both" / split / label).symlink_to(photos / label)
     done = paceline_here("check-data", "both")
     assert done.code == 1
-    assert "spoils  28 are also in another split" in done.out
-    assert "    val/cat/00.jpg = train/cat/00.jpg" in done.out
+    assert "spoils  28 leak: it is in another split too" in done.out
+    assert "        val/cat/00.jpg = train/cat/00.jpg" in done.out
 
 
 KEYS = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.insight.data_check.check import DataReport
-    from paceline.insight.data_check.findings import Entry
+    from paceline.insight.data_check.findings import Entry, Finding
     from paceline.insight.data_check.gather import Progress
 
 _NAMED = 5
@@ -97,17 +97,20 @@ def _show(report: DataReport) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     _show_subject(console, report)
-    for severity, colour in _COLOURS.items():
-        for finding in report.findings:
-            if finding.kind.severity == severity:
-                kind = finding.kind
-                console.print(f"[{colour}]{severity}[/]  {finding.count:,} {kind.means}: {kind.advice}")
-                for entry in finding.entries[:_NAMED]:
-                    console.print(f"    {_line(entry, report.root)}", markup=False)
-                if finding.count > _NAMED:
-                    console.print(f"    … and {finding.count - _NAMED:,} more (--json names them)")
+    for finding in report.findings:
+        _show_finding(console, finding, report.root)
     _show_figures(console, report)
     _show_verdict(console, report)
+
+
+def _show_finding(console: Console, finding: Finding, root: str | None) -> None:
+    kind = finding.kind
+    name = f"{finding.count:,} {kind.name.replace('_', ' ')}"
+    console.print(f"[{_COLOURS[kind.severity]}]{kind.severity:<6}[/]  [bold]{name}[/]: {kind.means}; {kind.advice}")
+    for entry in finding.entries[:_NAMED]:
+        console.print(f"        {_line(entry, root)}", markup=False)
+    if finding.count > _NAMED:
+        console.print(f"        … and {finding.count - _NAMED:,} more (--json names them)")
 
 
 def _show_subject(console: Console, report: DataReport) -> None:
@@ -163,10 +166,11 @@ def _numbers(values: list[float]) -> str:
 
 def _show_cost(console: Console, report: DataReport) -> None:
     cost = report.cost
+    speed = f"{cost['images_per_second_per_core']:,.0f}"
     console.print(
-        f"decoding  {cost['cpu_ms_per_image']['mean']:.2f} ms of processor time per image: one core decodes "
-        f"{cost['images_per_second_per_core']:,.0f} images/s. A network that takes M images/s needs "
-        f"M / {cost['images_per_second_per_core']:,.0f} workers, and more for resizing and augmentation."
+        f"decoding  {cost['cpu_ms_per_image']['mean']:.2f} ms of processor time per image: one core decodes {speed} "
+        f"images/s\n          a network that takes M images/s needs M / {speed} workers, and more for resizing and "
+        "augmentation"
     )
     most = max(bar["images"] for bar in cost["histogram"])
     shown = [bar for bar in cost["histogram"] if bar["images"]]
@@ -174,10 +178,10 @@ def _show_cost(console: Console, report: DataReport) -> None:
         end = f"{bar['to_ms']:g}" if bar["to_ms"] is not None else "…"
         drawn = "█" * max(1, round(_BAR * bar["images"] / most))
         between = f"{bar['from_ms']:g}–{end} ms"
-        console.print(f"    {between:>12}  {drawn} {bar['images']:,}")
+        console.print(f"        {between:>10}  {drawn} {bar['images']:,}")
     for slow in cost["slowest"][:1]:
         console.print(
-            f"    slowest: {_relative(slow['path'], report.root)}, {slow['cpu_ms']:.1f} ms, "
+            f"        slowest: {_relative(slow['path'], report.root)}, {slow['cpu_ms']:.1f} ms, "
             f"{slow['width']}x{slow['height']}",
             markup=False,
         )

@@ -70,7 +70,7 @@ def _of_folder(subject: Subject) -> Iterator[Finding]:
 
 
 def _told(name: str, told: Sentences) -> Finding:
-    return Finding(KINDS[name], told.count, tuple(map(Entry, told.first)))
+    return Finding(KINDS[name], told.count, tuple(map(Entry, sorted(told.first))))
 
 
 def _of_samples(gathered: Gathered) -> Iterator[Finding]:

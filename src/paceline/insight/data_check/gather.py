@@ -61,12 +61,17 @@ def gather(samples: Samples, viewer: Viewer, *, limit: int | None, workers: int,
     numbers = spread(len(samples), limit)
     found = Gathered(samples, numbers, np.zeros(len(numbers), dtype=ROW))
 
+    warm: list[int] = []
+
     def work(piece: range, note: Note) -> tuple[Rows, list[tuple[int, list[Defect]]]]:
         rows = np.zeros(len(piece), dtype=ROW)
         defects = []
         for place, position in enumerate(piece):
             note(position)
             source, sample = samples.find(int(numbers[position]))
+            if not warm:  # a process's first image pays for loading the decoder, too
+                warm.append(position)
+                look(source, sample, viewer, rows[place].copy())
             if said := look(source, sample, viewer, rows[place]):
                 defects.append((position, said))
         return rows, defects

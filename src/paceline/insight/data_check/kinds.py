@@ -31,7 +31,7 @@ class Kind:
     Attributes:
         name: What it is called in JSON.
         severity: How bad it is.
-        means: What it is, as the end of "so many files …".
+        means: What it is.
         advice: What to do.
     """
 
@@ -45,120 +45,77 @@ _AGAIN = "copy or download it again, or remove it"
 
 # What one sample can be; the order is that of the bits in a row's traits, and of the report.
 OF_SAMPLES = (
-    Kind("broken_link", "breaks", "link to a file that is not there", "restore what it points to, or remove the link"),
-    Kind("not_permitted", "breaks", "may not be read by this user", "allow it (chmod a+r), or train as their owner"),
-    Kind("empty_file", "breaks", "have no content", _AGAIN),
-    Kind("not_an_image", "breaks", "are no image in a format that can be read", "convert or remove them"),
-    Kind("truncated", "breaks", "end before their last pixel", _AGAIN),
-    Kind("corrupt", "breaks", "are damaged inside", _AGAIN),
-    Kind("too_large", "breaks", f"have more than {LARGEST_PIXELS:,} pixels", "shrink them"),
-    Kind("no_fixed_range", "breaks", "store 32 bits per pixel, whose range nobody knows", "store 8 or 16 bits"),
-    Kind("unreadable", "breaks", "cannot be read", "read the reason; repair or remove them"),
-    Kind("reader_died", "breaks", "ended the process that read them", "remove them, and report it: a decoder crashed"),
-    Kind("unfinished", "spoils", "are JPEGs whose end is missing: part of the picture is made up", _AGAIN),
+    Kind("broken_link", "breaks", "it leads to a file that is not there", "restore what it points to, or remove it"),
+    Kind("not_permitted", "breaks", "this user may not read it", "allow it (chmod a+r), or train as its owner"),
+    Kind("empty_file", "breaks", "it has no content", _AGAIN),
+    Kind("not_an_image", "breaks", "no image in a format that can be read", "convert or remove it"),
+    Kind("truncated", "breaks", "it ends before its last pixel", _AGAIN),
+    Kind("corrupt", "breaks", "it is damaged inside", _AGAIN),
+    Kind("too_large", "breaks", f"it has more than {LARGEST_PIXELS:,} pixels", "shrink it"),
+    Kind("no_fixed_range", "breaks", "32 bits per pixel, whose range nobody knows", "store 8 or 16 bits"),
+    Kind("unreadable", "breaks", "it cannot be read for another reason", "repair or remove it"),
+    Kind("reader_died", "breaks", "the process that read it ended", "remove it, and tell us: a decoder crashed"),
+    Kind("unfinished", "spoils", "a JPEG without an end, whose last part is made up", _AGAIN),
     Kind(
         "large",
         "costs",
-        f"have over {LARGE} times the pixels that the model sees",
-        "shrink them once (paceline pack --max-side): most of the decoding is for pixels that nobody sees",
+        f"over {LARGE} times the pixels that the model sees",
+        "shrink it once: most of the decoding is for pixels that nobody sees",
     ),
-    Kind("progressive", "costs", "are progressive JPEGs, which decode slowly", "encode them as baseline JPEGs once"),
+    Kind("progressive", "costs", "a JPEG in several scans, which decodes slowly", "encode it as a baseline JPEG once"),
     Kind(
         "extreme_ratio",
         "costs",
-        f"are over {LONG} times as long as wide, or the reverse",
-        "crop them: a square shows little of them, and resizing them takes much memory",
+        f"one side is over {LONG} times the other",
+        "crop it: a square shows little of it, and resizing it takes much memory",
     ),
     Kind(
         "tiny",
         "notice",
-        f"have a side under 1/{SMALL} of what the model sees",
-        "see whether they are thumbnails or icons; a smaller data.image_size costs less",
+        f"a side is under 1/{SMALL} of what the model sees",
+        "see whether it is a thumbnail or an icon; a smaller data.image_size costs less",
+    ),
+    Kind("wrong_extension", "notice", "its name says another format; it is read all the same", "rename it"),
+    Kind("cmyk", "notice", "stored for print; converted without a colour profile", "convert it, if colours matter"),
+    Kind(
+        "sixteen_bit", "notice", "16 bits per channel; the upper 8 are used", "scale it, if it uses the lower ones only"
     ),
     Kind(
-        "wrong_extension",
-        "notice",
-        "hold another format than their name says",
-        "rename them; they are read all the same",
+        "transparent", "notice", "partly transparent; laid over white", "lay it over another colour, if that is better"
     ),
-    Kind(
-        "cmyk",
-        "notice",
-        "are stored for print (CMYK)",
-        "convert them to RGB with their colour profile, if colours matter",
-    ),
-    Kind(
-        "sixteen_bit",
-        "notice",
-        "store 16 bits per channel, of which the upper 8 are used",
-        "nothing, if 8 bits are enough",
-    ),
-    Kind(
-        "transparent",
-        "notice",
-        "are partly transparent, and are laid over white",
-        "lay them over what you want, if not white",
-    ),
-    Kind("palette", "notice", "have a palette of at most 256 colours", "nothing, unless better originals exist"),
-    Kind(
-        "several_frames",
-        "notice",
-        "hold several frames, of which the first is used",
-        "extract the frames, if others matter",
-    ),
-    Kind(
-        "turned",
-        "notice",
-        "are turned or mirrored by their EXIF data, as a run does too",
-        "nothing; other programs may show them lying",
-    ),
-    Kind("grey_among_colour", "notice", "are grey, and most others are not", "see whether grey tells the class"),
-    Kind(
-        "colour_among_grey",
-        "notice",
-        "are in colour, and will be seen in grey",
-        "set data.channels=3, if colour matters",
-    ),
+    Kind("palette", "notice", "at most 256 colours", "take a better original, if there is one"),
+    Kind("several_frames", "notice", "the first frame is used", "extract the frames, if others matter"),
+    Kind("turned", "notice", "turned or mirrored as its EXIF data say", "see whether all programs that wrote it agree"),
+    Kind("grey_among_colour", "notice", "without colour, and others are not", "see whether grey tells the class"),
+    Kind("colour_among_grey", "notice", "in colour, and seen in grey", "set data.channels=3, if colour matters"),
 )
 
 OF_SETS = (
-    Kind("layout", "breaks", "things about the folder that a run refuses", "do what each sentence says"),
-    Kind(
-        "leak",
-        "spoils",
-        "are also in another split: a score on them is no score",
-        "remove them from one of the splits",
-    ),
+    Kind("layout", "breaks", "a run refuses the folder", "do what each sentence says"),
+    Kind("leak", "spoils", "it is in another split too: a score on it says nothing", "remove it from one of them"),
     Kind(
         "near_leak",
         "spoils",
-        "look the same as one in another split",
-        "look at each pair; remove those that are one picture from one of the splits",
+        "it looks the same as one in another split",
+        "look at both; if they are one picture, remove it from one of the splits",
     ),
-    Kind("contradiction", "spoils", "are in several classes at once", "keep each in the class it belongs to"),
-    Kind("duplicate", "costs", "are copies of another in the same split and class", "keep one of each"),
+    Kind("contradiction", "spoils", "it is in two classes", "keep it in the class it belongs to"),
+    Kind("duplicate", "costs", "a copy of another in its split and class", "keep one"),
     Kind(
         "imbalance",
         "notice",
-        f"classes of which the largest is over {IMBALANCED} times the smallest",
-        "look at the score of each class, not of all",
+        f"the largest class has over {IMBALANCED} times the images of the smallest",
+        "look at the score of each class, not of all together",
     ),
-    Kind(
-        "small_class",
-        "notice",
-        f"classes with fewer than {FEW} training images",
-        "collect more, or merge classes",
-    ),
+    Kind("small_class", "notice", f"fewer than {FEW} training images", "collect more, or merge classes"),
     Kind(
         "no_held_out",
         "notice",
-        "classes without a held-out image: no score says anything about them",
+        "no held-out image of the class: no score says anything about it",
         "add held-out images, or training images to hold some out of",
     ),
-    Kind("alike_names", "notice", "class names that differ by case or space only", "merge them, if they are one class"),
-    Kind(
-        "unread", "notice", "entries in the folder that a run does not read", "move them, if they were meant to be read"
-    ),
+    Kind("alike_names", "notice", "classes whose names differ by case or space only", "merge them, if they are one"),
+    Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it was meant to be read"),
 )
 
 KINDS = {kind.name: kind for kind in (*OF_SAMPLES, *OF_SETS)}
