@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -183,3 +184,18 @@ def test_it_can_be_interrupted(tmp_path: Path, number: signal.Signals, code: int
     # Nobody of its group is left.
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_progress_is_shown_on_a_terminal_and_the_document_stays_whole(photos: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "paceline", "check-data", "photos", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(SOURCES), "TERM": "xterm"}
+    done = subprocess.run(
+        command, cwd=photos.parent, stdout=subprocess.PIPE, stderr=theirs, env=environment, check=False, timeout=60
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "looking at images" in shown
+    assert "28/28" in shown
+    assert json.loads(done.stdout)["passed"] is True

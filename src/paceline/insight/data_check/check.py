@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.image.source import is_encoded
 from paceline.insight.data_check.figures import class_figures, cost_figures, pixel_figures, size_figures
 from paceline.insight.data_check.findings import Entry, Finding, find_all, whole
 from paceline.insight.data_check.gather import Gathered, Progress, gather
@@ -110,8 +111,9 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
     subject = open_subject(asked.source, asked.overrides)
     samples = Samples(subject.splits)
     workers = asked.workers or available_cores()
-    viewer = Viewer(subject.dataset.image_size, subject.dataset.channels)
-    gathered = gather(samples, viewer, limit=asked.limit, workers=workers, progress=progress)
+    dataset = subject.dataset
+    viewers = [Viewer(dataset.image_size, dataset.channels, is_encoded(source)) for source in subject.splits.values()]
+    gathered = gather(samples, viewers, limit=asked.limit, workers=workers, progress=progress)
     findings = find_all(subject, gathered, workers=workers, progress=progress)
     read = whole(gathered)
     return DataReport(

@@ -56,8 +56,10 @@ def spread(count: int, limit: int | None) -> Ids:
     return (np.arange(limit, dtype=np.int64) * count + count // 2) // limit
 
 
-def gather(samples: Samples, viewer: Viewer, *, limit: int | None, workers: int, progress: Progress) -> Gathered:
-    """Look at every sample, or at ``limit`` of them."""
+def gather(
+    samples: Samples, viewers: Sequence[Viewer], *, limit: int | None, workers: int, progress: Progress
+) -> Gathered:
+    """Look at every sample, or at ``limit`` of them, with each split's viewer."""
     numbers = spread(len(samples), limit)
     found = Gathered(samples, numbers, np.zeros(len(numbers), dtype=ROW))
 
@@ -69,6 +71,7 @@ def gather(samples: Samples, viewer: Viewer, *, limit: int | None, workers: int,
         for place, position in enumerate(piece):
             note(position)
             source, sample = samples.find(int(numbers[position]))
+            viewer = viewers[samples.split_of[numbers[position]]]
             if not warm:  # a process's first image pays for loading the decoder, too
                 warm.append(position)
                 look(source, sample, viewer, rows[place].copy())
