@@ -150,9 +150,8 @@ def _collect(
     result = reader.take()
     if isinstance(result, Died):
         piece = reader.piece
-        waiting.extendleft(
-            part for part in (piece[piece.index(result.item) + 1 :], piece[: piece.index(result.item)]) if part
-        )
+        before, after = range(piece.start, result.item), range(result.item + 1, piece.stop)
+        waiting.extendleft(part for part in (after, before) if part)
     if waiting and isinstance(result, Done):
         reader.give(waiting.popleft())
     else:
