@@ -17,9 +17,9 @@ from paceline.cli.output import print_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.insight.data_check.check import DataReport
-    from paceline.insight.data_check.findings import Entry, Finding
-    from paceline.insight.data_check.gather import Progress
+    from paceline.studies.data_check.check import DataReport
+    from paceline.studies.data_check.findings import Entry, Finding
+    from paceline.studies.data_check.gather import Progress
 
 _NAMED = 5
 _BAR = 30
@@ -50,7 +50,7 @@ def command(source: str, overrides: tuple[str, ...], workers: int | None, limit:
       paceline check-data photos --limit 2000
       paceline check-data resnet50 data.path=imagenet --json
     """
-    from paceline.insight.data_check.check import Asked, check_data
+    from paceline.studies.data_check.check import Asked, check_data
 
     asked = Asked(source=source, overrides=overrides, workers=workers, limit=limit)
     # A recipe may name code of the user's, which may print.

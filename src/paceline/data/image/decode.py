@@ -72,12 +72,8 @@ def decode(source: bytes | str | Path, channels: int) -> NDArray[np.uint8]:
         raise BrokenImageError(name, _reason(error)) from error
 
 
-def read_content(path: str | Path) -> bytes:
-    """Return a file's content.
-
-    Raises:
-        BrokenImageError: If it cannot be read.
-    """
+def read_file(path: str | Path) -> bytes:
+    """Return what a file holds; raises BrokenImageError."""
     try:
         return _read(path)
     except OSError as error:

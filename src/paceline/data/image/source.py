@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, read_content, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
 
 Image = NDArray[np.uint8]
+Content = bytes | bytearray | memoryview
 Ids = NDArray[np.int64]
 
 
@@ -55,10 +56,10 @@ class MeasuredSource(SampleSource, Protocol):
 
 @runtime_checkable
 class EncodedSource(SampleSource, Protocol):
-    """A source of image files, which can hand out their content undecoded."""
+    """A source of image files, which hands them over undecoded, so that only what is needed of them is decoded."""
 
-    def encoded(self, sample: int) -> bytes | memoryview:
-        """Return the content of the image file.
+    def encoded(self, sample: int) -> Content:
+        """Return the content of the file that :meth:`read` decodes.
 
         Raises:
             BrokenImageError: If the file cannot be read.
@@ -120,8 +121,8 @@ class FileSource:
         return decode(self.path(sample), self.channels)
 
     def encoded(self, sample: int) -> bytes:
-        """Return the content of file ``sample``; raises BrokenImageError."""
-        return read_content(self.path(sample))
+        """Return what file ``sample`` holds; raises BrokenImageError."""
+        return read_file(self.path(sample))
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
@@ -141,6 +142,7 @@ class SubsetSource:
         self.base = base
         self.ids = ids
         self.labels: Ids = base.labels[ids]
+        self._files = encoded_source(base)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -149,9 +151,9 @@ class SubsetSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(int(self.ids[sample]))
 
-    def encoded(self, sample: int) -> bytes | memoryview:
-        """Return the content of the base's file, if it has files (:func:`is_encoded`); raises BrokenImageError."""
-        return _encoded(self.base, int(self.ids[sample]))
+    def encoded(self, sample: int) -> Content:
+        """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        return _required(self._files).encoded(int(self.ids[sample]))
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return the base's (height, width), if it knows it."""
@@ -168,6 +170,7 @@ class RepeatedSource:
     def __init__(self, base: SampleSource, repeats: int) -> None:
         self.base = base
         self.labels: Ids = np.tile(base.labels, repeats)
+        self._files = encoded_source(base)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -176,9 +179,9 @@ class RepeatedSource:
         """Read the base's sample; raises BrokenImageError."""
         return self.base.read(sample % len(self.base))
 
-    def encoded(self, sample: int) -> bytes | memoryview:
-        """Return the content of the base's file, if it has files (:func:`is_encoded`); raises BrokenImageError."""
-        return _encoded(self.base, sample % len(self.base))
+    def encoded(self, sample: int) -> Content:
+        """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        return _required(self._files).encoded(sample % len(self.base))
 
     def path(self, sample: int) -> str:
         """Return the base's name of the sample."""
@@ -195,17 +198,17 @@ def unrepeated(source: SampleSource) -> SampleSource:
     return source.base if isinstance(source, RepeatedSource) else source
 
 
-def is_encoded(source: SampleSource) -> TypeGuard[EncodedSource]:
-    """Whether a source has image files to hand out, itself or at its base."""
+def encoded_source(source: SampleSource) -> EncodedSource | None:
+    """The source as one that hands files over undecoded, or None where it, or what lies under it, has no files."""
     if isinstance(source, SubsetSource | RepeatedSource):
-        return is_encoded(source.base)
-    return isinstance(source, EncodedSource)
+        return None if encoded_source(source.base) is None else source
+    return source if isinstance(source, EncodedSource) else None
 
 
-def _encoded(source: SampleSource, sample: int) -> bytes | memoryview:
-    if not isinstance(source, EncodedSource):
-        raise TypeError(f"{type(source).__name__} has no image files to hand out")
-    return source.encoded(sample)
+def _required(files: EncodedSource | None) -> EncodedSource:
+    if files is None:
+        raise TypeError("this source has no files")
+    return files
 
 
 def as_array(source: SampleSource) -> Image | None:

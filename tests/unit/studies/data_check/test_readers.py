@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.insight.data_check.readers import Died, in_parallel
+from paceline.studies.data_check.readers import Died, in_parallel
 
 STUCK = """
 import sys, time
-from paceline.insight.data_check.readers import in_parallel
+from paceline.studies.data_check.readers import in_parallel
 
 def work(piece, note):
     print(__import__("os").getpid(), flush=True)

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.insight.data_check.duplicates import MOST_BITS, first_of, look_alikes
-from paceline.insight.data_check.look import look_hash
+from paceline.studies.data_check.duplicates import MOST_BITS, first_of, look_alikes
+from paceline.studies.data_check.look import look_hash
 
 
 def distance(one: int, other: int) -> int:

@@ -11,6 +11,7 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image.decode import LARGEST_PIXELS
+from paceline.data.image.source import Content
 
 _ORIENTATION = 0x0112
 _BITS_PER_SAMPLE = 258
@@ -67,7 +68,7 @@ class Header:
         return self.mode in ("1", "L", "LA", "La", "I") or self.mode.startswith("I;16")
 
 
-def read_header(content: bytes | memoryview) -> Header | None:
+def read_header(content: Content) -> Header | None:
     """Read the head of an image file; None if there is none that can be read."""
     try:
         with warnings.catch_warnings():
@@ -80,7 +81,7 @@ def read_header(content: bytes | memoryview) -> Header | None:
         return None
 
 
-def _header(image: Image.Image, content: bytes | memoryview) -> Header:
+def _header(image: Image.Image, content: Content) -> Header:
     file_format = image.format or ""
     return Header(
         file_format=file_format,
@@ -104,7 +105,7 @@ def _orientation(image: Image.Image) -> object:
         return None
 
 
-def _is_sixteen_bit(image: Image.Image, content: bytes | memoryview) -> bool:
+def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
     if image.format == "PNG":
         return content[24] == 16  # the bit depth in IHDR; Pillow has made 8 bits of coloured ones
     if isinstance(image, TiffImageFile):
@@ -122,7 +123,7 @@ def mismatch(name: str, header: Header) -> str | None:
     return f"{header.file_format} content"
 
 
-def lacks_its_end(content: bytes | memoryview) -> bool:
+def lacks_its_end(content: Content) -> bool:
     """Whether a JPEG has no end-of-image marker behind its pixels."""
     whole = bytes(content)
     if whole.endswith(_JPEG_END):
@@ -137,7 +138,7 @@ def lacks_its_end(content: bytes | memoryview) -> bool:
     return True
 
 
-def cause(content: bytes | memoryview, reason: str) -> tuple[str, str]:
+def cause(content: Content, reason: str) -> tuple[str, str]:
     """Why a file cannot be decoded: the kind of finding, and what to say of it.
 
     Args:
@@ -157,7 +158,7 @@ def cause(content: bytes | memoryview, reason: str) -> tuple[str, str]:
     return ("truncated" if _is_cut_off(content, reason) else "corrupt"), "" if header is None else reason
 
 
-def _is_cut_off(content: bytes | memoryview, reason: str) -> bool:
+def _is_cut_off(content: Content, reason: str) -> bool:
     head, tail = bytes(content[:12]), bytes(content[-64:])
     if head.startswith(b"\x89PNG"):
         return b"IEND" not in tail

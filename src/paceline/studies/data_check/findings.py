@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.data.image.source import Ids
-from paceline.insight.data_check.duplicates import first_of, look_alikes
-from paceline.insight.data_check.figures import class_counts
-from paceline.insight.data_check.gather import MOST_NAMED, Gathered, Progress, similar
-from paceline.insight.data_check.kinds import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
-from paceline.insight.data_check.subject import Sentences, Subject
+from paceline.studies.data_check.duplicates import first_of, look_alikes
+from paceline.studies.data_check.figures import class_counts
+from paceline.studies.data_check.gather import MOST_NAMED, Gathered, Progress, similar
+from paceline.studies.data_check.kinds import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
+from paceline.studies.data_check.subject import Sentences, Subject
 
 _LOOKS_THE_SAME = 0.95
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import pytest
 from PIL import Image
 
 from paceline.errors import DataError, RecipeError
-from paceline.insight.data_check.check import Asked, DataReport, check_data
-from paceline.insight.data_check.kinds import KINDS, OF_SETS
+from paceline.studies.data_check.check import Asked, DataReport, check_data
+from paceline.studies.data_check.header import lacks_its_end
+from paceline.studies.data_check.kinds import KINDS, OF_SETS
 
 
 def check(source: Path | str, *overrides: str, workers: int = 2, limit: int | None = None) -> DataReport:
@@ -275,12 +274,18 @@ def test_a_file_that_may_not_be_read(clean: Path) -> None:
 
 
 def test_a_million_samples_take_little_memory() -> None:
-    from paceline.insight.data_check.look import ROW
+    from paceline.studies.data_check.look import ROW
 
     assert ROW.itemsize <= 80
 
 
-def test_no_torch_is_loaded() -> None:
-    """Every process that reads would have it, and starting would take seconds."""
-    program = "import sys; import paceline.insight.data_check.check; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+def test_what_lies_behind_the_end_of_a_jpeg_is_no_defect(clean: Path) -> None:
+    """Phones put films and depth maps there; and EXIF data may hold a small JPEG with an end of its own."""
+    for number in range(3):
+        path = clean / "train" / "cat" / f"{number:02}.jpg"
+        path.write_bytes(path.read_bytes() + b"a film \xff\xda of \xff\xd8 bytes")
+    assert check(clean).findings == ()
+    whole = (clean / "train" / "cat" / "05.jpg").read_bytes()
+    with_thumbnail = b"\xff\xd8\xff\xe1\x00\x0aExif\xff\xd9\x00\x00" + whole[2:]
+    assert not lacks_its_end(with_thumbnail)
+    assert lacks_its_end(with_thumbnail[:-2] + bytes(100))

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
-from paceline.insight.data_check.gather import Gathered
-from paceline.insight.data_check.subject import Subject
+from paceline.studies.data_check.gather import Gathered
+from paceline.studies.data_check.subject import Subject
 
 # Processor time to decode an image, in milliseconds: where one bar of the histogram ends and the next begins.
 EDGES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.source import is_encoded
-from paceline.insight.data_check.figures import class_figures, cost_figures, pixel_figures, size_figures
-from paceline.insight.data_check.findings import Entry, Finding, find_all, whole
-from paceline.insight.data_check.gather import Gathered, Progress, gather
-from paceline.insight.data_check.kinds import SEVERITIES
-from paceline.insight.data_check.look import Viewer
-from paceline.insight.data_check.subject import Samples, Subject, open_subject
+from paceline.data.image.source import encoded_source
 from paceline.machine import available_cores
+from paceline.studies.data_check.figures import class_figures, cost_figures, pixel_figures, size_figures
+from paceline.studies.data_check.findings import Entry, Finding, find_all, whole
+from paceline.studies.data_check.gather import Gathered, Progress, gather
+from paceline.studies.data_check.kinds import SEVERITIES
+from paceline.studies.data_check.look import Viewer
+from paceline.studies.data_check.subject import Samples, Subject, open_subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,10 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
     samples = Samples(subject.splits)
     workers = asked.workers or available_cores()
     dataset = subject.dataset
-    viewers = [Viewer(dataset.image_size, dataset.channels, is_encoded(source)) for source in subject.splits.values()]
+    viewers = [
+        Viewer(dataset.image_size, dataset.channels, encoded_source(source) is not None)
+        for source in subject.splits.values()
+    ]
     gathered = gather(samples, viewers, limit=asked.limit, workers=workers, progress=progress)
     findings = find_all(subject, gathered, workers=workers, progress=progress)
     read = whole(gathered)

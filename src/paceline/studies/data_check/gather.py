@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data.image.source import BrokenImageError, Ids, Image
-from paceline.insight.data_check.kinds import BIT
-from paceline.insight.data_check.look import ROW, Defect, Rows, Viewer, grey_parts, look
-from paceline.insight.data_check.readers import Died, Note, in_parallel
-from paceline.insight.data_check.subject import Samples
+from paceline.studies.data_check.kinds import BIT
+from paceline.studies.data_check.look import ROW, Defect, Rows, Viewer, grey_parts, look
+from paceline.studies.data_check.readers import Died, Note, in_parallel
+from paceline.studies.data_check.subject import Samples
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.data.image.source import BrokenImageError, EncodedSource, SampleSource, is_encoded
-from paceline.insight.data_check.header import Header, cause, lacks_its_end, mismatch, read_header
-from paceline.insight.data_check.kinds import LARGE, LONG, SMALL
+from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
+from paceline.studies.data_check.header import Header, cause, lacks_its_end, mismatch, read_header
+from paceline.studies.data_check.kinds import LARGE, LONG, SMALL
 
 Pixels = NDArray[np.uint8]
 
@@ -49,7 +49,7 @@ class Viewer:
     Attributes:
         image_size: Height and width that the model sees.
         channels: What images are decoded to.
-        has_files: Whether the source is one of image files (:func:`is_encoded`).
+        has_files: Whether the source is one of image files (:func:`encoded_source`).
     """
 
     image_size: int
@@ -88,15 +88,16 @@ def _broken_link(where: str) -> Defect | None:
 def _broken(source: SampleSource, sample: int, error: BrokenImageError) -> Defect:
     if isinstance(error.__cause__, PermissionError):
         return "not_permitted", error.reason
-    if not is_encoded(source):
+    files = encoded_source(source)
+    if files is None:
         return "unreadable", error.reason
     try:
-        return cause(source.encoded(sample), error.reason)
+        return cause(files.encoded(sample), error.reason)
     except BrokenImageError as unreadable:
         return "unreadable", unreadable.reason
 
 
-def _measure(image: Pixels, content: bytes | memoryview | None, row: np.void) -> None:
+def _measure(image: Pixels, content: Content | None, row: np.void) -> None:
     height, width, channels = image.shape
     row["height"], row["width"] = height, width
     row["file_bytes"] = image.nbytes if content is None else len(content)
@@ -139,7 +140,7 @@ def grey_parts(image: Pixels, width: int, height: int) -> Pixels:
     return np.asarray(whole.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=4.0).convert("L"))
 
 
-def _of_header(where: str, header: Header | None, content: bytes | memoryview | None) -> Iterator[Defect]:
+def _of_header(where: str, header: Header | None, content: Content | None) -> Iterator[Defect]:
     if header is None or content is None:
         return
     if (other := mismatch(where, header)) is not None:
