@@ -75,6 +75,7 @@ OF_SAMPLES = (
         f"a side is under 1/{SMALL} of what the model sees",
         "see whether it is a thumbnail or an icon; a smaller data.image_size costs less",
     ),
+    Kind("flat_end", "notice", "its lower part is one flat colour, as of a damaged file", f"look at it; {_AGAIN}"),
     Kind("wrong_extension", "notice", "its name says another format; it is read all the same", "rename it"),
     Kind("cmyk", "notice", "stored for print; converted without a colour profile", "convert it, if colours matter"),
     Kind(

@@ -39,6 +39,8 @@ Defect = tuple[str, str]
 
 _SAMPLED = 64  # pixels per side that mean and deviation are taken of
 _SMALLEST = 32  # pixels per side; what is smaller looks alike too easily
+_FLAT_PART = 10  # of so many parts of an image, the last
+_BLACK, _WHITE = 8, 247  # of 255: what a picture's margin may well be
 _FLAT = 8  # of 255: between the darkest and the brightest of 72 parts
 
 
@@ -168,10 +170,24 @@ def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator
         yield "tiny", said
     if max(height, width) > LONG * min(height, width):
         yield "extreme_ratio", said
+    if (rows := _flat_rows(image)) * _FLAT_PART >= height:
+        yield "flat_end", f"the last {rows} of {height} rows"
     if viewer.channels == 3 and _is_grey(image):
         yield "grey_among_colour", ""
     if viewer.channels == 1 and header is not None and not header.is_grey:
         yield "colour_among_grey", header.mode
+
+
+def _flat_rows(image: Pixels) -> int:
+    """How many rows at the end of an image are of one colour that is neither black nor white; 0 if all are.
+
+    Decoders fill so what is missing of a JPEG, and it stays when the picture is saved anew.
+    """
+    colour = image[-1, 0]
+    if colour.min() < _BLACK or colour.max() > _WHITE or (image[-1] != colour).any():
+        return 0
+    differing = np.flatnonzero((image != colour).any(axis=(1, 2)))
+    return len(image) - 1 - int(differing[-1]) if len(differing) else 0
 
 
 def _is_grey(image: Pixels) -> bool:

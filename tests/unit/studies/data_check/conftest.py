@@ -99,6 +99,7 @@ def _odd_files() -> dict[str, tuple[str, bytes]]:
     see_through.putalpha(100)
     return {
         "no-end.jpg": ("unfinished", jpeg[: len(jpeg) * 9 // 10] + bytes(20_000)),
+        "half.jpg": ("flat_end", encoded(picture(1023), quality=90)[: len(jpeg) // 2] + b"\xff\xd9"),
         "large.jpg": ("large", encoded(picture(1015, (2200, 1600)))),
         "scans.jpg": ("progressive", encoded(picture(1016), progressive=True)),
         "long.png": ("extreme_ratio", encoded(picture(1017, (600, 60)), "PNG")),

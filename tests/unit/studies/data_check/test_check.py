@@ -289,3 +289,19 @@ def test_what_lies_behind_the_end_of_a_jpeg_is_no_defect(clean: Path) -> None:
     with_thumbnail = b"\xff\xd8\xff\xe1\x00\x0aExif\xff\xd9\x00\x00" + whole[2:]
     assert not lacks_its_end(with_thumbnail)
     assert lacks_its_end(with_thumbnail[:-2] + bytes(100))
+
+
+@pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (250, 252, 249)])
+def test_a_margin_is_no_defect(clean: Path, colour: tuple[int, int, int]) -> None:
+    path = clean / "train" / "cat" / "00.jpg"
+    with Image.open(path) as image:
+        image.paste(colour, (0, 60, *image.size))
+        image.save(path.with_name("margin.png"))
+    assert check(clean).findings == ()
+
+
+def test_pictures_of_one_colour_are_no_copies_of_one_another(clean: Path) -> None:
+    """They all look the same; only the same file counts."""
+    for split, shade in (("train", 100), ("val", 101)):
+        Image.new("RGB", (96, 80), (shade, 30, 60)).save(clean / split / "cat" / "flat.png")
+    assert check(clean).findings == ()
