@@ -134,8 +134,8 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
     train, held_out = counts["train"], counts["validation"]
     if len(train) and train.max() > IMBALANCED * max(int(train.min()), 1):
         extremes = [int(train.argmax()), int(train.argmin())]
-        yield _classes("imbalance", [Entry(classes[each], detail=f"{train[each]:,} images") for each in extremes])
-    few = [Entry(classes[each], detail=f"{train[each]} images") for each in np.flatnonzero(train < FEW)]
+        yield _classes("imbalance", [Entry(classes[each], detail=_images(train[each])) for each in extremes])
+    few = [Entry(classes[each], detail=_images(train[each])) for each in np.flatnonzero(train < FEW)]
     yield from [_classes("small_class", few)] if few else []
     lacking = [Entry(classes[each]) for each in np.flatnonzero(held_out == 0)] if held_out.sum() else []
     yield from [_classes("no_held_out", lacking)] if lacking else []
@@ -144,6 +144,10 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
         alike["".join(name.casefold().split())].append(name)
     same = [Entry(names[1], other=names[0]) for names in alike.values() if len(names) > 1]
     yield from [_classes("alike_names", same)] if same else []
+
+
+def _images(count: int) -> str:
+    return f"{count:,} image{'' if count == 1 else 's'}"
 
 
 def _classes(name: str, entries: list[Entry]) -> Finding:

@@ -15,8 +15,15 @@ from paceline.data.image.source import Ids, SampleSource, as_array
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
+from paceline.references import is_reference
 
 _MOST_SENTENCES = 10_000
+_ARCHIVES = (".tar", ".tar.gz", ".tgz")
+# How samples are shown, which is not looked at; a source of one's own may ask for any key.
+_WITHOUT_EFFECT = (
+    *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
+    *("data.backend", "data.workers", "data.prefetch", "data.max_broken"),
+)
 
 
 class Sentences:
@@ -118,16 +125,24 @@ def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     """The recipe that would train on what is named."""
+    recipe = _load(source, overrides)
     for key in set_by(overrides):
-        if not key.startswith("data."):
-            raise RecipeError(f"override '{key}' has no effect: only the recipe's data section is checked. Remove it.")
+        if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
+            raise RecipeError(
+                f"override '{key}' has no effect: check-data looks at the images as they are, and at nothing else of a "
+                "recipe. Remove it."
+            )
+    return recipe
+
+
+def _load(source: str, overrides: Sequence[str]) -> Recipe:
     path = Path(source).expanduser()
     if path.is_dir() and not (path / "recipe.yaml").is_file():
         archive = find_cifar_archive(path) is not None
         return load_recipe("cifar10" if archive else "image_folder", [f"data.path={source}", *overrides]).recipe
     if path.is_dir() or source in shipped_recipes() or path.suffix in (".yaml", ".yml"):
         return load_recipe(source, overrides).recipe
-    if path.is_file():
+    if path.is_file() and path.name.endswith(_ARCHIVES):
         return load_recipe("cifar10", [f"data.path={source}", *overrides]).recipe
     raise DataError(
         f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe: correct the path."

@@ -159,12 +159,30 @@ def test_data_in_memory_are_checked() -> None:
     assert mean == pytest.approx(used, abs=0.01)
 
 
+def test_an_archive_is_checked(tmp_path: Path) -> None:
+    """Copies in CIFAR-10's test images, as they are in the one that is published."""
+    draws = np.random.default_rng(0)
+    pixels = draws.integers(0, 256, (6, 20, 3072), dtype=np.uint8)
+    pixels[5, 3] = pixels[2, 7]
+    for number, batch in enumerate(pixels):
+        name = f"data_batch_{number + 1}.bin" if number < 5 else "test_batch.bin"
+        labels = (np.arange(20, dtype=np.uint8) % 10)[:, None]
+        (tmp_path / name).write_bytes(np.concatenate([labels, batch], axis=1).tobytes())
+    report = check(tmp_path)
+    assert {finding.kind.name: finding.count for finding in report.findings} == {"leak": 1, "contradiction": 1}
+    (entry,) = report.findings[0].entries
+    assert (entry.name, entry.other) == ("cifar10 test[3]", "cifar10 train[47]")
+    assert report.cost == {}
+
+
 @pytest.mark.parametrize(
     ("source", "overrides", "error", "said"),
     [
         ("nowhere", (), DataError, "'nowhere' is no folder or archive of images"),
         ("synthetic", (), RecipeError, "there is nothing in it to check"),
         ("digits", ("optimizer.lr=1",), RecipeError, "override 'optimizer.lr' has no effect"),
+        ("digits", ("data.augment.flip=0.5",), RecipeError, "override 'data.augment.flip' has no effect"),
+        (__file__, (), DataError, "is no folder or archive of images"),
         ("image_folder", (), DataError, "set data.path"),
         ("image_folder", ("data.path=nowhere",), DataError, "has no 'nowhere'"),
     ],
