@@ -15,7 +15,7 @@ Hashes = NDArray[np.uint64]
 MOST_BITS = 5
 _BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))
 _MOST_IN_BAND = 4096  # of images that agree in a band; beyond, a set has so many alike that any of them tells
-_AT_ONCE = 1 << 22  # pairs held in memory
+_AT_ONCE = 1 << 20  # pairs held in memory
 _SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 
 
