@@ -107,7 +107,7 @@ def test_the_list_of_commands_and_their_help_agree(paceline_here: Callable[..., 
     listed = " ".join(paceline_here("--help").out.split())
     for name, line in COMMANDS.items():
         assert f"{name} {line}" in listed
-        command = importlib.import_module(f"paceline.cli.{name}").command
+        command = importlib.import_module(f"paceline.cli.{name.replace('-', '_')}").command
         assert command.get_short_help_str(limit=200) == line
 
 

@@ -86,7 +86,7 @@ def test_commands_and_options_exist(path: Path, page: Callable[[Path], Any]) -> 
 
 @cache
 def options_of(name: str) -> set[str]:
-    command = importlib.import_module(f"paceline.cli.{name}").command
+    command = importlib.import_module(f"paceline.cli.{name.replace('-', '_')}").command
     assert isinstance(command, click.Command)
     commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
     parameters = [each for one in commands for each in one.params if isinstance(each, click.Option)]

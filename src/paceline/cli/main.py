@@ -20,6 +20,7 @@ COMMANDS = {
     "predict": "Label images with trained weights.",
     "export": "Write trained weights to one file.",
     "pack": "Write a dataset into a few files that are read fast.",
+    "check-data": "Find what in a set of images would break or spoil a run.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "prove": "Prove that a recipe computes what it says, with your own task, network and data.",
@@ -38,7 +39,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"paceline.cli.{cmd_name}").command
+        command = importlib.import_module(f"paceline.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.data.image import cifar, digits
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import open_huggingface
+from paceline.data.image.listing import Fault, refuse
 from paceline.data.image.mapped import StoredImages
 from paceline.data.image.packed import packed_images
 from paceline.data.image.pixels import array_digest, with_channels
@@ -64,22 +65,29 @@ class ImageDataset:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def open_dataset(data: Data) -> ImageDataset:
+def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
     """Open the data set that the recipe's `data` section names.
+
+    Args:
+        data: The section.
+        fault: Told of what is wrong with the layout of an image folder; raises unless the rest is wanted.
 
     Raises:
         DataError: If there is no such data set, or it cannot be read.
         RecipeError: If the section does not fit the data set.
     """
     opener = _OPENERS.get(data.dataset)
-    if opener is not None:
+    if data.dataset in _FOLDER_OPENERS:
+        dataset = _FOLDER_OPENERS[data.dataset](data, fault)
+    elif opener is not None:
         dataset = opener(data)
     elif ":" in data.dataset:
         dataset = _from_factory(data)
     else:
+        known = {**_OPENERS, **_FOLDER_OPENERS}
         raise DataError(
-            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(_OPENERS))} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
+            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(known))} and "
+            f"'package.module:factory'.{did_you_mean(data.dataset, known)}"
         )
     return _normalised(data, _with_holdout(data, dataset))
 
@@ -120,11 +128,11 @@ def _open_digits(data: Data) -> ImageDataset:
     )
 
 
-def _open_cifar10(data: Data) -> ImageDataset:
+def _open_cifar10(data: Data, fault: Fault) -> ImageDataset:
     path = _required_path(data)
     archive = cifar.find_cifar_archive(path)
     if archive is None:
-        dataset = _open_folder(data)
+        dataset = _open_folder(data, fault)
         mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
         return replace(dataset, mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
     train, validation = cifar.read_cifar10(archive)
@@ -150,8 +158,8 @@ def _open_cifar10(data: Data) -> ImageDataset:
     )
 
 
-def _open_folder(data: Data) -> ImageDataset:
-    return _of_files(data, open_image_folder)
+def _open_folder(data: Data, fault: Fault) -> ImageDataset:
+    return _of_files(data, partial(open_image_folder, fault=fault))
 
 
 def _open_webdataset(data: Data) -> ImageDataset:
@@ -298,10 +306,10 @@ def _normalised(data: Data, dataset: ImageDataset) -> ImageDataset:
 
 _OPENERS = {
     "digits": _open_digits,
-    "image_folder": _open_folder,
-    "cifar10": _open_cifar10,
     "packed": _open_packed,
     "webdataset": _open_webdataset,
     "huggingface": _open_huggingface,
     "synthetic": _open_synthetic,
 }
+# Of what may lie in folders, and then in folders that are laid out in another way.
+_FOLDER_OPENERS = {"image_folder": _open_folder, "cifar10": _open_cifar10}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from paceline.data.image.decode import image_header
-from paceline.data.image.listing import EXTENSIONS, Names, list_folders, visible
+from paceline.data.image.listing import EXTENSIONS, Fault, Names, entries_of, is_hidden, list_folders, refuse, visible
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
@@ -58,24 +61,28 @@ class ImageFolder:
     probe: Probe
 
 
-def open_image_folder(path: str | Path, *, channels: int | None, validation_fraction: float) -> ImageFolder:
+def open_image_folder(
+    path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault = refuse
+) -> ImageFolder:
     """List an image folder, and look at the heads of a few images.
 
     Args:
         path: The folder.
         channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
         validation_fraction: Share of each class held out where the folder has no split of its own.
+        fault: Told of everything that is laid out in another way; raises unless the rest is wanted.
 
     Raises:
         DataError: If the folder is missing, or is laid out in another way.
     """
     root = _existing_folder(Path(path).expanduser())
-    train_folder, held_out_folder = _split_folders(root)
-    listed = list_folders(root, [each for each in (train_folder, held_out_folder) if each is not None])
+    train_folder, held_out_folder = _split_folders(root, fault)
+    listed = list_folders(root, [each for each in (train_folder, held_out_folder) if each is not None], fault)
     train = listed.listings[0]
     probe = _probe(root, train.names)
     channels = channels or (1 if probe.greyscale else 3)
     sources: tuple[SampleSource, SampleSource]
+    classes = train.classes
     if held_out_folder is None:
         source = FileSource(root, train.names, train.labels, channels)
         train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
@@ -83,17 +90,18 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
         split = split_off(validation_fraction)
     else:
         held_out = listed.listings[1]
-        _require_same_classes(train_folder, train.classes, held_out_folder, held_out.classes)
+        _require_same_classes(train_folder, train.classes, held_out_folder, held_out.classes, fault)
+        classes = tuple(sorted({*train.classes, *held_out.classes}))
         sources = (
-            FileSource(root, train.names, train.labels, channels),
-            FileSource(root, held_out.names, held_out.labels, channels),
+            FileSource(root, train.names, train.labels_among(classes), channels),
+            FileSource(root, held_out.names, held_out.labels_among(classes), channels),
         )
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
     return ImageFolder(
         train=sources[0],
         validation=sources[1],
-        classes=train.classes,
+        classes=classes,
         digest=listed.digest,
         listing=listed.how,
         split=split,
@@ -103,9 +111,39 @@ def open_image_folder(path: str | Path, *, channels: int | None, validation_frac
     )
 
 
+def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) -> SampleSource | None:
+    """The images of ``test/`` in a folder of which a run reads ``val/`` instead; None if there are none.
+
+    Args:
+        path: The folder.
+        classes: What a run knows; images of other classes are left out, and so is what is no image.
+        channels: What the files are decoded to, 1 or 3.
+    """
+    root = Path(path).expanduser()
+    if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
+        return None
+    (listing,) = list_folders(root, [root / "test"], lambda _: None).listings
+    labels = listing.labels_among(classes)
+    names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
+    return FileSource(root, names, labels[labels >= 0], channels) if names else None
+
+
+def unread_entries(path: str | Path) -> Iterator[str]:
+    """What lies in an image folder and is read by nobody: hidden entries, and files beside class folders."""
+    root = Path(path).expanduser()
+    train, held_out = _split_folders(root, lambda _: None)
+    splits = [train] if held_out is None else [train, held_out]
+    for folder in dict.fromkeys([root, *splits]):
+        yield from (entry.path for entry in entries_of(folder) if not entry.is_dir() or is_hidden(entry))
+    for folder in splits:
+        for each in visible(folder):
+            if each.is_dir():
+                yield from (entry.path for entry in entries_of(Path(each.path)) if is_hidden(entry))
+
+
 def _probe(root: Path, names: Names) -> Probe:
     """Look at the heads of at most 256 files spread evenly over the folder, which takes milliseconds."""
-    chosen = range(0, len(names), -(-len(names) // _PROBED))
+    chosen = range(0, len(names), -(-len(names) // _PROBED) or 1)
     paths = [os.path.join(root, os.fsdecode(names[index])) for index in chosen]
     heads = [head for head in map(image_header, paths) if head is not None]
     sizes = {size for size, _ in heads}
@@ -131,27 +169,30 @@ def _existing_folder(root: Path) -> Path:
     )
 
 
-def _split_folders(root: Path) -> tuple[Path, Path | None]:
+def _split_folders(root: Path, fault: Fault) -> tuple[Path, Path | None]:
     """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
     names = sorted(entry.name for entry in visible(root) if entry.is_dir())
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
         if held_out is not None:
-            raise DataError(
+            fault(
                 f"{str(root)!r} has {held_out!r} but no 'train': put the training images into train/CLASS/, "
                 f"or, if {held_out!r} is a class, rename it."
             )
+            return root / held_out, None
         return root, None
-    others = [name for name in names if name not in ("train", *_HELD_OUT)]
-    if others:
-        raise DataError(
-            f"{str(root)!r} has {others[0]!r} beside 'train', which would not be read: held-out images "
-            "belong in 'val' or 'test', classes in 'train'; rename or move the folder."
-        )
+    for name in names:
+        if name not in ("train", *_HELD_OUT):
+            fault(
+                f"{str(root)!r} has {name!r} beside 'train', which would not be read: held-out images "
+                "belong in 'val' or 'test', classes in 'train'; rename or move the folder."
+            )
     return root / "train", None if held_out is None else root / held_out
 
 
-def _require_same_classes(train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...]) -> None:
+def _require_same_classes(
+    train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...], fault: Fault
+) -> None:
     lacking = [
         f"{str(folder)!r} lacks the classes {', '.join(missing)}"
         for folder, missing in (
@@ -161,7 +202,7 @@ def _require_same_classes(train: Path, first: tuple[str, ...], held_out: Path, s
         if missing
     ]
     if lacking:
-        raise DataError(
+        fault(
             f"{' and '.join(lacking)}, but {train.name}/ and {held_out.name}/ must hold the same classes: add or "
             "rename the class folders."
         )

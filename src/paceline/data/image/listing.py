@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,17 @@ _SPOT_CHECKS = 64
 _TOO_FRESH_NS = 3_000_000_000
 
 Stamp = tuple[int, ...]
+Fault = Callable[[str], None]
+"""Told in one sentence what is wrong with a folder's layout; if it returns, that part of the folder is left out."""
+
+
+def refuse(message: str) -> None:
+    """Take a folder as it should be, or not at all: what a run does.
+
+    Raises:
+        DataError: Always.
+    """
+    raise DataError(message)
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,13 @@ class Listing:
     sizes: NDArray[np.int64]
     labels: NDArray[np.int64]
 
+    def labels_among(self, classes: Sequence[str]) -> NDArray[np.int64]:
+        """The labels as indices into other classes; -1 for classes that are not among those."""
+        if tuple(classes) == self.classes:
+            return self.labels
+        numbers = {name: number for number, name in enumerate(classes)}
+        return np.array([numbers.get(name, -1) for name in self.classes], dtype=np.int64)[self.labels]
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -92,25 +111,27 @@ class Listed:
     how: str
 
 
-def list_folders(root: Path, folders: Sequence[Path]) -> Listed:
+def list_folders(root: Path, folders: Sequence[Path], fault: Fault = refuse) -> Listed:
     """List folders of class folders that lie under ``root``, or are it.
 
-    Raises:
-        DataError: If one is laid out in another way.
+    Args:
+        root: What the names are relative to.
+        folders: Which to list.
+        fault: Told what is laid out in another way. Only what nobody had to be told of is remembered, or recalled.
     """
     memory = cache_file(root)
-    known = _recall(memory, root, folders)
+    known = _recall(memory, root, folders) if fault is refuse else None
     if known is not None:
         return known
     begin, now = time.perf_counter(), time.time_ns()
     stamps: dict[str, Stamp] = {}
-    listings = tuple(_list_classes(root, folder, stamps) for folder in folders)
+    listings = tuple(_list_classes(root, folder, stamps, fault) for folder in folders)
     digest = _digest(listings)
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
     settled = all(max(stamp[:2]) < now - _TOO_FRESH_NS for stamp in stamps.values())
     unchanged = all(_stamp(path) == stamp for path, stamp in stamps.items())
-    if seconds >= WORTH_SECONDS and settled and unchanged:
+    if fault is refuse and seconds >= WORTH_SECONDS and settled and unchanged:
         how += _remember(memory, folders, Listed(listings, digest, how), stamps)
     return Listed(listings, digest, how)
 
@@ -124,16 +145,16 @@ def cache_file(root: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- listing
 
 
-def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp]) -> Listing:
+def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], fault: Fault) -> Listing:
     _note(stamps, folder)
     classes = sorted(entry.name for entry in visible(folder) if entry.is_dir())
     if not classes:
-        raise DataError(
+        fault(
             f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*: make "
             "one folder per class, or correct data.path."
         )
     if len(classes) == 1:
-        raise DataError(
+        fault(
             f"{str(folder)!r} has one class folder, {classes[0]!r}, but a classifier needs at least two: add "
             "the other classes, or point data.path at the folder that holds them all."
         )
@@ -143,7 +164,7 @@ def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp]) -> Listing
     counts = []
     for name in classes:
         _note(stamps, folder / name)
-        files = _list_images(folder / name)
+        files = _list_images(folder / name, fault)
         lead = prefix + os.fsencode(name + os.sep)
         names += [lead + os.fsencode(file) for file, _ in files]
         sizes += [size for _, size in files]
@@ -156,38 +177,68 @@ def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp]) -> Listing
     )
 
 
-def _list_images(folder: Path) -> list[tuple[str, int]]:
+def _list_images(folder: Path, fault: Fault) -> list[tuple[str, int]]:
     """Return name and size of every file of a class folder, sorted by name."""
     files = []
-    for entry in visible(folder):
+    try:
+        entries = visible(folder)
+    except DataError as error:
+        fault(str(error))
+        return []
+    for entry in entries:
         if entry.is_dir():
-            raise DataError(
+            fault(
                 f"{entry.path!r} is a folder inside a class folder, where only images are read: move its "
                 "images up into the class folder, or the folder away."
             )
-        if entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
-            raise DataError(
+        elif entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
+            fault(
                 f"{entry.path!r} is not an image by its extension (read are {', '.join(EXTENSIONS)}): "
                 "remove or convert it."
             )
-        files.append((entry.name, _size(entry)))
-    if not files:
-        raise DataError(f"The class folder {str(folder)!r} is empty: put its images there, or remove the folder.")
+        elif (size := _size(entry)) is None:
+            fault(f"{entry.path!r} is neither a file nor a link to one, and reading it may wait for ever: remove it.")
+        else:
+            files.append((entry.name, size))
+    if not entries:
+        fault(f"The class folder {str(folder)!r} is empty: put its images there, or remove the folder.")
     files.sort()
     return files
 
 
 def visible(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what a folder holds, but for names that begin with a dot."""
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
+    """Return what a folder holds, but for names that begin with a dot; raises DataError if it may not be listed."""
+    return [entry for entry in entries_of(folder) if not is_hidden(entry)]
 
 
-def _size(entry: os.DirEntry[str]) -> int:
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """Return all that a folder holds.
+
+    Raises:
+        DataError: If it may not be listed.
+    """
     try:
-        return entry.stat().st_size
-    except FileNotFoundError:  # a link to nowhere; reported as a broken image when it is read
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except PermissionError as error:
+        raise DataError(
+            f"{str(folder)!r} cannot be listed ({error.strerror}): give the one who trains the right to read it "
+            "(chmod a+rx), or move it away."
+        ) from None
+
+
+def is_hidden(entry: os.DirEntry[str]) -> bool:
+    """Whether a name begins with a dot: such entries are read by nobody."""
+    return entry.name.startswith(".")
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """The size of a file in bytes; None for a named pipe, a socket or a device."""
+    try:
+        found = entry.stat()
+    except OSError:  # a link to nowhere or to itself; reported as a broken image when it is read
         return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _digest(listings: Iterable[Listing]) -> str:
@@ -296,7 +347,7 @@ def _sizes_hold(root: Path, listing: Listing) -> bool:
     for index in chosen:
         try:
             size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
-        except FileNotFoundError:
+        except OSError:
             size = 0
         if size != listing.sizes[index]:
             return False

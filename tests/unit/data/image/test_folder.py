@@ -187,3 +187,32 @@ def test_held_out_images_alone(tmp_path: Path) -> None:
 def test_a_held_out_folder_of_another_name(tmp_path: Path) -> None:
     make(tmp_path, "train/cat/1.png", "train/dog/1.png", "validation/cat/1.png", "validation/dog/1.png")
     fault("has 'validation' beside 'train'", tmp_path)
+
+
+def test_a_pipe_is_no_image(tmp_path: Path) -> None:
+    """Opening one waits until somebody writes to it."""
+    make(tmp_path, "cat/1.png", "dog/1.png")
+    os.mkfifo(tmp_path / "dog" / "2.png")
+    fault("2.png' is neither a file nor a link to one", tmp_path)
+
+
+def test_everything_that_is_wrong_can_be_told_at_once(tmp_path: Path) -> None:
+    """The same sentences, and what remains is opened."""
+    make(tmp_path, "train/cat/1.png", "train/dog/1.png", "train/dog/more/2.png", "val/cat/1.png", "val/eel/1.png")
+    make(tmp_path, "extra/1.png")
+    (tmp_path / "train" / "cat" / "labels.txt").touch()
+    (tmp_path / "train" / "fox").mkdir()
+    told: list[str] = []
+    folder = open_image_folder(tmp_path, channels=None, validation_fraction=0.5, fault=told.append)
+    for part in (
+        "'extra' beside",
+        "labels.txt' is not",
+        "more' is a folder inside",
+        "fox' is empty",
+        "lacks the classes",
+    ):
+        assert sum(part in sentence for sentence in told) == 1
+    assert len(told) == 5
+    assert folder.classes == ("cat", "dog", "eel", "fox")
+    assert paths(folder, tmp_path) == (["train/cat/1.png", "train/dog/1.png"], ["val/cat/1.png", "val/eel/1.png"])
+    assert (folder.train.labels.tolist(), folder.validation.labels.tolist()) == ([0, 1], [0, 2])

@@ -1,0 +1,149 @@
+"""Which images are checked: those of a folder, an archive, or a recipe's data section, split as a run splits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.image.cifar import find_cifar_archive
+from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.folder import open_unread_test, unread_entries
+from paceline.data.image.source import Ids, SampleSource, as_array
+from paceline.errors import DataError, RecipeError
+from paceline.recipe.load import load_recipe, set_by, shipped_recipes
+from paceline.recipe.schema import Recipe
+from paceline.references import is_reference
+
+_MOST_SENTENCES = 10_000
+_ARCHIVES = (".tar", ".tar.gz", ".tgz")
+# How samples are shown, which is not looked at; a source of one's own may ask for any key.
+_WITHOUT_EFFECT = (
+    *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
+    *("data.backend", "data.workers", "data.prefetch", "data.max_broken"),
+)
+
+
+class Sentences:
+    """Sentences about a folder, the first ten thousand of them by their words."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, sentence: str) -> None:
+        """Take one."""
+        self.count += 1
+        if len(self.first) < _MOST_SENTENCES:
+            self.first.append(sentence)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        name: What the user called it.
+        dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
+        splits: Its images by split; ``test`` are those of a folder that a run does not read.
+        layout: What about a folder's layout a run refuses.
+        unread: What lies in a folder beside images.
+        root: The folder or file that paths begin with, if there is one.
+    """
+
+    name: str
+    dataset: ImageDataset
+    splits: dict[str, SampleSource]
+    layout: Sentences = field(default_factory=Sentences)
+    unread: Sentences = field(default_factory=Sentences)
+    root: Path | None = None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether no file is decoded when a sample is read."""
+        return all(as_array(source) is not None for source in self.splits.values())
+
+
+class Samples:
+    """The samples of all splits, under one numbering."""
+
+    def __init__(self, splits: dict[str, SampleSource]) -> None:
+        self.names = tuple(splits)
+        self._sources = tuple(splits.values())
+        sizes = [len(source) for source in self._sources]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self.labels: Ids = np.concatenate([source.labels for source in self._sources])
+        self.split_of = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def find(self, number: int) -> tuple[SampleSource, int]:
+        """The source a sample is in, and its id there."""
+        split = int(self.split_of[number])
+        source = self._sources[split]
+        return source, number - int(self._ends[split]) + len(source)
+
+    def path(self, number: int) -> str:
+        """The name of a sample."""
+        source, sample = self.find(number)
+        return source.path(sample)
+
+
+def open_subject(source: str, overrides: Sequence[str]) -> Subject:
+    """Open what the user names: a folder, an archive, a shipped recipe or a recipe file.
+
+    Raises:
+        PacelineError: If there is no such thing, or nothing in it to be checked.
+    """
+    recipe = _recipe(source, overrides)
+    data = recipe.data
+    if data.dataset == "synthetic":
+        raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
+    layout = Sentences()
+    dataset = open_dataset(data, layout.add)
+    splits = {"train": dataset.train, "validation": dataset.validation}
+    if dataset.holdout is not None:
+        splits["holdout"] = dataset.holdout
+    unread = Sentences()
+    root = None if data.path is None else Path(data.path)
+    if root is not None and _is_folder_of_images(recipe, root):
+        test = open_unread_test(root, dataset.classes, dataset.channels)
+        if test is not None:
+            splits["test"] = test
+        for entry in unread_entries(root):
+            unread.add(entry)
+    return Subject(source, dataset, splits, layout, unread, root)
+
+
+def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:
+    name = recipe.data.dataset
+    return name == "image_folder" or (name == "cifar10" and find_cifar_archive(root) is None)
+
+
+def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe that would train on what is named."""
+    recipe = _load(source, overrides)
+    for key in set_by(overrides):
+        if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
+            raise RecipeError(
+                f"override '{key}' has no effect: check-data looks at the images as they are, and at nothing else of a "
+                "recipe. Remove it."
+            )
+    return recipe
+
+
+def _load(source: str, overrides: Sequence[str]) -> Recipe:
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / "recipe.yaml").is_file():
+        archive = find_cifar_archive(path) is not None
+        return load_recipe("cifar10" if archive else "image_folder", [f"data.path={source}", *overrides]).recipe
+    if path.is_dir() or source in shipped_recipes() or path.suffix in (".yaml", ".yml"):
+        return load_recipe(source, overrides).recipe
+    if path.is_file() and path.name.endswith(_ARCHIVES):
+        return load_recipe("cifar10", [f"data.path={source}", *overrides]).recipe
+    raise DataError(
+        f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe: correct the path."
+    )

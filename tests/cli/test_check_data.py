@@ -1,0 +1,201 @@
+"""`paceline check-data` as a user calls it: a report or one document, and an exit code that says how it came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.studies.data_check.kinds import SEVERITIES
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes of fourteen pictures, in which nothing is wrong."""
+    draws = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(14):
+            spots = draws.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            image = Image.fromarray(spots).resize((80, 72), Image.Resampling.BICUBIC)
+            image.save(tmp_path / "photos" / label / f"{number:02}.jpg", quality=90)
+    return tmp_path / "photos"
+
+
+def test_a_clean_folder_passes(paceline_here: Callable[..., Any], photos: Path) -> None:
+    done = paceline_here("check-data", "photos")
+    assert (done.code, done.err) == (0, "")
+    first, *_, last = done.out.splitlines()
+    assert first == "photos: image_folder, 2 classes, 22 train, 6 validation"
+    assert last.startswith("passed: nothing found; ")
+    assert "one core decodes" in done.out
+
+
+def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Callable[..., Any], photos: Path) -> None:
+    cut = photos / "dog" / "03.jpg"
+    cut.write_bytes(cut.read_bytes()[:-400])
+    for number in range(7):
+        (photos / "cat" / f"empty-[red]{number}\n.jpg").touch()
+    done = paceline_here("check-data", "photos")
+    assert done.code == 1
+    assert "breaks  1 truncated: it ends before its last pixel; copy or download it again, or remove it" in done.out
+    assert "        dog/03.jpg (image file is truncated" in done.out
+    assert "breaks  7 empty file: it has no content" in done.out
+    assert "        cat/empty-[red]0\N{REPLACEMENT CHARACTER}.jpg" in done.out
+    assert "… and 2 more (--json names them)" in done.out
+    assert "failed: 8 breaks; " in done.out
+
+
+def test_what_only_costs_or_is_odd_passes(paceline_here: Callable[..., Any], photos: Path) -> None:
+    original = photos / "cat" / "00.jpg"
+    with Image.open(original) as image:
+        image.save(photos / "cat" / "scans.jpg", progressive=True, quality=91)
+    done = paceline_here("check-data", "photos", "data.validation_fraction=0")
+    assert done.code == 0
+    assert "costs   1 progressive: " in done.out
+
+
+def test_a_copy_in_the_other_split_fails(paceline_here: Callable[..., Any], photos: Path) -> None:
+    for split in ("train", "val"):
+        (photos.parent / "both" / split).mkdir(parents=True)
+        for label in ("cat", "dog"):
+            (photos.parent / "both" / split / label).symlink_to(photos / label)
+    done = paceline_here("check-data", "both")
+    assert done.code == 1
+    assert "spoils  28 leak: it is in another split too" in done.out
+    assert "        val/cat/00.jpg = train/cat/00.jpg" in done.out
+
+
+KEYS = {
+    *("source", "dataset", "path", "passed", "found", "splits", "validation", "findings"),
+    *("classes", "sizes", "pixels", "cost", "workers", "seconds"),
+}
+
+
+def test_the_document(paceline_here: Callable[..., Any], photos: Path) -> None:
+    (photos / "cat" / "empty.jpg").touch()
+    done = paceline_here("check-data", "photos", "--json", "--workers", "1", "--limit", "29")
+    assert done.code == 1
+    found = json.loads(done.out)
+    assert set(found) == KEYS
+    assert (found["source"], found["dataset"], found["path"]) == ("photos", "image_folder", str(photos))
+    assert found["passed"] is False
+    assert found["found"] == {"breaks": 1, "spoils": 0, "costs": 0, "notice": 0}
+    assert list(found["found"]) == list(SEVERITIES)
+    assert found["splits"]["train"] == {"samples": 23, "checked": 23, "broken": 1}
+    (finding,) = found["findings"]
+    assert set(finding) == {"kind", "severity", "count", "means", "advice", "entries"}
+    assert finding["entries"] == [
+        {"name": str(photos / "cat" / "empty.jpg"), "split": "train", "detail": "", "other": None}
+    ]
+    assert set(found["classes"]) == {"count", "smallest_train", "largest_train", "imbalance", "samples"}
+    assert found["classes"]["samples"]["cat"] == {"train": 12, "validation": 3}
+    figures = {"minimum", "p5", "median", "p95", "maximum", "mean"}
+    assert {name: set(each) for name, each in found["sizes"].items()} == dict.fromkeys(
+        ("height", "width", "pixels", "file_bytes"), figures
+    )
+    assert found["sizes"]["width"]["median"] == 80
+    assert set(found["pixels"]) == {"mean", "std", "run_mean", "run_std"}
+    assert set(found["cost"]) == {"cpu_ms_per_image", "images_per_second_per_core", "histogram", "slowest"}
+    assert sum(bar["images"] for bar in found["cost"]["histogram"]) == 28
+    assert set(found["cost"]["slowest"][0]) == {"path", "cpu_ms", "width", "height", "file_bytes"}
+
+
+def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Callable[..., Any]) -> None:
+    for words, said in (
+        (("nowhere",), "paceline: 'nowhere' is no folder or archive of images"),
+        (("synthetic",), "paceline: 'synthetic' trains on noise"),
+        (("digits", "data.nothing=1"), "paceline: "),
+        (("digits", "--workers", "0"), "paceline: "),
+    ):
+        done = paceline_here("check-data", *words)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(said)
+        assert "Traceback" not in done.err
+
+
+SLOW = """
+import time
+from paceline.data.image.cifar import CLASSES
+from paceline.data.image.datasets import ImageDataset
+from paceline.data.image.digits import read_digits
+
+
+class Slow:
+    def __init__(self):
+        self.base = read_digits()
+        self.labels = self.base.labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def path(self, sample):
+        return self.base.path(sample)
+
+    def read(self, sample):
+        if sample == 0:
+            print("reading", flush=True)
+        time.sleep(0.2)
+        return self.base.read(sample)
+
+
+def slow(data):
+    source = Slow()
+    return ImageDataset(
+        name="slow", train=source, validation=source, classes=CLASSES, channels=1, image_size=8, mean=(0.5,), std=(0.5,)
+    )
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_can_be_interrupted(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "slow_images.py").write_text(SLOW)
+    command = ("-m", "paceline", "check-data", "image_folder", "data.dataset=slow_images:slow")
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": f"{SOURCES}:{tmp_path}"},
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "reading\n"  # on standard error: the document has the other to itself
+            os.killpg(process.pid, number)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in out + err
+    # Nobody of its group is left.
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_progress_is_shown_on_a_terminal_and_the_document_stays_whole(photos: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "paceline", "check-data", "photos", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(SOURCES), "TERM": "xterm"}
+    done = subprocess.run(
+        command, cwd=photos.parent, stdout=subprocess.PIPE, stderr=theirs, env=environment, check=False, timeout=60
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "looking at images" in shown
+    assert "28/28" in shown
+    assert json.loads(done.stdout)["passed"] is True
