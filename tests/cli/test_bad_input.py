@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -524,3 +524,29 @@ def test_a_stored_recipe_goes_on_without_a_word_about_its_defaults(
         assert (done.code, done.err) == (0, "")
         assert "no effect" not in done.out
         assert "no effect" not in paceline_here("train", source, "--plan-only").out
+
+
+# --------------------------------------------------------------------------------------- what the machine lacks
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """A limit of open files as `ulimit -n` sets it, a hundred above what this process has open."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("asked", [("--plan-only",), ("--run-dir", "run")], ids=["plan", "run"])
+def test_loader_processes_that_would_run_out_of_files(
+    paceline_here: Any, write_images: Any, tmp_path: Path, few_files: None, asked: tuple[str, ...]
+) -> None:
+    for name in ("cat", "dog"):
+        write_images(tmp_path / "photos" / name, count=8)
+    overrides = ("data.path=photos", "data.image_size=32", "model.name=small_resnet", "model.options=null")
+    done = paceline_here("train", *FOLDER, *overrides, "batch.global_size=4", "data.workers=20", *asked)
+    assert_refused(done, "20 loader processes (data.workers=20, data.prefetch=2)", "'ulimit -n ", "lower data.workers")
+    assert not (tmp_path / "run").exists()
