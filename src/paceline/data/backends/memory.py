@@ -15,7 +15,7 @@ import torch
 
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
-from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
+from paceline.data.image.source import BrokenImageError, Image, SampleSource, as_array, unrepeated
 from paceline.data.image.store import ImageStore, StoreShape, dense
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.image.variation import Variation, asks_for_variation
@@ -136,34 +136,42 @@ def load_images(
     source: SampleSource, view: View, store: ImageStore, progress: Progress | None = None
 ) -> dict[int, BrokenSample]:
     """Decode a whole source into a store; broken images stay black, and are returned by id."""
+    size, count = view.image_size, len(source)
     array = as_array(source)
-    if array is not None and array.shape[1:3] == (view.image_size, view.image_size):
-        for start in range(0, len(array), _DRAWN_AT_ONCE):
-            part = torch.from_numpy(array[start : start + _DRAWN_AT_ONCE].copy())  # it may be read-only
-            store.put(start, part.permute(0, 3, 1, 2))
-        return {}
     broken: dict[int, BrokenSample] = {}
-    count = len(source)
 
     def load(start: int) -> int:
         samples = range(start, min(start + _LOADED_AT_ONCE, count))
-        images = torch.zeros((len(samples), view.channels, view.image_size, view.image_size), dtype=torch.uint8)
+        images = np.zeros((len(samples), size, size, view.channels), dtype=np.uint8)
         for sample in samples:
             try:
-                images[sample - start] = evaluation_image(
-                    source.read(sample), view.image_size, view.evaluation_crop, view.interpolation
-                )
+                images[sample - start] = _as_seen(source.read(sample), view)
             except BrokenImageError as error:
                 broken[sample] = BrokenSample(sample, error.path, error.reason)
-        store.put(start, images)
+        _put(store, start, images)
         return samples.stop
 
+    if array is not None and array.shape[1:3] == (size, size):
+        for start in range(0, count, _LOADED_AT_ONCE):
+            _put(store, start, array[start : start + _LOADED_AT_ONCE].copy())  # torch takes only what can be written
+        return {}
     # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):
             if progress is not None:
                 progress(stop, count)
     return broken
+
+
+def _as_seen(image: Image, view: View) -> Image:
+    if image.shape[:2] == (view.image_size, view.image_size):
+        return image
+    seen = evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)
+    return seen.permute(1, 2, 0).numpy()
+
+
+def _put(store: ImageStore, first: int, images: Image) -> None:
+    store.put(first, torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
 def _grouped(slices: Iterable[SampleSlice]) -> Iterator[list[SampleSlice]]:
