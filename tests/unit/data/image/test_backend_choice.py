@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,12 @@ from paceline.data.backends.memory import MemoryBackend
 from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import SampleSlice
+from paceline.data.image import backend_choice
 from paceline.data.image.backend_choice import choose_backend, choose_workers, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.source import SampleSource, SubsetSource
+from paceline.data.image.source import SampleSource, SubsetSource, repeated
+from paceline.data.image.store import StoreShape
+from paceline.data.image.transforms import View
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.world import World
@@ -96,6 +100,44 @@ def test_the_impossible_is_refused() -> None:
         choose_backend(Data(dataset="digits", backend="memory", augment=RESIZED), cifar_like(10))
     with pytest.raises(RecipeError, match="this machine has"):
         choose_backend(Data(dataset="digits", backend="memory"), cifar_like(10**6, size=4096))
+
+
+def test_what_all_processes_hold_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its border and its mirror images, before any of it is taken."""
+    varied = Augment(crop="pad", padding=4, flip=0.5)
+    dataset = cifar_like(60_000 - 359)
+    held = 2 * (60_000 - 359) * 40 * 40 * 3 + 120 + 359 * 32 * 32 * 3 + 96
+    asked = Data(dataset="cifar10", backend="memory", augment=varied)
+    monkeypatch.setattr(backend_choice, "memory_bytes", lambda: 4 * held)
+    assert choose_backend(asked, dataset, 4)[0] == "memory"
+    assert choose_backend(replace(asked, backend="auto"), dataset, 4)[0] == "memory"
+    monkeypatch.setattr(backend_choice, "memory_bytes", lambda: 4 * held - 1)
+    with pytest.raises(RecipeError) as refused:
+        choose_backend(asked, dataset, 4)
+    reason = (
+        "60,000 images of 32x32x3 take 176 MiB, 547 MiB as they are held in each of 4 processes, and this machine has"
+    )
+    assert str(refused.value) == f"data.backend is memory, but {reason} 2.1 GiB: use data.backend=pytorch."
+    assert choose_backend(replace(asked, backend="auto"), dataset, 4) == ("pytorch", f"{reason} 2.1 GiB")
+
+
+def test_a_gpu_holds_what_is_an_eighth_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = cifar_like(100)
+    shape = StoreShape.of(Augment(flip=0.5), count=100, channels=3, size=32)
+    assert shape.bytes == 2 * 100 * 3072 + 96
+    gpu = torch.device("cuda")
+    for total, augment, fits in (
+        (8 * shape.bytes, Augment(flip=0.5), True),
+        (8 * shape.bytes - 1, Augment(flip=0.5), False),
+        (8 * shape.bytes, Augment(flip=0.5, erase=0.1), False),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, total=total: SimpleNamespace(total_memory=total)
+        )
+        for repeats in (1, 3):
+            source = repeated(dataset.train, repeats)
+            shown = View(image_size=32, channels=3, augment=augment)
+            assert backend_choice._fits_on_device(source, shown, gpu) is fits
 
 
 def test_workers() -> None:
