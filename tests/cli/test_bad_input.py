@@ -550,3 +550,11 @@ def test_loader_processes_that_would_run_out_of_files(
     done = paceline_here("train", *FOLDER, *overrides, "batch.global_size=4", "data.workers=20", *asked)
     assert_refused(done, "20 loader processes (data.workers=20, data.prefetch=2)", "'ulimit -n ", "lower data.workers")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_scoring_with_loader_processes_that_would_run_out_of_files(
+    paceline_here: Any, finished: Path, few_files: None
+) -> None:
+    done = paceline_here("evaluate", finished, "data.backend=pytorch", "data.workers=30")
+    assert_refused(done, "30 loader processes (data.workers=30, data.prefetch=2)", "'ulimit -n ", "lower data.workers")

@@ -31,7 +31,7 @@ class Loading:
         processes: Ranks on this machine.
         workers: Loader processes of each, for each split.
         prefetch: Batches that each loader process keeps ready.
-        train_batch_bytes: Of one training micro-batch as it is loaded.
+        train_batch_bytes: Of one training micro-batch as it is loaded; 0 if nothing is trained.
         evaluation_batch_bytes: Of one evaluation batch; 0 if nothing is evaluated.
     """
 
@@ -44,12 +44,12 @@ class Loading:
     @property
     def splits(self) -> int:
         """How many splits have loader processes."""
-        return 1 + (self.evaluation_batch_bytes > 0)
+        return (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
 
     @property
     def least_bytes(self) -> int:
-        """Of shared memory, if each loader process holds one training batch."""
-        return self.processes * self.workers * self.train_batch_bytes
+        """Of shared memory, if each loader process holds one training batch, or one of evaluation where none trains."""
+        return self.processes * self.workers * (self.train_batch_bytes or self.evaluation_batch_bytes)
 
     @property
     def most_bytes(self) -> int:
@@ -99,9 +99,10 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
         return "", ""  # a system that keeps it elsewhere
     free = found.f_bavail * found.f_frsize
     who = f"{_workers(loading)} (data.workers={loading.workers})"
+    size = "batch.micro_size" if loading.train_batch_bytes else "evaluate.batch_size"
     change = (
         f"give it more (docker run --shm-size={_rounded_up(loading.most_bytes)}; in Kubernetes an emptyDir of medium "
-        f"Memory at {path}), or lower data.workers, data.prefetch or batch.micro_size."
+        f"Memory at {path}), or lower data.workers, data.prefetch or {size}."
     )
     if loading.least_bytes > free:
         return (

@@ -46,6 +46,7 @@ from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
+from paceline.trainer.limits import look_for_limits_of_scoring
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
 from paceline.trainer.preparation import place
 from paceline.world import World
@@ -215,6 +216,8 @@ def _task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
         raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
+    if refusal := look_for_limits_of_scoring(facts, recipe, world).refusal:
+        raise DataError(refusal)
     if request.on == "holdout":
         _check_never_trained_on(saved, recipe, facts)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)

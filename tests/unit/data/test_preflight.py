@@ -77,6 +77,15 @@ def test_shared_memory_for_one_batch_each(sixteen_mib: Path) -> None:
     assert "or lower data.workers, data.prefetch or batch.micro_size." in refusal
 
 
+def test_batches_that_are_only_scored(sixteen_mib: Path) -> None:
+    scoring = Loading(processes=1, workers=2, prefetch=2, train_batch_bytes=0, evaluation_batch_bytes=4 * MIB)
+    assert look_at_machine(scoring, sixteen_mib).warnings == ()
+    refusal = look_at_machine(replace(scoring, evaluation_batch_bytes=9 * MIB), sixteen_mib).refusal
+    assert refusal.startswith("a batch from each of 2 loader processes (data.workers=2) takes 18.0 MiB of shared ")
+    assert refusal.endswith("or lower data.workers, data.prefetch or evaluate.batch_size.")
+    assert scoring.descriptors < replace(scoring, train_batch_bytes=1).descriptors
+
+
 def test_a_system_without_such_a_folder_is_not_asked(tmp_path: Path) -> None:
     assert look_at_machine(replace(SMALL, train_batch_bytes=2**50), tmp_path / "none").refusal == ""
 
