@@ -45,7 +45,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, epochs: float) -> dict[str, str
 
 def unused_in_data(data: DataFacts) -> dict[str, str]:
     """Keys that have no effect on this data, with the reason."""
-    keys = ("data.validation_fraction", "data.evaluation_shape", "evaluate.top_k")
+    keys = ("data.validation_fraction", "data.evaluation_shape", "data.augment.shrink_on_load", "evaluate.top_k")
     return {key: data.reasons[key] for key in keys if key in data.reasons}
 
 

@@ -81,7 +81,9 @@ class ImageClassification(Task):
         self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
-        if encoded_source(found.train) is not None:
+        if encoded_source(found.train) is None:
+            reasons["data.augment.shrink_on_load"] = "this data set has no files that are decoded"
+        else:
             reasons["data.decoder"] = f"for JPEG files: {describe_decoder()}"
         reasons["data.evaluation_size"] = "as data.image_size"
         if self._may_be_rectangles and self._shapes is None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import paceline
+from paceline.data.image.jpeg import describe_decoder
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.build import build_task, check_used_by
@@ -107,6 +109,24 @@ def test_by_reference_with_a_model_by_reference(own: None, tmp_path: Path, runs:
         for name, each in {"plain": plain, "halved": halved}.items()
     ]
     assert digests[0] == digests[1]
+
+
+def test_the_plan_says_how_files_are_found_and_decoded(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 30)).save(tmp_path / "photos" / name / f"{number}.jpg")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {name: small_resnet}\ntrain: {duration: 1 epochs}\nbatch: {global_size: 4}\n")
+    files = {"data.path": str(tmp_path / "photos"), "data.image_size": 16}
+    crop = {"data.augment.crop": "random_resized", "data.augment.shrink_on_load": False}
+    plan = plan_only(load_recipe(recipe, {**files, **crop}))
+    assert plan.reasons["data.path"].startswith("8 files, listed in ")
+    assert plan.reasons["data.decoder"] == f"for JPEG files: {describe_decoder()}"
+    assert "data.augment.shrink_on_load" not in plan.unused
+    without = plan_only(load_recipe(recipe, {"data.dataset": "digits", **crop}))
+    assert "data.decoder" not in without.reasons
+    assert without.unused["data.augment.shrink_on_load"] == "this data set has no files that are decoded"
 
 
 def test_a_task_made_by_hand(tiny_recipe: Path, runs: Path) -> None:

@@ -125,8 +125,9 @@ def list_folders(root: Path, folders: Sequence[Path], fault: Fault = refuse) -> 
         return known
     begin, now = time.perf_counter(), time.time_ns()
     stamps: dict[str, Stamp] = {}
-    listings = tuple(_list_classes(root, folder, stamps, fault) for folder in folders)
-    digest = _digest(listings)
+    hashed = hashlib.sha256()
+    listings = tuple(_list_classes(root, folder, stamps, hashed, fault) for folder in folders)
+    digest = hashed.hexdigest()
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
     settled = all(max(stamp[:2]) < now - _TOO_FRESH_NS for stamp in stamps.values())
@@ -145,7 +146,7 @@ def cache_file(root: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- listing
 
 
-def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], fault: Fault) -> Listing:
+def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], hashed: hashlib._Hash, fault: Fault) -> Listing:
     _note(stamps, folder)
     classes = sorted(entry.name for entry in visible(folder) if entry.is_dir())
     if not classes:
@@ -169,6 +170,7 @@ def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], fault: Fau
         names += [lead + os.fsencode(file) for file, _ in files]
         sizes += [size for _, size in files]
         counts.append(len(files))
+    hashed.update(b"".join(b"%s\0%d\n" % file for file in zip(names, sizes, strict=True)))
     return Listing(
         tuple(classes),
         Names.of(names),
@@ -239,14 +241,6 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     except OSError:  # a link to nowhere or to itself; reported as a broken image when it is read
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
-def _digest(listings: Iterable[Listing]) -> str:
-    digest = hashlib.sha256()
-    for listing in listings:
-        names, sizes = listing.names, listing.sizes.tolist()
-        digest.update(b"".join(b"%s\0%d\n" % (names[index], size) for index, size in enumerate(sizes)))
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- remembering
