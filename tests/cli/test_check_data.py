@@ -199,3 +199,13 @@ def test_progress_is_shown_on_a_terminal_and_the_document_stays_whole(photos: Pa
     assert "looking at images" in shown
     assert "28/28" in shown
     assert json.loads(done.stdout)["passed"] is True
+
+
+def test_a_packed_set_is_checked_as_its_folder(paceline_here: Callable[..., Any], photos: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (photos / "cat" / "copy.jpg").write_bytes((photos / "dog" / "03.jpg").read_bytes())
+    assert paceline_here("pack", "photos", "packed").code == 0
+    done = paceline_here("check-data", "packed", "--json")
+    found = json.loads(done.out)
+    assert done.code == 1
+    assert {each["kind"] for each in found["findings"] if each["severity"] == "spoils"} == {"contradiction"}

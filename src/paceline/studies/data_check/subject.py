@@ -12,13 +12,15 @@ from paceline.data.image.cifar import find_cifar_archive
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.folder import open_unread_test, unread_entries
 from paceline.data.image.source import Ids, SampleSource, as_array
+from paceline.data.packing.origins import detect
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
 _MOST_SENTENCES = 10_000
-_ARCHIVES = (".tar", ".tar.gz", ".tgz")
+# What a run reads where it lies.
+_TRAINABLE = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
@@ -137,13 +139,18 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
 
 def _load(source: str, overrides: Sequence[str]) -> Recipe:
     path = Path(source).expanduser()
-    if path.is_dir() and not (path / "recipe.yaml").is_file():
-        archive = find_cifar_archive(path) is not None
-        return load_recipe("cifar10" if archive else "image_folder", [f"data.path={source}", *overrides]).recipe
-    if path.is_dir() or source in shipped_recipes() or path.suffix in (".yaml", ".yml"):
+    is_recipe = source in shipped_recipes() or path.suffix in (".yaml", ".yml") or (path / "recipe.yaml").is_file()
+    if is_recipe:
         return load_recipe(source, overrides).recipe
-    if path.is_file() and path.name.endswith(_ARCHIVES):
-        return load_recipe("cifar10", [f"data.path={source}", *overrides]).recipe
-    raise DataError(
-        f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe: correct the path."
-    )
+    try:
+        kind = detect(source)
+    except DataError as error:
+        raise DataError(
+            f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe ({error})"
+        ) from None
+    if kind not in _TRAINABLE:
+        raise DataError(
+            f"{source!r} is a set of kind {kind}, which is not trained on as it lies: pack it, and check that."
+        )
+    base = "cifar10" if kind == "cifar10" else "image_folder"
+    return load_recipe(base, [f"data.dataset={kind}", f"data.path={source}", *overrides]).recipe
