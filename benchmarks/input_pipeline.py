@@ -242,11 +242,15 @@ def report(result: dict[str, Any], steps: dict[str, float], described: str) -> l
     for name, each in by_cost:
         cost, speed = each["cpu_ms_per_image"], each.get("images_per_second")
         ratio = result["cpu_ratio_to_ours"].get(name)
-        lines.append(
-            f"| {name} | {cost['median']:.3f} | {cost['minimum']:.3f} – {cost['maximum']:.3f} | "
-            f"{'' if ratio is None else format(ratio['median'], '.2f')} | {'' if speed is None else format(speed['median'], ',.0f')} | "
-            f"{'' if speed is None else format(each['cpu_ms_with_two_workers']['median'], '.3f')} |"
-        )
+        cells = [
+            name,
+            f"{cost['median']:.3f}",
+            f"{cost['minimum']:.3f} – {cost['maximum']:.3f}",
+            "" if ratio is None else f"{ratio['median']:.2f}",
+            "" if speed is None else f"{speed['median']:,.0f}",
+            "" if speed is None else f"{each['cpu_ms_with_two_workers']['median']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| step by itself, one thread | CPU-ms per image |", "|---|---|"]
     lines += [f"| {name} | {cost:.3f} |" for name, cost in steps.items()]
     lines += ["", *(f"- left out: {name} ({why})" for name, why in result["left_out"].items())]
