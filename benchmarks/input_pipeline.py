@@ -235,8 +235,8 @@ def report(result: dict[str, Any], steps: dict[str, float], described: str) -> l
     lines = [
         described,
         "",
-        "| loader | CPU-ms per image | range | times ours | images/s, two workers |",
-        "|---|---|---|---|---|",
+        "| loader | CPU-ms per image | range | times ours | images/s, two workers | CPU-ms then |",
+        "|---|---|---|---|---|---|",
     ]
     by_cost = sorted(result["contenders"].items(), key=lambda item: item[1]["cpu_ms_per_image"]["median"])
     for name, each in by_cost:
