@@ -193,8 +193,6 @@ def _run(python: str, script: Path, name: str, setting: Setting) -> dict[str, fl
 
 def compete(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Let all contenders take turns; medians, and why some are missing."""
-    import statistics
-
     from hardware import spread
     from input_pipeline_peers import CONTENDERS as THEIRS
 
@@ -219,11 +217,14 @@ def compete(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
                     # Of the same run: what two workers at once, and handing batches over, cost beside the work.
                     results[name].setdefault("cpu_ms_with_two_workers", []).append(found["cpu_ms_per_image"])
                 print(f"{turn}  {name:<48} {kind:<18} {found[kind]:9.3f}", file=sys.stderr, flush=True)
-    ours = statistics.median(results[OURS]["cpu_ms_per_image"]) if OURS in results else None
+    ours = results.get(OURS, {}).get("cpu_ms_per_image", [])
     return {
         "contenders": {name: {kind: spread(values) for kind, values in each.items()} for name, each in results.items()},
+        # Round by round: the machine is not the same in each.
         "cpu_ratio_to_ours": {
-            name: statistics.median(each["cpu_ms_per_image"]) / ours for name, each in results.items() if ours
+            name: spread([theirs / own for theirs, own in zip(each["cpu_ms_per_image"], ours, strict=True)])
+            for name, each in results.items()
+            if len(each["cpu_ms_per_image"]) == len(ours) > 0
         },
         "left_out": missing,
     }
@@ -234,18 +235,22 @@ def report(result: dict[str, Any], steps: dict[str, float], described: str) -> l
     lines = [
         described,
         "",
-        "| loader | CPU-ms per image | range | times ours | images/s, two workers |",
-        "|---|---|---|---|---|",
+        "| loader | CPU-ms per image | range | times ours | images/s, two workers | CPU-ms then |",
+        "|---|---|---|---|---|---|",
     ]
     by_cost = sorted(result["contenders"].items(), key=lambda item: item[1]["cpu_ms_per_image"]["median"])
     for name, each in by_cost:
         cost, speed = each["cpu_ms_per_image"], each.get("images_per_second")
         ratio = result["cpu_ratio_to_ours"].get(name)
-        lines.append(
-            f"| {name} | {cost['median']:.3f} | {cost['minimum']:.3f} – {cost['maximum']:.3f} | "
-            f"{'' if ratio is None else f'{ratio:.2f}'} | {'' if speed is None else format(speed['median'], ',.0f')} | "
-            f"{'' if speed is None else format(each['cpu_ms_with_two_workers']['median'], '.3f')} |"
-        )
+        cells = [
+            name,
+            f"{cost['median']:.3f}",
+            f"{cost['minimum']:.3f} – {cost['maximum']:.3f}",
+            "" if ratio is None else f"{ratio['median']:.2f}",
+            "" if speed is None else f"{speed['median']:,.0f}",
+            "" if speed is None else f"{each['cpu_ms_with_two_workers']['median']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| step by itself, one thread | CPU-ms per image |", "|---|---|"]
     lines += [f"| {name} | {cost:.3f} |" for name, cost in steps.items()]
     lines += ["", *(f"- left out: {name} ({why})" for name, why in result["left_out"].items())]
