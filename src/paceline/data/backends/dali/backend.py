@@ -19,7 +19,7 @@ import torch
 
 from paceline.data.backends.dali.graph import Asked, Graph, GraphSettings
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box
+from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.batched import vary
 from paceline.data.image.jpeg_head import plain_jpeg
 from paceline.data.image.source import BrokenImageError, EncodedSource
@@ -248,6 +248,7 @@ class DaliBackend:
             raise OneProcessError(f"Reading sample {self._named(sample)} failed: {what}") from error
         box, flip = self._box(work, row, size), self._flip(work, row)
         if box is not None:
+            box = self._as_shrunk(box, size, work.shape[0])
             return Asked(content, box, work.shape, (0, 0), work.shape, flip)
         scaled, corner = evaluation_geometry(size, work.shape, self._view.evaluation_crop)
         return Asked(content, Box(0, 0, *size), scaled, corner, work.shape, flip)
@@ -273,6 +274,16 @@ class DaliBackend:
         if augment is None or draws is None or draws.attempts is None:
             return None
         return random_resized_box(draws.attempts[row], size, augment.scale, augment.ratio)
+
+    def _as_shrunk(self, box: Box, size: Shape, target: int) -> Box:
+        """Where the other back-ends move a box's edges to decode its file smaller, move them too."""
+        if self._view.augment is None or not self._view.augment.shrink_on_load:
+            return box
+        moved = snapped(box, shrinkage(box, target))
+        # Of a smaller picture, the last row and column may stand for fewer than a whole step.
+        return Box(
+            moved.top, moved.left, min(moved.height, size[0] - moved.top), min(moved.width, size[1] - moved.left)
+        )
 
     def _flip(self, work: _Work, row: int) -> bool:
         return work.draws is not None and not self._flips_later and bool(work.draws.flip[row])
