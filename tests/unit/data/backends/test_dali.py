@@ -129,6 +129,16 @@ def test_photographs_are_within_the_stated_tolerance(
     assert agree(dali(source, slices(range(16)), the_view), pytorch(source, slices(range(16)), the_view), largest)
 
 
+@pytest.mark.parametrize("size", [48, 24])
+def test_pictures_that_shrink_on_load_show_the_same_part(tmp_path: Path, size: int, slices: Slices) -> None:
+    """Their pixels are further apart than others', as DALI decodes them in full; a box that was not moved is seen."""
+    source, shown = photographs(tmp_path, 64), view(RESIZED, size)
+    (one,), (other,) = dali(source, slices(range(64)), shown), pytorch(source, slices(range(64)), shown)
+    apart = (one.inputs.int() - other.inputs.int()).abs().double().mean((1, 2, 3))
+    assert apart.mean() < 0.8  # 1.2 and more if boxes are not moved
+    assert apart.max() < 1.6  # and 3 and more
+
+
 def photographs(root: Path, count: int, channels: int = 3) -> FileSource:
     """Parts of scikit-learn's two photographs as JPEG files of 4:2:0."""
     from sklearn.datasets import load_sample_images
