@@ -68,7 +68,10 @@ def cpu_name() -> str:
 def cache_folder() -> Path:
     """Where what can be found out again is kept between runs (XDG Base Directory Specification); it may not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"
+    try:
+        return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"
+    except RuntimeError:  # a user without a home: nobody's temporary folder would be one to trust
+        return Path(os.devnull) / "paceline"
 
 
 def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:

@@ -9,12 +9,12 @@ keeps nothing of that, and prints what it found. The outcome is remembered where
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ from paceline.data.image.feeding import Feeding, is_open, remember
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
-from paceline.machine import available_cores, cache_folder
+from paceline.machine import available_cores
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -48,6 +48,7 @@ _LOOK_SECONDS = 0.2
 _BURST_SECONDS = 1.5
 _FEWEST_BATCHES = 3
 _ROUNDS = 2
+_MOST = 16  # as many as are ever chosen without measuring
 
 
 def measure_feeding(
@@ -55,8 +56,8 @@ def measure_feeding(
 ) -> None:
     """Measure once how many loader processes are best, if the recipe leaves it open and the run is long.
 
-    Whatever goes wrong is remembered for a while, and the number is chosen by the cores. Of several processes on a
-    machine one measures, and the others wait for it.
+    Whatever goes wrong is remembered for a while, and the number is chosen by the cores. So it is where several
+    processes train, which would have to agree.
 
     Args:
         recipe: The run's.
@@ -65,36 +66,27 @@ def measure_feeding(
         stopped: Whether the run was asked to stop, so that nobody waits for this any longer.
         say: Tells the user what is going on.
     """
-    if recipe.data.workers != "auto" or world.local_world_size != world.world_size:
+    if recipe.data.workers != "auto" or world.world_size > 1:
         return
     device = choose_device(recipe.parallel.device, world)
     plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
     steps = plan.total_steps if plan.until_step is None else plan.until_step
     is_long = steps * plan.global_batch_size >= _WORTH_IT
-    if plan.data.get("backend") != "pytorch" or not is_long or not is_open(recipe, world):
+    if plan.data.get("backend") != "pytorch" or not is_long or not is_open(recipe):
         return
-    with _one_at_a_time():
-        if is_open(recipe, world):
-            say("measuring how many loader processes feed this model best: once, at most two minutes …")
-            found, reason = _in_a_process(recipe, plan, world, stopped)
-            remember(recipe, world, found, reason=reason)
-            if found is None:
-                say(f"not measured ({reason}): data.workers follows the number of cores")
+    say("measuring how many loader processes feed this model best: once, at most two minutes …")
+    try:
+        found, reason = _in_a_process(recipe, plan, stopped)
+    except (OSError, ValueError, LookupError) as error:  # a full disk, or a network of one's own that prints
+        found, reason = None, str(error)
+    if stopped():
+        return
+    remember(recipe, found, reason=reason)
+    if found is None:
+        say(f"not measured ({reason}): data.workers follows the number of cores")
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Keep other processes of this machine waiting; a system without locks lets them all measure."""
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):
-            folder = cache_folder() / "feeding"
-            folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((folder / ".lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _in_a_process(recipe: Recipe, plan: Plan, world: World, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
+def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
     """What the measuring process printed, or why it printed nothing."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
@@ -106,8 +98,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, world: World, stopped: Callable[[]
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", _overrides(plan))), encoding="utf-8")
-        most = max(1, available_cores() // world.local_world_size)
-        command = [sys.executable, "-m", "paceline.trainer.feeding", str(path), str(most)]
+        command = [sys.executable, "-m", "paceline.trainer.feeding", str(path), str(min(available_cores(), _MOST))]
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
@@ -190,11 +181,18 @@ class _Trainer:
             torch.get_device_module(self._device).synchronize()
 
 
+def _leave_with_the_run(parent: int) -> None:
+    """End with the run that waits for this, also if it is killed; loader processes then leave by themselves."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
+
+
 def measure(recipe: Recipe, most: int) -> Feeding:
     """Train on real batches with each number of loader processes in turn, up to one for each core."""
     world, device = World(), choose_device(recipe.parallel.device, World())
-    # Twice as many each time, and all but one of the cores, which is what is taken unmeasured.
-    numbers = sorted({0, most, most - 1, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+    # Twice as many each time; of few cores, every number.
+    numbers = sorted({0, most, *(most - 1,) * (most <= 4), *(2**power for power in range(most.bit_length() - 1))})
     tasks = {count: build_task(replace(recipe, data=replace(recipe.data, workers=count))) for count in numbers}
     plans = {count: plan_run(each.recipe, each, describe_machine(device), world) for count, each in tasks.items()}
     plan = plans[numbers[0]]
@@ -205,6 +203,7 @@ def measure(recipe: Recipe, most: int) -> Feeding:
             pipelines[count] = opened.enter_context(contextlib.closing(task.open_pipeline(placement)))
             # All before any thread: what is forked later would inherit its locks.
             pipelines[count].start(training=True, evaluation=False)
+        threading.Thread(target=_leave_with_the_run, args=(os.getppid(),), daemon=True).start()
         torch.set_num_threads(plan.threads_per_process)
         set_float32_matmul(plan.float32_matmul)
         trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)

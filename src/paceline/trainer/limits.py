@@ -27,6 +27,8 @@ def look_for_limits_of_scoring(facts: DataFacts, recipe: Recipe, world: World) -
 
 def _look(data: Mapping[str, Any], recipe: Recipe, processes: int, *, trained: int, scored: int) -> Findings:
     """Compare batches of so many images with this machine."""
+    if data.get("backend") != "pytorch":
+        return Findings()  # DALI's workers are threads, and what is in memory has none
     facts = {name: data.get(name) for name in ("workers", "channels", "image_size", "evaluation_size")}
     known = {name: value for name, value in facts.items() if isinstance(value, int)}
     if len(known) < len(facts):

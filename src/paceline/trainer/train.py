@@ -148,7 +148,7 @@ def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: floa
     make_task = build_task if options.task is None else options.task
     task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
     with StopRequest() as stop, affinity_restored():
-        if options.task is None:
+        if options.task is None and not _holds_checkpoint(options.run_dir):
             say = options.display.message if options.display and launch.world.is_first else lambda _: None
             measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=say)
         prepared = prepare(recipe, task, launch.world)

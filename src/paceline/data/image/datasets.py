@@ -80,7 +80,7 @@ def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
     if data.dataset in _FOLDER_OPENERS:
         dataset = _FOLDER_OPENERS[data.dataset](data, fault)
     elif opener is not None:
-        dataset = opener(data)
+        dataset = _opened(opener, data)
     elif ":" in data.dataset:
         dataset = _from_factory(data)
     else:
@@ -90,6 +90,19 @@ def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
             f"'package.module:factory'.{did_you_mean(data.dataset, known)}"
         )
     return _normalised(data, _with_holdout(data, dataset))
+
+
+def _opened(opener: Callable[[Data], ImageDataset], data: Data) -> ImageDataset:
+    """Open it, and say in one sentence what damaged or unreadable files make of that."""
+    try:
+        return opener(data)
+    except (OSError, ValueError, LookupError, RecursionError) as error:
+        if data.path is None:
+            raise
+        raise DataError(
+            f"data.path={data.path} cannot be read as data.dataset={data.dataset}: {type(error).__name__}: {error}; "
+            "restore it, or correct the path."
+        ) from error
 
 
 def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:

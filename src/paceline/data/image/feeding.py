@@ -9,11 +9,15 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from paceline.data.image.jpeg import describe_decoder
 from paceline.machine import available_cores, cache_folder, cpu_name
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
@@ -48,20 +52,21 @@ class Feeding:
 
 
 def remembered(recipe: Recipe, world: World) -> Feeding | None:
-    """What was measured for such runs; None if nothing was, or if it failed."""
-    return _feeding(_read(_path(recipe, world)))
+    """What was measured for such runs; None if nothing was, if it failed, or if several processes train."""
+    return _feeding(_read(_path(recipe))) if world.world_size == 1 else None
 
 
-def is_open(recipe: Recipe, world: World) -> bool:
-    """Whether it is worth measuring: nothing is remembered, and it did not fail a short while ago."""
-    found = _read(_path(recipe, world))
+def is_open(recipe: Recipe) -> bool:
+    """Whether it is worth measuring: nothing is remembered, it did not fail a short while ago, and it could be kept."""
+    path = _path(recipe)
+    found = _read(path)
     failed_at = found["time"] if "failed" in found else 0.0
-    return _feeding(found) is None and time.time() - failed_at > _FAILURE_SECONDS
+    return _feeding(found) is None and time.time() - failed_at > _FAILURE_SECONDS and _can_write(path.parent)
 
 
-def remember(recipe: Recipe, world: World, found: Feeding | None, *, reason: str = "") -> None:
+def remember(recipe: Recipe, found: Feeding | None, *, reason: str = "") -> None:
     """Keep what was measured, or why it failed; where nothing can be written, nothing is remembered."""
-    path = _path(recipe, world)
+    path = _path(recipe)
     told = {"rates": found.rates, "alone": found.alone} if found is not None else {"failed": reason}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +75,16 @@ def remember(recipe: Recipe, world: World, found: Feeding | None, *, reason: str
         draft.replace(path)
 
 
-def _path(recipe: Recipe, world: World) -> Path:
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _path(recipe: Recipe) -> Path:
     """The file of runs that are fed alike: of the same data shown the same way to the same model, on this machine."""
     data = {key: value for key, value in to_tree(recipe)["data"].items() if key != "mix"}
     if data.get("path") is not None:
@@ -84,7 +98,8 @@ def _path(recipe: Recipe, world: World) -> Path:
         "device": recipe.parallel.device,
         "threads": [recipe.parallel.threads, os.environ.get("OMP_NUM_THREADS")],
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "machine": [cpu_name(), available_cores(), world.local_world_size],
+        "machine": [cpu_name(), available_cores()],
+        "software": [torch.__version__, describe_decoder()],
     }
     digest = hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "feeding" / f"{digest[:32]}.json"
@@ -102,6 +117,6 @@ def _read(path: Path) -> dict[str, Any]:
 def _feeding(found: dict[str, Any]) -> Feeding | None:
     try:
         rates = {int(workers): float(rate) for workers, rate in found["rates"].items()}
-        return Feeding(rates, float(found["alone"]))
+        return Feeding(rates, float(found["alone"])) if rates else None
     except (KeyError, AttributeError, TypeError, ValueError):
         return None

@@ -10,7 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.image.decode import image_header
-from paceline.data.image.listing import EXTENSIONS, Fault, Names, entries_of, is_hidden, list_folders, refuse, visible
+from paceline.data.image.listing import (
+    EXTENSIONS,
+    Fault,
+    Names,
+    entries_of,
+    is_folder,
+    is_hidden,
+    list_folders,
+    refuse,
+    visible,
+)
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
@@ -134,10 +144,10 @@ def unread_entries(path: str | Path) -> Iterator[str]:
     train, held_out = _split_folders(root, lambda _: None)
     splits = [train] if held_out is None else [train, held_out]
     for folder in dict.fromkeys([root, *splits]):
-        yield from (entry.path for entry in entries_of(folder) if not entry.is_dir() or is_hidden(entry))
+        yield from (entry.path for entry in entries_of(folder) if not is_folder(entry) or is_hidden(entry))
     for folder in splits:
         for each in visible(folder):
-            if each.is_dir():
+            if is_folder(each):
                 yield from (entry.path for entry in entries_of(Path(each.path)) if is_hidden(entry))
 
 
@@ -171,7 +181,7 @@ def _existing_folder(root: Path) -> Path:
 
 def _split_folders(root: Path, fault: Fault) -> tuple[Path, Path | None]:
     """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
-    names = sorted(entry.name for entry in visible(root) if entry.is_dir())
+    names = sorted(entry.name for entry in visible(root) if is_folder(entry))
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
         if held_out is not None:

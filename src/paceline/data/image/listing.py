@@ -148,7 +148,7 @@ def cache_file(root: Path) -> Path:
 
 def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], hashed: hashlib._Hash, fault: Fault) -> Listing:
     _note(stamps, folder)
-    classes = sorted(entry.name for entry in visible(folder) if entry.is_dir())
+    classes = sorted(entry.name for entry in visible(folder) if is_folder(entry))
     if not classes:
         fault(
             f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*: make "
@@ -188,7 +188,7 @@ def _list_images(folder: Path, fault: Fault) -> list[tuple[str, int]]:
         fault(str(error))
         return []
     for entry in entries:
-        if entry.is_dir():
+        if is_folder(entry):
             fault(
                 f"{entry.path!r} is a folder inside a class folder, where only images are read: move its "
                 "images up into the class folder, or the folder away."
@@ -227,6 +227,14 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
             f"{str(folder)!r} cannot be listed ({error.strerror}): give the one who trains the right to read it "
             "(chmod a+rx), or move it away."
         ) from None
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one; a link to itself is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def is_hidden(entry: os.DirEntry[str]) -> bool:

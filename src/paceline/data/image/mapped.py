@@ -76,18 +76,19 @@ class MappedFile(NamedTuple):
     Attributes:
         path: Where it lies.
         size: Its length in bytes.
-        changed: When it was written last, in nanoseconds: another file of this name is not taken for it.
+        changed: Its inode, and when it was written last, in nanoseconds: another file of this name is not taken for
+            it.
     """
 
     path: str
     size: int
-    changed: int
+    changed: tuple[int, ...]
 
     @classmethod
     def at(cls, path: Path | str) -> MappedFile:
         """Look at a file; raises OSError."""
         found = os.stat(path)
-        return cls(os.fspath(path), found.st_size, found.st_mtime_ns)
+        return cls(os.fspath(path), found.st_size, (found.st_ino, found.st_mtime_ns))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ class MappedBytes:
 def _mapped(file: MappedFile) -> mmap.mmap:
     with open(file.path, "rb") as opened:
         found = os.fstat(opened.fileno())
-        if (found.st_size, found.st_mtime_ns) != (file.size, file.changed):
+        if (found.st_size, (found.st_ino, found.st_mtime_ns)) != (file.size, file.changed):
             # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
             raise OSError(0, "it has changed since the run began")
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)

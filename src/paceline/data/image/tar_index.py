@@ -19,6 +19,7 @@ import numpy as np
 from paceline.data.image.mapped import MappedFile, Names
 from paceline.data.image.source import Ids
 from paceline.errors import DataError
+from paceline.machine import cache_folder
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0", b"7")
@@ -49,7 +50,7 @@ def index_tar(file: MappedFile) -> TarIndex:
     Raises:
         DataError: If it is compressed, truncated or no tar.
     """
-    remembered = _cache_folder() / f"tar-{_key(file)}.npz"
+    remembered = cache_folder() / "indexes" / f"tar-{_key(file)}.npz"
     recalled = _recall(remembered)
     if recalled is not None:
         return recalled
@@ -146,11 +147,6 @@ def _key(file: MappedFile) -> str:
     """The file as it is now: written to again, it is another."""
     text = f"{_VERSION}\0{os.path.realpath(file.path)}\0{file.size}\0{file.changed}"
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "paceline" / "indexes"
 
 
 def _recall(path: Path) -> TarIndex | None:

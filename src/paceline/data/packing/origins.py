@@ -131,8 +131,17 @@ def detect(path: str) -> Kind:
     """Say what kind of source lies there.
 
     Raises:
-        DataError: If nothing does, or a file that is none.
+        DataError: If nothing does, a file that is none, or folders that may not be read.
     """
+    try:
+        return _detected(path)
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename!r} cannot be read ({error.strerror}): give the right to, or name the kind."
+        ) from None
+
+
+def _detected(path: str) -> Kind:
     root = Path(path).expanduser()
     if not root.exists():
         if "{" in path or has_magic(path):

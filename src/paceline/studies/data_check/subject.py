@@ -145,6 +145,8 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
     try:
         kind = detect(source)
     except DataError as error:
+        if path.is_dir():  # of which some may not be read: that is what is checked
+            return load_recipe("image_folder", [f"data.path={source}", *overrides]).recipe
         raise DataError(
             f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe ({error})"
         ) from None
