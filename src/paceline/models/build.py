@@ -62,6 +62,8 @@ def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: in
         # A copy: a network of one's own may write into its buffers even in evaluation.
         copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
     except Exception as error:  # whatever a network of one's own raises
+        if torch.are_deterministic_algorithms_enabled() and "deterministic implementation" in str(error):
+            raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
         shown = f"{height}" if height == width else f"{height}x{width}"
         raise ModelError(
             f"the network {type(network).__name__} (model.name={name}) does not take images of {shown} pixels "
