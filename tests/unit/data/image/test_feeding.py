@@ -43,14 +43,14 @@ def test_the_fewest_that_are_as_good_as_any_are_chosen() -> None:
 
 def test_what_was_measured_is_found_again(recipe: Recipe) -> None:
     assert remembered(recipe, World()) is None
-    assert is_open(recipe, World())
-    remember(recipe, World(), FOUND)
+    assert is_open(recipe)
+    remember(recipe, FOUND)
     assert remembered(recipe, World()) == FOUND
-    assert not is_open(recipe, World())
+    assert not is_open(recipe)
 
 
 def test_only_runs_that_are_fed_alike_share_it(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(recipe, World(), FOUND)
+    remember(recipe, FOUND)
     same = {"seed": 3, "train.duration": "3 epochs", "optimizer.lr": 0.3, "data.path": str(Path("photos").absolute())}
     assert remembered(load_recipe("image_folder", {"data.path": "photos", **same}).recipe, World()) == FOUND
     others = {
@@ -67,37 +67,49 @@ def test_only_runs_that_are_fed_alike_share_it(recipe: Recipe, monkeypatch: pyte
     for key, value in others.items():
         other = load_recipe("image_folder", {"data.path": "photos", key: value}).recipe
         assert remembered(other, World()) is None, key
-    assert remembered(recipe, World(world_size=2, local_world_size=2)) is None
+    for world in (World(world_size=2, local_world_size=2), World(world_size=2, local_world_size=1)):
+        assert remembered(recipe, world) is None  # they would have to agree
     monkeypatch.setattr(feeding, "available_cores", lambda: 1000)
     assert remembered(recipe, World()) is None
 
 
 def test_a_failure_is_tried_again_after_a_while(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(recipe, World(), None, reason="the model was away")
+    remember(recipe, None, reason="the model was away")
     assert remembered(recipe, World()) is None
-    assert not is_open(recipe, World())
+    assert not is_open(recipe)
     monkeypatch.setattr(feeding, "_FAILURE_SECONDS", 0.0)
-    assert is_open(recipe, World())
+    assert is_open(recipe)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "not JSON", '{"rates": {}', '{"rates": []}', '{"rates": {"1": 3}}']
+DAMAGED = (
+    "",
+    "[]",
+    "{}",
+    "not JSON",
+    '{"rates": {}',
+    '{"rates": []}',
+    '{"rates": {"1": 3}}',
+    '{"rates": {}, "alone": 3, "time": 3}',
 )
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_file_is_as_none(recipe: Recipe, cache: Path, content: str) -> None:
-    remember(recipe, World(), FOUND)
+    remember(recipe, FOUND)
     (path,) = cache.glob("*.json")
     path.write_text(content)
     assert remembered(recipe, World()) is None
-    assert is_open(recipe, World())
+    assert is_open(recipe)
 
 
 def test_where_nothing_can_be_written_nothing_is_remembered(recipe: Recipe, cache: Path) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file")
-    remember(recipe, World(), FOUND)
+    assert not is_open(recipe)
+    remember(recipe, FOUND)
     assert remembered(recipe, World()) is None
 
 
 def test_the_recipe_of_another_world_is_another(recipe: Recipe) -> None:
-    remember(recipe, World(), FOUND)
+    remember(recipe, FOUND)
     assert remembered(replace(recipe, task="distillation"), World()) is None

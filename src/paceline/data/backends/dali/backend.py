@@ -21,9 +21,10 @@ from paceline.data.backends.dali.graph import Asked, Graph, GraphSettings
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.batched import vary
+from paceline.data.image.decode import Picture
 from paceline.data.image.jpeg_head import plain_jpeg
 from paceline.data.image.source import BrokenImageError, EncodedSource
-from paceline.data.image.transforms import Shape, View, evaluation_geometry, evaluation_image, training_image
+from paceline.data.image.transforms import Shape, View, evaluation_geometry, evaluation_image, resized_part
 from paceline.data.slices import SampleSlice
 from paceline.errors import OneProcessError
 
@@ -257,16 +258,20 @@ class DaliBackend:
         """Read a sample without DALI, as the other back-ends do."""
         view, sample = self._view, int(work.piece.ids[row])
         try:
-            image = self._source.read(sample)
+            picture = Picture(self._source.encoded(sample), view.channels, self._source.path(sample))
+            box = self._box(work, row, picture.size)
+            shrink = 1
+            if box is not None and view.augment is not None and view.augment.shrink_on_load and picture.shrinks:
+                shrink = shrinkage(box, work.shape[0])
+                box = snapped(box, shrink)
+            pixels = picture.part(box, shrink)
         except BrokenImageError as error:
             return BrokenSample(sample, error.path, error.reason)
-        height, width = image.shape[:2]
-        box = self._box(work, row, (height, width))
         if box is None:
-            picture = evaluation_image(image, work.shape, view.evaluation_crop, view.interpolation)
+            shown = evaluation_image(pixels, work.shape, view.evaluation_crop, view.interpolation)
         else:
-            picture = training_image(image, box, work.shape[0], view.interpolation)
-        return picture.flip(-1) if self._flip(work, row) else picture
+            shown = resized_part(pixels, work.shape[0], view.interpolation)
+        return shown.flip(-1) if self._flip(work, row) else shown
 
     def _box(self, work: _Work, row: int, size: Shape) -> Box | None:
         """The part of an image that is shown; None where the whole is, but for its edges."""
