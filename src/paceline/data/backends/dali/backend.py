@@ -21,7 +21,7 @@ from paceline.data.backends.dali.graph import Asked, Graph, GraphSettings
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.batched import vary
-from paceline.data.image.decode import Picture
+from paceline.data.image.decode import DecodedPicture, Picture
 from paceline.data.image.jpeg_head import plain_jpeg
 from paceline.data.image.source import BrokenImageError, EncodedSource
 from paceline.data.image.transforms import Shape, View, evaluation_geometry, evaluation_image, resized_part
@@ -258,7 +258,7 @@ class DaliBackend:
         """Read a sample without DALI, as the other back-ends do."""
         view, sample = self._view, int(work.piece.ids[row])
         try:
-            picture = Picture(self._source.encoded(sample), view.channels, self._source.path(sample))
+            picture = self._picture(sample)
             box = self._box(work, row, picture.size)
             shrink = 1
             if box is not None and view.augment is not None and view.augment.shrink_on_load and picture.shrinks:
@@ -272,6 +272,11 @@ class DaliBackend:
         else:
             shown = resized_part(pixels, work.shape[0], view.interpolation)
         return shown.flip(-1) if self._flip(work, row) else shown
+
+    def _picture(self, sample: int) -> Picture | DecodedPicture:
+        if sample in self._refused:
+            return DecodedPicture(self._source.read(sample))
+        return Picture(self._source.encoded(sample), self._view.channels, self._source.path(sample))
 
     def _box(self, work: _Work, row: int, size: Shape) -> Box | None:
         """The part of an image that is shown; None where the whole is, but for its edges."""
