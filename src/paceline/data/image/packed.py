@@ -151,11 +151,16 @@ class PackedDataset:
     index: PackedIndex
 
 
-def open_packed(root: Path) -> PackedDataset:
-    """Open a packed dataset; the time it takes does not depend on the number of images.
+def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
+    """Open a packed dataset; no image is looked at.
+
+    Args:
+        root: Its directory.
+        check_index: Whether its index must make sense.
 
     Raises:
-        DataError: If it is not finished, or a file of it is missing or has another size than it should.
+        DataError: If it is not finished, a file of it is missing or has another size than it should, or its index
+            speaks of what is not there.
     """
     manifest = read_manifest(root)
     files = {}
@@ -169,6 +174,8 @@ def open_packed(root: Path) -> PackedDataset:
             raise _incomplete(root / facts.name, f"has {found} bytes in place of {facts.size}")
     columns = _columns(root / manifest.index.name, manifest)
     places = Places(file=columns["shard"], begin=columns["offset"], length=columns["length"])
+    if check_index:
+        _check_index(root, manifest, columns["label"], places)
     index = PackedIndex(
         label=columns["label"],
         name=Names(columns["name"], columns["name_ends"]),
@@ -243,6 +250,24 @@ def _columns(path: Path, manifest: Manifest) -> dict[str, Column]:
         name: np.frombuffer(mapped, dtype=column.dtype, count=column.count, offset=column.offset)
         for name, column in manifest.columns.items()
     }
+
+
+def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) -> None:
+    """A wrong place would be read as an image, and a wrong class would reach the loss."""
+    if len(labels) == 0:
+        return
+    sizes = np.array([each.size for each in manifest.shards], dtype=np.int64)
+    is_sound = (
+        len(labels) == sum(manifest.samples.values())
+        and labels.min() >= 0
+        and labels.max() < len(manifest.classes)
+        and places.file.min() >= 0
+        and places.file.max() < len(sizes)
+        and min(places.begin.min(), places.length.min()) >= 0
+        and bool((places.begin.astype(np.int64) + places.length <= sizes[places.file]).all())
+    )
+    if not is_sound:
+        raise _incomplete(root / manifest.index.name, "names classes or places that are not there")
 
 
 def _incomplete(path: Path, reason: str) -> DataError:

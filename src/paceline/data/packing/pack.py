@@ -111,6 +111,9 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
     with reporting_disk_errors(root):
         _begin(root)
         with _locked(root):
+            finished = _finished(root, opened, form)  # by another, a moment ago
+            if finished is not None:
+                return Packed(manifest=finished, found=finished.total)
             return _pack(request, opened, form, progress)
 
 

@@ -293,6 +293,19 @@ def test_a_file_of_another_size_is_refused_when_it_is_opened(photos: Path, tmp_p
         open_packed(root)
 
 
+@pytest.mark.parametrize("column", ["label", "shard", "offset", "length"])
+def test_an_index_of_what_is_not_there_is_refused(photos: Path, tmp_path: Path, column: str) -> None:
+    root = tmp_path / "dest"
+    packed(photos, root)
+    manifest = read_manifest(root)
+    path, place = root / manifest.index.name, manifest.columns[column]
+    content = bytearray(path.read_bytes())
+    content[place.offset + np.dtype(place.dtype).itemsize - 1] ^= 0x40  # the highest byte of the first number
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="names classes or places that are not there"):
+        open_packed(root)
+
+
 def test_a_shard_that_changes_later_is_a_broken_image(photos: Path, tmp_path: Path) -> None:
     from paceline.data.image.decode import BrokenImageError
 
