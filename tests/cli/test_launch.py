@@ -151,6 +151,7 @@ def test_a_job_of_several_pods(paceline_here: Call) -> None:
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["Job", pytest.param("PyTorchJob", marks=pytest.mark.thorough)])

@@ -72,7 +72,9 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         is_one_of_several(2)
 
 
-@pytest.mark.parametrize("processes", [None, 1, 2])
+@pytest.mark.parametrize(
+    "processes", [None, pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough)]
+)
 def test_the_plan_is_that_of_the_run(
     paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Any, processes: int | None
 ) -> None:

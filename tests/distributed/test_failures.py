@@ -127,6 +127,7 @@ def test_a_loss_that_is_no_number(studio: Path, frail: Callable[..., Any], summa
     assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000004"]
 
 
+@pytest.mark.thorough
 def test_an_unused_parameter_is_named(studio: Path, run: Callable[..., Any]) -> None:
     """DistributedDataParallel would wait for its gradient; the user learns which one, before or at step one."""
     (studio / "frail.py").write_text(FRAIL)

@@ -237,7 +237,7 @@ class Slow(nn.Module):
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_second_signal_ends_at_once(
     studio: Path,
     tmp_path: Path,

@@ -36,6 +36,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rank", "exact"), [pytest.param(0, "true", marks=pytest.mark.thorough), (1, "false")])
 def test_a_slow_rank_is_named(studio: Path, run: Callable[..., Any], rank: int, exact: str) -> None:
     (studio / "sluggish.py").write_text(SLUGGISH)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
+pytestmark = [pytest.mark.world_size(2), pytest.mark.slow, pytest.mark.thorough]
 
 # Everything that DDP could do otherwise: accumulation, BatchNorm, dropout, an epoch's last step that is smaller.
 PROGRAM = """

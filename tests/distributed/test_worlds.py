@@ -173,6 +173,7 @@ def test_two_processes_train_as_one_does(
         assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (6, 0, 0)
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.world_size(2)
 @pytest.mark.slow

@@ -241,6 +241,7 @@ def test_a_mistake_that_only_the_job_finds_ends_it(slurm: Slurm) -> None:
     assert "holds a run of another recipe: seed was" in slurm.said("other")
 
 
+@pytest.mark.thorough
 def test_what_is_submitted_is_what_a_dry_run_prints(slurm: Slurm) -> None:
     command = ("launch", "slurm", "digits", *RECIPE, *SHORT, "--run-dir", "printed", "--nodes", "2")
     printed = slurm.paceline(*command, "--dry-run")
