@@ -154,7 +154,7 @@ def test_a_job_of_several_pods(paceline_here: Call) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("kind", ["Job", pytest.param("PyTorchJob", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
 def test_what_the_pods_do_trains_together(
     paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...], kind: str
 ) -> None:
