@@ -190,4 +190,6 @@ def _show_cost(console: Console, report: DataReport) -> None:
 def _show_verdict(console: Console, report: DataReport) -> None:
     found = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
-    console.print(f"{verdict}: {found}; {report.seconds:.1f} s with {report.workers} process{"es" * (report.workers != 1)}.")
+    console.print(
+        f"{verdict}: {found}; {report.seconds:.1f} s with {report.workers} process{'es' * (report.workers != 1)}."
+    )
