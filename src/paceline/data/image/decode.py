@@ -10,7 +10,6 @@ bits; whatever these find odd is Pillow's to judge.
 from __future__ import annotations
 
 import io
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -213,17 +212,11 @@ def decode(source: Content | str | Path, channels: int) -> Pixels:
 def read_file(path: str | Path) -> bytes:
     """Return what a file holds; raises BrokenImageError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
-        try:
-            size = os.fstat(descriptor).st_size
-            content = os.read(descriptor, size)
-            while len(content) < size and (more := os.read(descriptor, size - len(content))):
-                content += more
-        finally:
-            os.close(descriptor)
+        # To its end, whatever its size is said to be: a pipe has none.
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
     except OSError as error:
         raise BrokenImageError(str(path), _reason(error)) from error
-    return content
 
 
 def image_header(path: str | Path | BinaryIO) -> tuple[tuple[int, int], bool] | None:
