@@ -153,7 +153,6 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
             ("train", "digits", "optimizer.options={foo: 1}", "--plan-only"),
             ("optimizer.options {'foo': 1}", "name=sgd"),
         ),
-        (("train", "digits", "model.name=vit_tiny_patch16_224", "--plan-only"), ("vit_tiny_patch16_224", "8")),
         (
             ("train", "digits", "data.mix.mixup=1", "data.mix.epochs=99", "--plan-only"),
             ("data.mix.epochs", "all are mixed"),

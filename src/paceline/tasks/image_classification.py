@@ -150,10 +150,10 @@ class ImageClassification(Task):
         return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
 
     def check_network(self, network: nn.Module) -> None:
-        """Try each size that training or evaluation shows."""
+        """Try each size that training or evaluation shows, beside the one that the network was built for."""
         found, data = self.dataset, self.recipe.data
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
-        sides |= {found.image_size, evaluation_size(data, found)}
+        sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
         shapes = {(side, side) for side in sides} | ({} if self._shapes is None else distinct(self._shapes)).keys()
         for shape in sorted(shapes):
             check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
