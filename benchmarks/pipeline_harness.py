@@ -54,8 +54,11 @@ def processor_seconds() -> float:
 def _of_living_children(parent: int) -> float:
     total, ticks = 0.0, os.sysconf("SC_CLK_TCK")
     for task in os.listdir(f"/proc/{parent}/task"):
-        with open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
-            children = file.read().split()
+        try:
+            with open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
+                children = file.read().split()
+        except FileNotFoundError:  # a thread that has ended since
+            continue
         for child in children:
             try:
                 with open(f"/proc/{child}/stat", encoding="utf-8", errors="replace") as file:

@@ -7,6 +7,7 @@ CPU the same arithmetic runs in line, one batch at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def to_device(
     normalize: Normalize,
     placement: Placement,
     finish: Callable[[Batch], Batch] | None = None,
+    moving: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Batch]:
     """Yield each batch on the device, normalised; one ahead where the device has streams.
 
@@ -52,15 +54,20 @@ def to_device(
         normalize: Makes their images floats.
         placement: Where they are to be.
         finish: What is done to them there.
+        moving: Entered where the step waits for that. Beside the step it costs nothing.
     """
 
     def move(batch: Batch) -> Batch:
         moved = _moved(batch, normalize, placement.device)
         return moved if finish is None else finish(moved)
 
+    def move_here(batch: Batch) -> Batch:
+        with moving():
+            return move(batch)
+
     if placement.device.type in ("cuda", "xpu"):
-        return _one_ahead(batches, move, placement.device)
-    return map(move, batches)
+        return _one_ahead(batches, move, placement.device, moving)
+    return map(move_here, batches)
 
 
 def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
@@ -72,7 +79,12 @@ def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
     return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
 
 
-def _one_ahead(batches: Iterator[Batch], move: Callable[[Batch], Batch], device: torch.device) -> Iterator[Batch]:
+def _one_ahead(
+    batches: Iterator[Batch],
+    move: Callable[[Batch], Batch],
+    device: torch.device,
+    moving: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Batch]:
     backend: Any = torch.get_device_module(device)
     side = backend.Stream(device)
     # What batches are made of may lie on the device already, and have been brought there on this stream.
@@ -86,7 +98,8 @@ def _one_ahead(batches: Iterator[Batch], move: Callable[[Batch], Batch], device:
     ready = fetch()
     while ready is not None:
         main = backend.current_stream(device)
-        main.wait_stream(side)
+        with moving():
+            main.wait_stream(side)
         for tensor in (ready.inputs, ready.targets):
             # Allocated on the side stream, used on this one: the allocator must not reuse it too early.
             tensor.record_stream(main)

@@ -97,6 +97,11 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
         found = os.statvfs(path)
     except OSError:
         return "", ""  # a system that keeps it elsewhere
+    if not os.access(path, os.W_OK):
+        return (
+            f"{_workers(loading)} (data.workers={loading.workers}) hand over batches in shared memory, and {path} "
+            "cannot be written to: mount it so that it can, or set data.workers=0."
+        ), ""
     free = found.f_bavail * found.f_frsize
     who = f"{_workers(loading)} (data.workers={loading.workers})"
     size = "batch.micro_size" if loading.train_batch_bytes else "evaluate.batch_size"
@@ -112,8 +117,8 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     if loading.most_bytes > free:
         return "", (
             f"the batches that {who} keep ready (data.prefetch={loading.prefetch}) can take "
-            f"{format_bytes(loading.most_bytes)} of shared memory, and {path} has {format_bytes(free)} free; a worker "
-            f"that finds none left is ended by a bus error: {change}"
+            f"{format_bytes(loading.most_bytes)} of shared memory, and {path} has {format_bytes(free)} free; when none "
+            f"is left, the run ends: {change}"
         )
     return "", ""
 

@@ -59,7 +59,7 @@ def test_shared_memory_for_all_that_is_kept_ready(sixteen_mib: Path) -> None:
     (warning,) = look_at_machine(replace(fits, prefetch=3), sixteen_mib).warnings
     assert warning == (
         "the batches that 1 loader process (data.workers=1) keep ready (data.prefetch=3) can take 24.0 MiB of shared "
-        f"memory, and {sixteen_mib} has 16.0 MiB free; a worker that finds none left is ended by a bus error: give it "
+        f"memory, and {sixteen_mib} has 16.0 MiB free; when none is left, the run ends: give it "
         f"more (docker run --shm-size=1g; in Kubernetes an emptyDir of medium Memory at {sixteen_mib}), or lower "
         "data.workers, data.prefetch or batch.micro_size."
     )
@@ -159,3 +159,10 @@ print(most - before, loading.descriptors)
 for backend in backends:
     backend.close()
 """
+
+
+def test_shared_memory_that_cannot_be_written_to(sixteen_mib: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", sixteen_mib], check=True)
+    refusal = look_at_machine(SMALL, sixteen_mib).refusal
+    assert refusal.endswith(f"{sixteen_mib} cannot be written to: mount it so that it can, or set data.workers=0.")
+    assert look_at_machine(replace(SMALL, workers=0), sixteen_mib).refusal == ""

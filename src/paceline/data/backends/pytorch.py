@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import mmap
 import multiprocessing
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,6 +24,7 @@ import threading
 import time
 import warnings
 import weakref
+from array import array
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
@@ -37,12 +40,14 @@ from paceline.data.image.reading import ReadFailure, SliceReader
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleSlice
-from paceline.errors import DataError, OneProcessError
+from paceline.errors import DataError, LostWorkerError, OneProcessError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _CHECK_SECONDS = 0.5
 _CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
 _LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer will not come back
+
+_DEATH = "DataLoader worker"  # how torch begins what it says of one
 
 # sizeof(sun_path) on Linux, less its terminating zero; macOS has a few less.
 _SOCKET_PATH = 107 if sys.platform == "linux" else 103
@@ -105,6 +110,10 @@ class PytorchBackend:
         """Which sample is being read, or was read last, and by whom; for people."""
         return self._board.explain_place()
 
+    def explain_death(self, reason: str) -> str:
+        """Say of a dead worker of this back-end what it was reading; nothing if none has died."""
+        return self._board.explain_death(reason) if self._board.has_dead_workers else ""
+
     def close(self) -> None:
         """Stop the workers; one that hangs is given two seconds."""
         _OPEN.discard(self)
@@ -158,8 +167,8 @@ class PytorchBackend:
             with self._missing_workers_explained():
                 yield
         except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
-            if str(error).startswith("DataLoader worker"):
-                raise OneProcessError(self._board.explain_death(str(error))) from error
+            if str(error).startswith(_DEATH):
+                raise LostWorkerError(self._board.explain_death(str(error))) from error
             if str(error).startswith("DataLoader timed out"):
                 raise OneProcessError(self._board.explain_silence(self._wait_seconds)) from error
             raise
@@ -172,7 +181,7 @@ class PytorchBackend:
             # Batches are fetched from the worker's own socket: one that dies then is missed there first.
             if not self._board.has_lost_a_worker():
                 raise
-            raise OneProcessError(self._board.explain_death("DataLoader worker died handing over a batch")) from error
+            raise LostWorkerError(self._board.explain_death(f"{_DEATH} died handing over a batch")) from error
 
 
 class _Order:
@@ -200,9 +209,10 @@ class _Board:
     def __init__(self, workers: int, source: SampleSource) -> None:
         self._source = source
         self._run_process = os.getpid()
-        self._closing = RawArray("q", 1)
-        self._pids = RawArray("q", max(workers, 1))
-        self._reading = RawArray("q", [-1] * max(workers, 1))
+        share = _shared if workers else list[int]
+        self._closing = share([0])
+        self._pids = share([0] * max(workers, 1))
+        self._reading = share([-1] * max(workers, 1))
         self._worker = 0
         if workers:
             # Made here, it is shared: whoever of run and workers is left removes it.
@@ -226,19 +236,30 @@ class _Board:
         """Tell the workers that nobody waits for their batches."""
         self._closing[0] = 1
 
+    @property
+    def has_dead_workers(self) -> bool:
+        """Whether a worker has died."""
+        return bool(self._dead())
+
     def has_lost_a_worker(self) -> bool:
         """Whether a worker has died, or does so within a second: its socket may be gone before itself is."""
         deadline = time.monotonic() + 1
-        while not self._dead() and time.monotonic() < deadline:
+        while not self.has_dead_workers and time.monotonic() < deadline:
             time.sleep(0.01)
-        return bool(self._dead())
+        return self.has_dead_workers
 
     def explain_death(self, reason: str) -> str:
         """Add to torch's sentence on a dead worker which sample it was reading."""
         samples = [self._reading[k] for k in self._dead() if self._reading[k] >= 0]
         names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
         where = f", while it read sample {names}" if names else ""
-        return f"{reason.strip().rstrip('.')}{where}."
+        said = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
+        why = ""
+        if said.endswith("Bus error"):
+            why = " It found no shared memory left: give it more, or lower data.workers or data.prefetch."
+        elif said.endswith(("Killed", "exited unexpectedly")):
+            why = " If it was killed for want of memory, lower data.workers or data.prefetch."
+        return f"{said}{where}.{why}"
 
     def explain_silence(self, seconds: int) -> str:
         """Say what the workers were last reading, when no batch has come for so long."""
@@ -286,6 +307,16 @@ class _Board:
         os._exit(0)
 
 
+def _shared(numbers: list[int]) -> Any:
+    """Numbers of 64 bits that this process and its workers write to."""
+    if sys.platform != "linux":
+        return RawArray("q", numbers)
+    # Forked workers need no file for it, which a /dev/shm that cannot be written to would not hold.
+    memory = memoryview(mmap.mmap(-1, 8 * len(numbers))).cast("q")
+    memory[:] = array("q", numbers)
+    return memory
+
+
 def _check_socket_path(directory: str) -> None:
     """Workers hand over batches through a socket in the temporary directory, and its path has a short limit.
 
@@ -300,6 +331,22 @@ def _check_socket_path(directory: str) -> None:
 
 
 _OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()
+
+
+@contextmanager
+def worker_deaths_told() -> Iterator[None]:
+    """Turn torch's error over a dead worker into a sentence on that worker, whatever the main thread does just then.
+
+    Raises:
+        LostWorkerError: In the place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith(_DEATH):
+            raise
+        told = (each.explain_death(str(error)) for each in list(_OPEN))
+        raise LostWorkerError(next(filter(None, told), str(error))) from error
 
 
 @atexit.register
@@ -339,5 +386,6 @@ def _batch_of(result: Batch | ReadFailure) -> Batch:
     if isinstance(result, Batch):
         return result
     error = OneProcessError(result.message)
-    error.add_note(result.trace)
+    if result.trace:
+        error.add_note(result.trace)
     raise error

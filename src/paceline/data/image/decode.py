@@ -253,14 +253,19 @@ def _opened(content: Content) -> Image.Image:
     return image
 
 
+def _orientation(image: Image.Image) -> object:
+    """What EXIF says of how an image lies; None if it says nothing, or nothing that can be read."""
+    try:
+        return image.getexif().get(ORIENTATION)
+    except Exception:  # noqa: BLE001 (Pillow raises anything at damaged metadata, which must not lose a good picture)
+        return None
+
+
 def _is_plain_jpeg(image: Image.Image) -> bool:
     """Whether a JPEG file lies upright and holds colours or greys: then its size is known before it is decoded."""
     if image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return False
-    try:
-        return image.getexif().get(ORIENTATION) in (None, 1)
-    except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
-        return True
+    return _orientation(image) in (None, 1)
 
 
 def _is_simple(image: Image.Image) -> bool:
@@ -302,10 +307,7 @@ def _silence_pillow() -> None:
 def _upright(image: Image.Image) -> Image.Image:
     """Turn the image the way its EXIF orientation says; unreadable EXIF data say nothing."""
     # Asked after load(): the TIFF plugin turns the image itself and then drops the tag.
-    try:
-        orientation = image.getexif().get(ORIENTATION)
-    except Exception:  # noqa: BLE001 (metadata of any kind of damage must not lose a good picture)
-        return image
+    orientation = _orientation(image)
     method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return image if method is None else image.transpose(method)
 

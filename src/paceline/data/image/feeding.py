@@ -5,7 +5,6 @@ The measuring is the trainer's (``trainer/feeding.py``); here is what it found, 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from paceline.data.image.jpeg import describe_decoder
+from paceline.data.remembered import remember as write_down
 from paceline.machine import available_cores, cache_folder, cpu_name
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
@@ -68,11 +68,7 @@ def remember(recipe: Recipe, found: Feeding | None, *, reason: str = "") -> None
     """Keep what was measured, or why it failed; where nothing can be written, nothing is remembered."""
     path = _path(recipe)
     told = {"rates": found.rates, "alone": found.alone} if found is not None else {"failed": reason}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({**told, "time": time.time()}), encoding="utf-8")
-        draft.replace(path)
+    write_down(path, json.dumps({**told, "time": time.time()}).encode())
 
 
 def _can_write(folder: Path) -> bool:

@@ -288,9 +288,16 @@ def _rows(path: Path, columns: Columns) -> _Rows:
         whole = file.read_buffer()
         batches = list(arrow.ipc.open_stream(whole))
         begin, length, names, labels = [], [], [], []
+        rows = 0
         for batch in batches:
             images = batch.column(batch.schema.get_field_index(columns.image))
             content = images.field("bytes")
+            if images.null_count:
+                row = rows + images.is_null().to_numpy(zero_copy_only=False).argmax()
+                raise DataError(
+                    f"{str(path)!r} has no image in its row {row} (counted from 0): leave such rows out "
+                    "(Dataset.filter), and save the dataset again."
+                )
             if content.null_count:
                 raise DataError(
                     f"{str(path)!r} names image files in place of holding them: save the dataset again, with "
@@ -302,6 +309,7 @@ def _rows(path: Path, columns: Columns) -> _Rows:
             _check_inside(begin[-1], length[-1], whole.size, path)
             labels.append(batch.column(batch.schema.get_field_index(columns.label)).to_numpy(zero_copy_only=False))
             names += [name or "" for name in images.field("path").to_pylist()]
+            rows += len(images)
     joined = np.concatenate(labels) if labels else np.zeros(0)
     if joined.dtype.kind == "f":  # as Arrow hands out integers of which some are missing
         joined = np.nan_to_num(joined, nan=-1)

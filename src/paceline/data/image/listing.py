@@ -11,9 +11,7 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.remembered import Arrays, recall_arrays, remember_arrays
 from paceline.errors import DataError
 from paceline.machine import cache_folder
 
@@ -272,7 +271,7 @@ def _note(stamps: dict[str, Stamp], folder: Path) -> None:
 
 def _remember(memory: Path, folders: Sequence[Path], listed: Listed, stamps: dict[str, Stamp]) -> str:
     """Write what was listed, whole or not at all; say where, or nothing where it cannot be written."""
-    arrays: dict[str, Any] = {}
+    arrays: Arrays = {}
     for index, listing in enumerate(listed.listings):
         arrays[f"joined{index}"] = listing.names.joined
         arrays[f"lengths{index}"] = np.diff(listing.names.ends).astype(np.uint32)
@@ -287,32 +286,22 @@ def _remember(memory: Path, folders: Sequence[Path], listed: Listed, stamps: dic
     }
     # ASCII, with what is no text escaped: names of folders may be any bytes.
     arrays["facts"] = np.frombuffer(json.dumps(facts).encode("ascii"), dtype=np.uint8)
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=memory.parent, suffix=".tmp", delete=False) as file:
-            try:
-                np.savez(file, **arrays)
-                file.close()
-                os.replace(file.name, memory)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError:
-        return ""  # a home that cannot be written to, or is full: listed anew the next time
-    return ", and remembered"
+    return ", and remembered" if remember_arrays(memory, arrays) else ""
 
 
 def _recall(memory: Path, root: Path, folders: Sequence[Path]) -> Listed | None:
     """What was listed earlier, if it is still so."""
     begin = time.perf_counter()
+    arrays = recall_arrays(memory)
+    if arrays is None:
+        return None
     try:
-        with open(memory, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            facts = json.loads(arrays["facts"].tobytes())
-            if not _is_valid(facts, folders):
-                return None
-            listings = tuple(_recalled(arrays, index, classes) for index, classes in enumerate(facts["classes"]))
-    except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile):
-        return None  # none, a torn one, or of another version
+        facts = json.loads(arrays["facts"].tobytes())
+        if not _is_valid(facts, folders):
+            return None
+        listings = tuple(_recalled(arrays, index, classes) for index, classes in enumerate(facts["classes"]))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # of another version
     if not all(_sizes_hold(root, listing) for listing in listings):
         return None
     seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in listings)
@@ -332,7 +321,7 @@ def _is_valid(facts: dict[str, Any], folders: Sequence[Path]) -> bool:
     return needed == stamps.keys() and all(_stamp(path) == tuple(stamp) for path, stamp in stamps.items())
 
 
-def _recalled(arrays: Any, index: int, classes: Sequence[str]) -> Listing:
+def _recalled(arrays: Arrays, index: int, classes: Sequence[str]) -> Listing:
     lengths, counts = arrays[f"lengths{index}"].astype(np.int64), arrays[f"counts{index}"]
     return Listing(
         tuple(classes),

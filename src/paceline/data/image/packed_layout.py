@@ -54,6 +54,9 @@ class FileFacts:
     sha256: Digest
 
 
+ColumnType = Literal["<i4", "<i8", "|u1"]
+
+
 @checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Column:
     """Where a column of the index lies in its file.
@@ -64,7 +67,7 @@ class Column:
         count: Number of elements.
     """
 
-    dtype: Literal["<i4", "<i8", "|u1"]
+    dtype: ColumnType
     offset: Count
     count: Count
 

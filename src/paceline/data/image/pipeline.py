@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.data.backends.dali.backend import DaliBackend
 from paceline.data.backends.pytorch import PytorchBackend
@@ -53,6 +55,7 @@ class ImagePipeline:
         self._normalize = normalize
         self._placement = placement
         self._has_workers = has_workers
+        self._moving: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._mixing = mixing if mixing is not None and mixing.is_asked_for else None
 
     def start(self, *, training: bool, evaluation: bool) -> None:
@@ -70,7 +73,11 @@ class ImagePipeline:
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
         raw = self._backend(training=True).batches(geometry.stream(first, last, world))
-        return to_device(raw, self._normalize, self._placement, self._mixing)
+        return to_device(raw, self._normalize, self._placement, self._mixing, self._moving)
+
+    def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter what ``moving`` gives where a training step waits for a batch that is being brought to the device."""
+        self._moving = moving
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         """This process's part of the evaluation samples."""

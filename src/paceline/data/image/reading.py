@@ -6,6 +6,7 @@ it the model sees, and that part is decoded, resized, and written into the batch
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from paceline.data.image.jpeg import resizes
 from paceline.data.image.source import BrokenImageError, SampleSource, announce, encoded_source
 from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
 from paceline.data.image.variation import Variation, asks_for_variation
+from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
+from paceline.units import format_bytes
 
 # Of the result: 64 images of 32x32. What they are made of stays in the cache meanwhile.
 _PIXELS_AT_ONCE = 2**16
@@ -37,7 +40,7 @@ class ReadFailure:
 
     Attributes:
         message: One sentence that names the sample.
-        trace: The traceback, as text.
+        trace: The traceback, as text; empty where the message says it all.
     """
 
     message: str
@@ -86,8 +89,8 @@ class SliceReader:
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
         size = view.size_at(piece.epoch)
         shape = piece.shape or (size, size)
-        inputs = self._empty(len(piece.ids), shape)
         try:
+            inputs = self._empty(len(piece.ids), shape)
             broken = self._fill(inputs, piece.ids, shape, draws)
         except _DefectError as error:
             return error.failure
@@ -176,7 +179,7 @@ class SliceReader:
             flat = torch.empty(size, dtype=torch.uint8)
         else:
             # As torch's own collation does: a batch in other memory would be copied when it is handed over.
-            storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            storage = _new_shared(size)
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         if self._shifts or asks_for_variation(self._augment):
             # Shifts are made of rows of one channel, and torchvision's operations may round otherwise when the channel
@@ -197,3 +200,26 @@ class SliceReader:
                 inputs = vary(inputs, self._augment, draws)
             inputs = self._variation(inputs, ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
+
+
+def _new_shared(size: int) -> torch.UntypedStorage:
+    """Shared memory of so many bytes.
+
+    Raises:
+        _DefectError: If there is no room for it.
+    """
+    try:
+        # As torch's own collation does; the call carries no types.
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    except RuntimeError as error:
+        if "shared memory" not in str(error) and "No space" not in str(error):
+            raise
+        for left in SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"):  # torch leaves the name of what it could not make
+            left.unlink(missing_ok=True)
+        message = (
+            f"a loader process found no room in shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
+            "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "
+            "data.workers, data.prefetch or batch.micro_size."
+        )
+        raise _DefectError(ReadFailure(message, "")) from None
+    return storage

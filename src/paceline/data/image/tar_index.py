@@ -6,7 +6,6 @@ compressed as a whole has no places to go to, and is refused.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -18,6 +17,7 @@ import numpy as np
 
 from paceline.data.image.mapped import MappedFile, Names
 from paceline.data.image.source import Ids
+from paceline.data.remembered import recall_arrays, remember_arrays
 from paceline.errors import DataError
 from paceline.machine import cache_folder
 
@@ -50,13 +50,22 @@ def index_tar(file: MappedFile) -> TarIndex:
     Raises:
         DataError: If it is compressed, truncated or no tar.
     """
-    remembered = cache_folder() / "indexes" / f"tar-{_key(file)}.npz"
-    recalled = _recall(remembered)
+    memory = memory_of(file, "tar")
+    recalled = _recall(memory)
     if recalled is not None:
         return recalled
     index = _scan(file)
-    _remember(remembered, index)
+    remember_arrays(
+        memory, {"blob": index.names.blob, "ends": index.names.ends, "begin": index.begin, "length": index.length}
+    )
     return index
+
+
+def memory_of(file: MappedFile, what: str) -> Path:
+    """Where something about a tar is remembered, as long as it is as it is now: written to again, it is another."""
+    text = f"{_VERSION}\0{os.path.realpath(file.path)}\0{file.size}\0{file.changed}"
+    key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return cache_folder() / "indexes" / f"{what}-{key}.npz"
 
 
 def _scan(file: MappedFile) -> TarIndex:
@@ -143,31 +152,14 @@ def _extended(records: bytes) -> dict[str, str]:
     return found
 
 
-def _key(file: MappedFile) -> str:
-    """The file as it is now: written to again, it is another."""
-    text = f"{_VERSION}\0{os.path.realpath(file.path)}\0{file.size}\0{file.changed}"
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-
 def _recall(path: Path) -> TarIndex | None:
+    arrays = recall_arrays(path)
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        if arrays is not None:
             return TarIndex(names=Names(arrays["blob"], arrays["ends"]), begin=arrays["begin"], length=arrays["length"])
-    except Exception:  # noqa: BLE001 (a damaged file can fail in any way, and is only an old answer)
-        return None
-
-
-def _remember(path: Path, index: TarIndex) -> None:
-    """Keep an index for the next time; where nothing can be written, the tar is scanned again."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            np.savez(file, blob=index.names.blob, ends=index.names.ends, begin=index.begin, length=index.length)
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    except KeyError:
+        pass  # of another version
+    return None
 
 
 def _damaged(path: str, reason: str) -> DataError:

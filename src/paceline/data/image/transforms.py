@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import interpolate
 
-from paceline.data.image.augmentation import Box
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
 
@@ -100,12 +99,6 @@ def evaluation_geometry(size: Shape, shape: Shape, evaluation_crop: float) -> tu
     scaled = (max(covered[0], covered[1] * height // width), max(covered[1], covered[0] * width // height))
     top, left = (round((have - wanted) / 2) for have, wanted in zip(scaled, shape, strict=True))
     return scaled, (top, left)
-
-
-def training_image(image: Image, box: Box, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:
-    """Keep one part of the image, resized to the square the model sees; uint8 [C, S, S]."""
-    part = image[box.top : box.top + box.height, box.left : box.left + box.width]
-    return resized_part(part, image_size, interpolation)
 
 
 def resized_part(part: Image, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:

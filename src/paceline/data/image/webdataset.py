@@ -10,7 +10,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,7 +30,8 @@ from paceline.data.image.mapped import (
 )
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
-from paceline.data.image.tar_index import TarIndex, index_tar
+from paceline.data.image.tar_index import TarIndex, index_tar, memory_of
+from paceline.data.remembered import recall_arrays, remember_arrays
 from paceline.errors import DataError
 
 _LABELS = ("label", "cls")
@@ -155,10 +156,10 @@ def _read(tars: Sequence[Path]) -> _Part:
     labels: list[int | str] = []
     rows: list[tuple[int, int, int]] = []
     for number, (file, index) in enumerate(zip(files, indexes, strict=True)):
-        for name, image, label in _samples(file, index):
-            names.append(name)
-            labels.append(label)
-            rows.append((number, int(index.begin[image]), int(index.length[image])))
+        samples = _samples(file, index)
+        names += [index.names[image] for image, _ in samples]
+        labels += _labels(file, index, samples)
+        rows += [(number, int(index.begin[image]), int(index.length[image])) for image, _ in samples]
     if not rows:
         raise DataError(
             f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected are members "
@@ -170,23 +171,42 @@ def _read(tars: Sequence[Path]) -> _Part:
     return _Part(MappedBytes(files, places), told, labels, places.length)
 
 
-def _samples(file: MappedFile, index: TarIndex) -> Iterator[tuple[str, int, int | str]]:
-    """Yield (name of the image, its number among the members, label)."""
+def _samples(file: MappedFile, index: TarIndex) -> list[tuple[int, dict[str, int]]]:
+    """Each image's number among the members, and the numbers of all members of its sample by their endings."""
     groups: dict[str, dict[str, int]] = {}
     for member in range(len(index.names)):
         folder, _, name = index.names[member].removeprefix("./").rpartition("/")
         stem, _, suffix = name.partition(".")
-        if stem:
-            groups.setdefault(f"{folder}/{stem}", {})[suffix.lower()] = member
-    labels = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
+        if not stem:
+            continue
+        members = groups.setdefault(f"{folder}/{stem}", {})
+        if suffix.lower() in members:
+            raise DataError(
+                f"{file.path!r} holds {index.names[member]!r} twice, and which of the two is meant cannot be told: "
+                "give each sample a name of its own."
+            )
+        members[suffix.lower()] = member
+    found = []
     for key, members in groups.items():
         images = [suffix for suffix in members if suffix in EXTENSIONS]
-        if not images:
-            continue
         if len(images) > 1:
             raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
-        image = members[images[0]]
-        yield index.names[image], image, _label(labels, members, f"{index.names[image]} in {file.path}")
+        found += [(members[suffix], members) for suffix in images]
+    return found
+
+
+def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str, int]]]) -> list[int | str]:
+    """The samples' labels, remembered: they lie between the images, and reading them anew would read most of a tar."""
+    memory = memory_of(file, "labels")
+    known = recall_arrays(memory)
+    if known is not None and "json" in known:
+        labels: list[int | str] = json.loads(known["json"].tobytes())
+        if len(labels) == len(samples):
+            return labels
+    content = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
+    labels = [_label(content, members, f"{index.names[image]} in {file.path}") for image, members in samples]
+    remember_arrays(memory, {"json": np.frombuffer(json.dumps(labels).encode(), dtype=np.uint8)})
+    return labels
 
 
 def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
@@ -209,10 +229,12 @@ def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | st
 def _as_label(value: object, name: str) -> int | str:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?", value):
+        raise DataError(f"{name!r} has the label {value}, but labels are whole numbers from 0 on, or names.")
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
     if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
-        raise DataError(f"{name!r} has the label {value}, but labels are numbers from 0 on.")
+        raise DataError(f"{name!r} has the label {value}, but labels are numbers from 0 to {_LARGEST_LABEL - 1:,}.")
     return value
 
 
@@ -220,8 +242,11 @@ def _classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, ...], 
     """Name the classes, and number the labels."""
     kinds = {type(label) for labels in parts for label in labels}
     if len(kinds) > 1:
+        one = next(each for labels in parts for each in labels if isinstance(each, int))
+        other = next(each for labels in parts for each in labels if isinstance(each, str))
         raise DataError(
-            f"{path!r} has labels that are numbers and labels that are names: make them all one or the other."
+            f"{path!r} has labels that are numbers ({one}) and labels that are names ({other!r}): make them all one or "
+            "the other."
         )
     if kinds == {int}:
         count = max(int(label) for labels in parts for label in labels) + 1

@@ -17,6 +17,7 @@ from paceline.data.image.packed_layout import (
     MANIFEST,
     SPLITS,
     Column,
+    ColumnType,
     FileFacts,
     Form,
     LeftOut,
@@ -29,6 +30,14 @@ from paceline.data.packing.shards import hashed_file, read_part, write_whole
 from paceline.errors import DataError
 
 _SHOWN = 10
+_NUMBERS: dict[str, ColumnType] = {
+    "label": "<i8",
+    "height": "<i4",
+    "width": "<i4",
+    "shard": "<i4",
+    "offset": "<i8",
+    "length": "<i8",
+}
 
 
 def left_out(root: Path, shards: Sequence[Shard]) -> list[LeftOut]:
@@ -140,21 +149,11 @@ def _places(path: Path) -> dict[str, Column]:
         assert opened.num_record_batches == 1
         batch = opened.get_batch(0)
 
-        def place(buffer: Any, dtype: str, count: int) -> Column:
-            return Column(dtype=dtype, offset=buffer.address - whole.address, count=count)  # type: ignore[arg-type]
+        def place(buffer: Any, dtype: ColumnType, count: int) -> Column:
+            return Column(dtype=dtype, offset=buffer.address - whole.address, count=count)
 
         rows = batch.num_rows
-        found = {
-            name: place(batch.column(name).buffers()[1], dtype, rows)
-            for name, dtype in {
-                "label": "<i8",
-                "height": "<i4",
-                "width": "<i4",
-                "shard": "<i4",
-                "offset": "<i8",
-                "length": "<i8",
-            }.items()
-        }
+        found = {name: place(batch.column(name).buffers()[1], dtype, rows) for name, dtype in _NUMBERS.items()}
         _, ends, blob = batch.column("name").buffers()
         letters = int(np.frombuffer(ends, dtype="<i8")[rows])
         found["name_ends"] = place(ends, "<i8", rows + 1)

@@ -18,7 +18,7 @@ from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import choose_columns, choose_splits, find_files, open_huggingface
 from paceline.data.image.mapped import MappedSource, Names, StoredImages, probe
 from paceline.data.image.packed import PackedPixels, open_packed, packed_images
-from paceline.data.image.packed_layout import MANIFEST, Origin
+from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Origin
 from paceline.data.image.pixels import array_digest
 from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
 from paceline.data.image.webdataset import open_webdataset
@@ -27,6 +27,8 @@ from paceline.errors import DataError
 
 Kind = Literal["image_folder", "webdataset", "huggingface", "cifar10", "cifar100", "mnist", "fashion_mnist", "packed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
+_ARCHIVES: dict[str, Kind] = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
 
 _WEIGHED = 1024
 _LOOKED_AT = 16
@@ -145,11 +147,13 @@ def _detected(path: str) -> Kind:
     root = Path(path).expanduser()
     if not root.exists():
         if "{" in path or has_magic(path):
+            if path.endswith(".parquet"):
+                raise DataError(f"{path!r} is a pattern of parquet files: name the folder that they are in.")
             return "webdataset"
-        raise DataError(f"there is no {str(root)!r} to pack: correct the path.")
+        raise DataError(f"there is no {str(root)!r}: correct the path.")
     if root.is_file():
         return _kind_of_file(root)
-    if (root / MANIFEST).is_file():
+    if (root / MANIFEST).is_file() or (root / UNFINISHED).is_dir():
         return "packed"
     if cifar.find_cifar_archive(root) is not None:
         return "cifar10"
@@ -157,21 +161,27 @@ def _detected(path: str) -> Kind:
         return "cifar100"
     if (folder := mnist.find_mnist_folder(root)) is not None:
         return "fashion_mnist" if mnist.is_fashion(folder) else "mnist"
+    return _kind_of_folder(root)
+
+
+def _kind_of_folder(root: Path) -> Kind:
     suffixes = _suffixes(root)
     if (".json" in suffixes or ".parquet" in suffixes) and find_files(root) is not None:
         return "huggingface"
+    if suffixes & _COMPRESSED and ".tar" not in suffixes and not any(each.is_dir() for each in root.iterdir()):
+        raise DataError(f"{str(root)!r} holds compressed files: uncompress them, for tars are read where images lie.")
     return "webdataset" if ".tar" in suffixes else "image_folder"
 
 
 def _kind_of_file(path: Path) -> Kind:
-    for start, kind in (("cifar-100-", "cifar100"), ("cifar-10-", "cifar10")):
+    for start, kind in _ARCHIVES.items():
         if path.name.startswith(start):
-            return kind  # type: ignore[return-value]
+            return kind
     if path.suffix in (".tar", ".parquet"):
         return "webdataset" if path.suffix == ".tar" else "huggingface"
     raise DataError(
         f"{str(path)!r} is a file, and none that can be packed by its name (a .tar of WebDataset, a .parquet of "
-        "Hugging Face, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or say what it is with --kind."
+        "Hugging Face, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it is with --kind."
     )
 
 

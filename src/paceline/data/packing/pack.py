@@ -224,7 +224,7 @@ def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
     if manifest.form != form or manifest.origin != opened.origin or manifest.classes != opened.classes:
         raise DataError(
             f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of the kind "
-            f"{manifest.origin.kind}): choose another DEST, or remove it."
+            f"{manifest.origin.kind}), or the source has changed since: choose another DEST, or remove it."
         )
     _clear(root)
     return manifest

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data.backends.memory import MemoryBackend
-from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.backends.pytorch import PytorchBackend, worker_deaths_told
 from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import FileSource, repeated
 from paceline.data.image.transforms import View
-from paceline.errors import TrainingError
+from paceline.errors import LostWorkerError, TrainingError
 from paceline.recipe.data import Augment, Progressive
 
 Slices = Callable[..., list[SampleSlice]]
@@ -183,6 +185,71 @@ def test_a_defect_names_the_file(small: FileSource, workers: int, slices: Slices
 def test_a_killed_worker_names_the_file(small: FileSource, slices: Slices) -> None:
     with pytest.raises(TrainingError, match=r"DataLoader worker .*sample 3 \(.*0003\.png\)"):
         read(Faulty(small, "kill"), slices([0, 1], [2, 3], [4]), view(None), 1)
+
+
+NARROW = """
+import glob, subprocess, sys
+from pathlib import Path
+
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", sys.argv[2], "tmpfs", "/dev/shm"], check=True)
+
+import numpy as np
+from PIL import Image
+
+from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.image.source import FileSource
+from paceline.data.image.transforms import View
+from paceline.data.slices import SampleSlice
+
+root = Path(sys.argv[1])
+Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(root / "a.png")
+source = FileSource(root, [b"a.png"] * 64, np.zeros(64, dtype=np.int64), 3)
+backend = PytorchBackend(source, View(image_size=256, channels=3), workers=int(sys.argv[3]))
+try:
+    for batch in backend.batches([SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(64), step_weight=64)]):
+        print(len(batch.ids))
+except Exception as error:
+    print(type(error).__name__, error, getattr(error, "__notes__", ""))
+backend.close()
+print(glob.glob("/dev/shm/torch_*"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mount", "workers", "said"),
+    [
+        ("size=2m", "2", "OneProcessError a loader process found no room in shared memory (/dev/shm) for a batch of "),
+        ("ro", "0", "64"),
+    ],
+)
+def test_shared_memory_that_is_full_or_cannot_be_written_to(
+    tmp_path: Path, mount: str, workers: str, said: str
+) -> None:
+    """It is told in a sentence, and nothing stays there; without loader processes none is needed."""
+    program = ["unshare", "-m", sys.executable, "-c", NARROW, str(tmp_path), mount, workers]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"cannot mount a file system of its own: {done.stderr.strip()}")
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith(said), done.stdout + done.stderr
+    assert "Traceback" not in first
+    assert last == "[]"
+
+
+def test_a_worker_that_dies_while_nothing_is_awaited_of_it(small: FileSource, slices: Slices) -> None:
+    """torch raises it wherever the main thread is."""
+    backend = PytorchBackend(small, view(None), workers=2)
+    try:
+        next(iter(backend.batches(iter(slices([0, 1], [2, 3])))))
+        worker = multiprocessing.active_children()[0]
+        threading.Timer(0.3, worker.kill).start()
+        with pytest.raises(LostWorkerError, match=r"DataLoader worker .*want of memory, lower"), worker_deaths_told():
+            time.sleep(20)
+    finally:
+        backend.close()
+    with pytest.raises(RuntimeError, match=r"^other$"), worker_deaths_told():
+        raise RuntimeError("other")
 
 
 def test_a_worker_whose_death_is_told_while_it_is_looked_for(small: FileSource, slices: Slices) -> None:

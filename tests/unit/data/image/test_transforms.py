@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.image.augmentation import Box, Draws, draw
+from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.batched import vary
-from paceline.data.image.transforms import View, evaluation_image, training_image
+from paceline.data.image.transforms import View, evaluation_image, resized_part
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
 
@@ -42,13 +42,12 @@ def test_an_image_of_the_right_size_is_not_touched() -> None:
     assert np.array_equal(evaluation_image(image, 32, 0.875).permute(1, 2, 0), image)
 
 
-def test_training_image_is_the_resized_box() -> None:
+def test_a_part_is_resized_as_pillow_does() -> None:
     image = smooth(300, 400)
-    box = Box(20, 50, 200, 250)
     theirs = Image.fromarray(image).crop((50, 20, 300, 220)).resize((96, 96), Image.Resampling.BILINEAR)
-    ours = training_image(image, box, 96).permute(1, 2, 0).numpy()
+    ours = resized_part(image[20:220, 50:300], 96).permute(1, 2, 0).numpy()
     assert np.abs(ours - np.asarray(theirs).astype(int)).max() <= 1
-    assert np.array_equal(training_image(image, Box(3, 5, 96, 96), 96).permute(1, 2, 0), image[3:99, 5:101])
+    assert np.array_equal(resized_part(image[3:99, 5:101], 96).permute(1, 2, 0), image[3:99, 5:101])
 
 
 def test_an_empty_batch_stays_empty() -> None:

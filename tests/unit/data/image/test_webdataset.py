@@ -112,6 +112,13 @@ def test_where_nothing_can_be_remembered_it_is_read_anyway(tmp_path: Path, monke
     assert len(index_tar(MappedFile.at(path)).names) == 8
 
 
+def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    """Or half of the samples would be missed without a word."""
+    path = write_tar(tmp_path / "x.tar", [*samples(range(4)), *samples(range(2))])
+    with pytest.raises(DataError, match=r"holds '000000\.jpg' twice"):
+        open_webdataset(path, channels=None, validation_fraction=0.5)
+
+
 def test_samples_of_a_pattern(tmp_path: Path) -> None:
     write_tar(tmp_path / "t-000.tar", samples(range(8)))
     write_tar(tmp_path / "t-001.tar", samples(range(8, 13)))
@@ -182,10 +189,10 @@ def test_labels_in_json_and_names_of_classes(tmp_path: Path) -> None:
     ("members", "message"),
     [
         ([("1.jpg", b"x")], r"'1\.jpg in .*' has no label"),
-        ([("1.jpg", b"x"), ("1.cls", b"-3")], "neither|labels are numbers from 0 on|one class"),
+        ([("1.jpg", b"x"), ("1.cls", b"-3")], "label -3, but labels are whole numbers from 0 on, or names"),
         ([("1.jpg", b"x"), ("1.json", b"{")], r"its \.json cannot be read"),
         ([("1.jpg", b"x"), ("1.json", b'{"label": [1]}')], r"has the label \[1\], which is neither"),
-        ([("1.jpg", b"x"), ("1.json", b'{"label": -1}')], r"has the label -1, but labels are numbers from 0 on"),
+        ([("1.jpg", b"x"), ("1.json", b'{"label": -1}')], r"has the label -1, but labels are numbers from 0 to"),
         ([("1.jpg", b"x"), ("1.png", b"x"), ("1.cls", b"0")], "has 2 images, and one is expected"),
         ([("1.txt", b"x"), ("1.cls", b"0")], "holds no images: expected are members like"),
         ([("1.jpg", b"x"), ("1.cls", b"0")], "has one class, '0'"),

@@ -322,8 +322,12 @@ class DaliBackend:
         if work.images is not None:
             by_dali = torch.tensor([at for at, row in enumerate(rows) if isinstance(row, Asked)])
             inputs[by_dali.to(inputs.device)] = work.images
-        for at, picture in made:
-            inputs[at] = picture.to(inputs.device)
+        if made:
+            pictures = torch.stack([picture for _, picture in made])
+            if self._pin_memory and inputs.device.type != "cpu":
+                pictures = pictures.pin_memory()  # or the copy would make the host wait for the GPU
+            by_us = torch.tensor([at for at, _ in made])
+            inputs[by_us.to(inputs.device)] = pictures.to(inputs.device, non_blocking=True)
         return inputs
 
     def _named(self, sample: int) -> str:
