@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from hardware import spread, write_result
-from torch import nn
 
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
+from paceline.models.lecture_net import lecture_net
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.display import SilentDisplay
@@ -32,24 +32,6 @@ from paceline.trainer.train import Options, train_recipe
 
 SAMPLES = 10_000
 MEAN, STD = 0.5, 0.25
-
-
-def lecture_net(num_classes: int) -> nn.Module:
-    """The tutorial's network with 128 channels after its first convolution."""
-    return nn.Sequential(
-        nn.Conv2d(3, 128, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(128, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, num_classes),
-    )
 
 
 def noise(data: Data) -> ImageDataset:
@@ -123,7 +105,7 @@ class TakingTurns(SilentDisplay):
 def measure(batch_size: int, blocks: int, steps: int) -> dict[str, Any]:
     """Ratio of Paceline's time to the plain loop's, block by block."""
     overrides: Mapping[str, Any] = {
-        "model.name": "overhead:lecture_net",
+        "model.name": "lecture_net",
         "data.dataset": "overhead:noise",
         "model.channels_last": True,
         "train.precision": "fp32",

@@ -165,7 +165,7 @@ def _facts(event: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in event.items()
-        if key not in ("time", "seconds", "data_wait_fraction")
+        if key not in ("time", "seconds", "data_wait_fraction", "mfu")
         and not key.endswith("_seconds")
         and not key.startswith("throughput")
     }
@@ -217,7 +217,7 @@ def on_two_ranks() -> Callable[..., list[dict[str, Any]]]:
     return _on_two_ranks
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_task() -> Callable[..., Callable[[Any], Any]]:
     """``tiny_task(train_images=52, on_loss=...)``: something to give to ``paceline.train(task=...)``."""
     return _tiny_task
@@ -271,7 +271,9 @@ def events() -> Callable[..., list[dict[str, Any]]]:
 @pytest.fixture
 def course() -> Callable[[Path], list[dict[str, Any]]]:
     """``course(run_dir)``: everything a run did, without the clock's words and without where it was interrupted."""
-    return lambda run_dir: [_facts(e) for e in _events(run_dir) if e["event"] not in _ABOUT_THE_LAUNCH]
+    return lambda run_dir: [
+        _facts(e) for e in _events(run_dir) if e["event"] not in _ABOUT_THE_LAUNCH and e.get("what") != "flops"
+    ]
 
 
 @pytest.fixture

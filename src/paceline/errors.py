@@ -51,6 +51,10 @@ class OneProcessError(TrainingError):
     """It failed on one process; the others learn of it only when they miss that one."""
 
 
+class LostWorkerError(OneProcessError):
+    """A process that reads for this one has died; what this one was doing meanwhile says nothing of it."""
+
+
 class OtherProcessError(TrainingError):
     """It failed on another process, which tells more of it."""
 

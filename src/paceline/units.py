@@ -135,6 +135,18 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def parse_bytes(text: str) -> int:
+    """Read ``4GiB``, ``512 MiB`` or ``16 GB`` (powers of 1024, and of 1000 without the i).
+
+    Raises:
+        ValueError: If the unit is missing or unknown, or the size is nothing.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, flags=re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ValueError(f"found {text!r}, but a size has a unit: 512MiB, 4GiB or 16GB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1))
+
+
 def format_count(count: float) -> str:
     """Write a count with thousands separators: ``1,281,167``."""
     return f"{count:,.0f}"

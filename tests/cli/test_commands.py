@@ -52,6 +52,11 @@ STEP_KEYS = {
     "forward_seconds",
     "backward_seconds",
     "optimizer_seconds",
+    "h2d_seconds",
+    "communication_seconds",
+    "ema_seconds",
+    "logging_seconds",
+    "host_seconds",
 }
 EVALUATION_KEYS = {"split", "weights", "samples", "loss", "top1_accuracy", "top5_accuracy"}
 
@@ -530,3 +535,12 @@ print(result.status, result.summary.weights_sha256, result.metrics["top1_accurac
     expected = summary_of(finished)
     words = ["completed", expected["weights_sha256"], str(expected["metrics"]["top1_accuracy"]), "runs/mine"]
     assert done.stdout.split() == words
+
+
+def test_a_plan_names_the_optimizer_and_what_moves_with_the_step(paceline_here: Callable[..., Any]) -> None:
+    asked = ("optimizer.clip_norm=1", "schedule.momentum.name=linear", "schedule.momentum.end=0.5")
+    plan = paceline_here("train", "digits", "--plan-only", *asked).out
+    said = next(line for line in plan.splitlines() if line.strip().startswith("optimizer "))
+    assert said.split(maxsplit=1)[1] == (
+        "sgd, momentum 0.9 to 0.5 (linear), weight decay 0.0005, gradient's norm at most 1"
+    )

@@ -245,7 +245,9 @@ def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., No
         assert difference(state(ground / f"votes-each-{name}"), state(ground / "votes-alike")) <= 1e-12, name
     for name in ("ddp", "fsdp", "fsdp-kept"):
         events = [json.loads(line) for line in (ground / f"votes-{name}" / "events.jsonl").read_text().splitlines()]
-        assert [each["incident"] for each in events if each["event"] == "incident"] == ["nonfinite_loss"], name
+        told = [each["incident"] for each in events if each["event"] == "incident"]
+        # Other work on the machine makes a rank slow indeed.
+        assert [each for each in told if each != "slow_rank"] == ["nonfinite_loss"], name
         assert [each["step"] for each in events if each["event"] == "checkpoint"] == [13], name
         assert difference(state(ground / f"votes-{name}", 13), state(ground / "votes-ddp", 13)) <= 1e-12
     mine, theirs = (metrics(ground / f"votes-views-{name}")["last"] for name in ("fsdp", "ddp"))

@@ -32,10 +32,17 @@ if TYPE_CHECKING:
     from paceline.distributed.restarts import Restarts
     from paceline.recipe.phases import BatchPhase
     from paceline.recipe.plan import Occasion, ParameterGroupFacts, Plan
+    from paceline.recipe.schedule import Course
+    from paceline.recipe.schema import Recipe
     from paceline.trainer.train import TrainResult
 
 _STOPPED = 75
 _TOLD = 5
+_CLIPS = {
+    "clip_norm": "gradient's norm",
+    "clip_value": "gradient's largest number",
+    "clip_adaptive": "norm of a unit's gradient beside its weights'",
+}
 
 
 @click.command("train", short_help="Train a recipe, or go on with a run.")
@@ -200,7 +207,7 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json
         print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe), "notices": notices})
         return
     click.echo(f"Plan of {loaded.name}")
-    print_pairs(_plan_lines(plan))
+    print_pairs(_plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
     click.echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
@@ -260,6 +267,26 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "step record": every("log", plan.log_every_steps),
         **_profile_line(plan),
     }
+
+
+def _optimizer_line(recipe: Recipe) -> str:
+    asked, schedule = recipe.optimizer, recipe.schedule
+
+    def course(value: float, course: Course) -> str:
+        return f"{value:g}" if course.name == "constant" else f"{value:g} to {course.end:g} ({course.name})"
+
+    told: list[str] = [asked.name]
+    if asked.has("momentum"):
+        told.append(f"momentum {course(asked.momentum, schedule.momentum)}")
+    if asked.has("betas"):
+        first, second = asked.moment_decay
+        moved = f"{first:g}" if asked.has("momentum") else course(first, schedule.momentum)
+        told.append(f"betas {moved}, {second:g}")
+    told.append(f"weight decay {course(asked.weight_decay, schedule.weight_decay)}")
+    for name, what in _CLIPS.items():
+        if (limit := getattr(asked, name)) is not None:
+            told.append(f"{what} at most {limit:g}")
+    return ", ".join(told)
 
 
 def _profile_line(plan: Plan) -> dict[str, str]:

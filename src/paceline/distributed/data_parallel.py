@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.powersgd import PowerSgd
-from paceline.distributed.strategy import MicroBatch, Wish
+from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
 from paceline.recipe.running import Parallel
 
@@ -72,7 +73,7 @@ class DataParallel:
     so that neither evaluating nor saving can change them.
     """
 
-    waits_in: Collection[str] = ("backward",)
+    tells_communication = True
     is_sharded = False
 
     def __init__(
@@ -85,6 +86,9 @@ class DataParallel:
         parallel: Parallel,
         powersgd_start_step: int | None = None,
     ) -> None:
+        has_buffers = has_training_buffers(network)
+        # DDP makes them the first process's where a step's first forward pass begins.
+        self.waits_in: Collection[str] = ("forward",) if has_buffers else ()
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
         self._voting = Voting(called, (VOTES,), torch.empty((), device=device))
@@ -102,7 +106,7 @@ class DataParallel:
             "static_graph": parallel.static_graph,
             # A static graph tells which they are.
             "find_unused_parameters": parallel.unused_parameters == "allow" and not parallel.static_graph,
-            _BUFFER_SYNC: has_training_buffers(network),
+            _BUFFER_SYNC: has_buffers,
         }
         self._compression = parallel.gradient_compression
         self._powersgd: PowerSgd | None = None
@@ -125,6 +129,15 @@ class DataParallel:
         # The old one would go on counting gradients until it is collected.
         self._replica._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch has no other way
         self._replica = self._wrapped()
+
+    def timed_by(self, stopwatch: Stopwatch) -> None:
+        """From where a backward pass has computed all gradients to its end, it waits for the others'.
+
+        What is reduced beside the pass counts as nothing: it is hidden.
+        """
+        self._voting.computed = partial(stopwatch.switch, "communication")
+        if self._powersgd is not None:
+            self._powersgd.stopwatch = stopwatch
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through DDP."""

@@ -20,7 +20,7 @@ from torch import nn
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact_buffers import StepBuffers
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
-from paceline.distributed.strategy import MicroBatch, VoteReader, Wish
+from paceline.distributed.strategy import MicroBatch, NoStopwatch, Stopwatch, VoteReader, Wish
 
 _LOSS, _SAMPLES, _STOP, _SAVE, _SPOILED = range(5)
 _WISH = slice(_STOP, _SAVE + 1)
@@ -88,6 +88,7 @@ class ExactDataParallel:
     """
 
     waits_in: Collection[str] = ()
+    tells_communication = True
     averages_over = 1
     is_rehearsed = True
     is_sharded = False
@@ -106,6 +107,11 @@ class ExactDataParallel:
         self._begun = False
         self._ask: Callable[[], Wish] = Wish
         self._votes = VoteReader(self._leaf.notes.device, count=len(Wish._fields))
+        self._stopwatch: Stopwatch = NoStopwatch()
+
+    def timed_by(self, stopwatch: Stopwatch) -> None:
+        """The exchange is waited for; adding up is computing."""
+        self._stopwatch = stopwatch
 
     @contextmanager
     def micro_batch(self, part: MicroBatch) -> Iterator[None]:
@@ -207,12 +213,16 @@ class ExactDataParallel:
             combined = total(held, Leaf.add, leaves=self._leaves)
             self._free += [leaf for leaf in held.values() if leaf is not combined]
             return combined
-        slices = [self._own_slices(part, [leaf.parts[part] for leaf in held.values()]) for part in self._part_numbers()]
+        with self._stopwatch.span("communication"):
+            slices = [
+                self._own_slices(part, [leaf.parts[part] for leaf in held.values()]) for part in self._part_numbers()
+            ]
         self._free += held.values()
         combined = self._free.pop() if self._free else self._make_leaf()
         for part, nodes in enumerate(slices):
             mine = total(nodes, torch.Tensor.add_, leaves=self._leaves)
-            _gather(combined.parts[part], mine)
+            with self._stopwatch.span("communication"):
+                _gather(combined.parts[part], mine)
         return combined
 
     def _part_numbers(self) -> range:

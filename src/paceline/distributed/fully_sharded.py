@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import Buffers, has_training_buffers
 from paceline.distributed.sharding import modules_to_shard, sharding_options
-from paceline.distributed.strategy import MicroBatch, Wish
+from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
 from paceline.recipe.running import Parallel
 
@@ -37,7 +37,10 @@ class FullySharded:
         parallel: How many processes share a copy, and what they gather.
     """
 
-    waits_in: Collection[str] = ("forward", "backward")
+    # Also where gradients are clipped, or spread numbers are added up.
+    waits_in: Collection[str] = ("forward", "backward", "optimizer")
+    # torch's hooks gather and wait in the midst of both passes.
+    tells_communication = False
     is_rehearsed = True
     is_sharded = True
 
@@ -77,6 +80,9 @@ class FullySharded:
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through FSDP."""
         return self._poll.take(self._voting(*args, **kwargs))
+
+    def timed_by(self, stopwatch: Stopwatch) -> None:
+        """Its waits cannot be told from computing."""
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Buffers that take part in training are the first process's at each step, as with DDP."""

@@ -29,7 +29,7 @@ from paceline.errors import LaunchError, OtherProcessError, PacelineError
 
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
-_LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
+LAUNCHER_VARIABLE = "PACELINE_LAUNCHER_PID"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # A failed rank's peers notice the broken connection by themselves; those that do not are ended after this.
 _GRACE_AFTER_FAILURE_SECONDS = 10.0
@@ -170,21 +170,37 @@ def _start(
     environment = {
         **os.environ,
         **variables,
+        **rank_variables(rank, processes, scratch, cores=cores),
+        _ERROR_DIRECTORY: str(scratch),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    # A session of its own: a signal to the terminal's group reaches a rank once, through the launcher.
+    return subprocess.Popen([sys.executable, "-m", "paceline", *arguments], env=environment, start_new_session=True)
+
+
+def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> dict[str, str]:
+    """What tells a process started on this machine its place among others, and where they meet.
+
+    Args:
+        rank: Its index.
+        processes: How many there are.
+        scratch: A folder in which they meet.
+        cores: CPU cores to share among them.
+    """
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         # A file needs no free port, so two launches on one machine never collide.
         RENDEZVOUS_VARIABLE: f"file://{scratch}/rendezvous",
-        _ERROR_DIRECTORY: str(scratch),
-        _LAUNCHER_PID: str(os.getpid()),
     }
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    if (loopback := _loopback()) is not None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    if (loopback := _loopback()) is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are here; the machine's own name may resolve to an address that nobody answers.
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    # A session of its own: a signal to the terminal's group reaches a rank once, through the launcher.
-    return subprocess.Popen([sys.executable, "-m", "paceline", *arguments], env=environment, start_new_session=True)
+        variables["GLOO_SOCKET_IFNAME"] = loopback
+    return variables
 
 
 def _loopback() -> str | None:
@@ -334,7 +350,7 @@ def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE
         environ: The environment, in which our launcher has left its process id, and torchrun a run's.
         grace_seconds: The process ends at once if it is still there after this: it may wait for a rank that is gone.
     """
-    launcher = int(environ.get(_LAUNCHER_PID, 0))
+    launcher = int(environ.get(LAUNCHER_VARIABLE, 0))
     if not launcher and "TORCHELASTIC_RUN_ID" in environ and is_torchrun(os.getppid()):
         launcher = os.getppid()
     if not launcher:

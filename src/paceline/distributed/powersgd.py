@@ -18,6 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.strategy import NoStopwatch, Stopwatch
 
 # A matrix is sent as P and Q if they have at most half as many numbers.
 _WORTHWHILE = 2
@@ -34,6 +35,9 @@ class PowerSgd:
         collectives: The processes.
         rank: Columns of P and Q.
         start_step: Steps whose gradients are sent whole, since they are the ones that change most.
+
+    Attributes:
+        stopwatch: Told of the waiting inside the hook.
     """
 
     def __init__(self, network: nn.Module, collectives: Collectives, *, rank: int, start_step: int) -> None:
@@ -41,6 +45,7 @@ class PowerSgd:
         self._rank = rank
         self._start = start_step
         self._names = {id(parameter): name for name, parameter in network.named_parameters()}
+        self.stopwatch: Stopwatch = NoStopwatch()
         self._steps = 0
         self._is_training = False
         self._factors: dict[str, Tensor] = {}
@@ -121,7 +126,9 @@ class PowerSgd:
         if not tensors:
             return
         flat = torch.cat([each.reshape(-1) for each in tensors])
-        self._collectives.reduce_sum(flat.div_(self._collectives.world.world_size))
+        flat.div_(self._collectives.world.world_size)
+        with self.stopwatch.span("communication"):
+            self._collectives.reduce_sum(flat)
         for each, mean in zip(tensors, torch.split(flat, [one.numel() for one in tensors]), strict=True):
             each.copy_(mean.view(each.shape))
 

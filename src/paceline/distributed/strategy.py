@@ -47,6 +47,29 @@ class Wish(NamedTuple):
     save: bool = False
 
 
+class Stopwatch(Protocol):
+    """What a strategy tells of where its time goes; the step clock."""
+
+    def span(self, phase: str) -> AbstractContextManager[None, None]:
+        """Count the time inside as a phase of the step."""
+        ...
+
+    def switch(self, phase: str) -> None:
+        """Count the time from here to the end of the span around it as another phase."""
+        ...
+
+
+class NoStopwatch:
+    """Counts nothing."""
+
+    def span(self, phase: str) -> AbstractContextManager[None, None]:
+        """Count nothing."""
+        return _NOTHING
+
+    def switch(self, phase: str) -> None:
+        """Count nothing."""
+
+
 class Strategy(Protocol):
     """What the step and the loop need to know of parallel work.
 
@@ -57,10 +80,12 @@ class Strategy(Protocol):
         is_sharded: Whether each process holds a part of the weights: whoever calls the network, or copies its state,
             does so on all of them.
         scored: What evaluation calls; its modules are the network's.
-        waits_in: Phases of a step in which processes wait for one another.
+        waits_in: Phases of a step in which processes wait for one another, beside ``communication``.
+        tells_communication: Whether it can tell the time in which a step waits for other processes from computing.
     """
 
     waits_in: Collection[str]
+    tells_communication: bool
     averages_over: int
     is_rehearsed: bool
     is_sharded: bool
@@ -69,6 +94,10 @@ class Strategy(Protocol):
     @property
     def model(self) -> Callable[..., Any]:
         """What the step calls; wraps the network."""
+        ...
+
+    def timed_by(self, stopwatch: Stopwatch) -> None:
+        """From here on, count the time in which the step waits for other processes as ``communication``."""
         ...
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
@@ -172,6 +201,7 @@ class SingleProcess:
     """One process: nothing to agree on."""
 
     waits_in: Collection[str] = ()
+    tells_communication = True
     averages_over = 1
     is_rehearsed = False
     is_sharded = False
@@ -180,6 +210,9 @@ class SingleProcess:
         self.model = self.scored = called
         self._marks = Marks()
         self._unchecked: nn.Module | None = None if allows_unused else network
+
+    def timed_by(self, stopwatch: Stopwatch) -> None:
+        """It waits for nobody."""
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Nothing to reduce."""

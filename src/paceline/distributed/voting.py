@@ -26,6 +26,10 @@ class _Ballot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.voting.computed is not None:
+            # What is queued here is called once every gradient of this process is there. DDP's reducer queues its
+            # waiting likewise, with the last gradient, which cannot come before the votes': so this is called first.
+            torch.autograd.Variable._execution_engine.queue_callback(ctx.voting.computed)  # noqa: SLF001  # so does FSDP
         return ctx.voting.cast().to(ctx.dtype), None
 
 
@@ -39,6 +43,8 @@ class Voting(nn.Module):
 
     Attributes:
         cast: Gives the votes, in that shape.
+        computed: Called in a backward pass that reduces, once this process has computed its part; on a device with
+            streams, where the caller's stream has.
     """
 
     def __init__(self, network: Callable[..., Any], shape: tuple[int, ...], like: torch.Tensor) -> None:
@@ -46,6 +52,7 @@ class Voting(nn.Module):
         self.network = network
         self.votes = nn.Parameter(torch.zeros(shape, device=like.device, dtype=like.dtype))
         self.cast: Callable[[], torch.Tensor]
+        self.computed: Callable[[], None] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
         """Return the network's answer and a zero to be added to the loss; None where there is no gradient."""

@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 
 from paceline.distributed.local_launch import report_error
 from paceline.distributed.sightings import Pulse, Sighting, diagnose
-from paceline.errors import OneProcessError, PacelineError, TrainingError
+from paceline.errors import LostWorkerError, OneProcessError, PacelineError, TrainingError
 from paceline.units import format_seconds
 from paceline.world import World
 
@@ -105,7 +105,9 @@ class Watchdog:
             if not isinstance(error, PacelineError) or isinstance(error, OneProcessError):
                 self._failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
                 self._leave(thread)
-                error.add_note(self._note(error))
+                lost = isinstance(error, LostWorkerError)
+                if not lost or len(self._known) > 1:
+                    error.add_note(self._note("" if lost else self._in_hand()))
             raise
         finally:
             self._leave(thread)
@@ -275,15 +277,12 @@ class Watchdog:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return f"{stack}{self._in_hand(reading=True)}"
 
-    def _note(self, error: Exception) -> str:
+    def _note(self, in_hand: str) -> str:
         """Where an error came up, with what in hand, and what is known of the others by now."""
         me = self._known[self._world.rank].last
         pulse = self.pulse
         here = Sighting(rank=self._world.rank, host=self._host, step=pulse.step, phase=pulse.phase)
-        lines = [f"({here}{self._in_hand()})" if len(self._known) > 1 else f"(in {here.where}{self._in_hand()})"]
-        # The death of a loader process is raised wherever the main thread is just then.
-        if str(error).startswith("DataLoader worker") and (said := self._hands.reading(pulse.phase != "evaluate")):
-            lines.append(f"({said})")
+        lines = [f"({here}{in_hand})" if len(self._known) > 1 else f"(in {here.where}{in_hand})"]
         for known in self._known:
             each = known.last
             # Who waits in vain has listened to the others; who fails by itself has not.

@@ -111,9 +111,23 @@ class Predictor:
             return size, size
         return rectangle(*found, size=size, multiple=self._multiple)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width at which square images are shown."""
+        return self._channels, self._shown_size, self._shown_size
+
+    def probabilities(self, images: torch.Tensor) -> torch.Tensor:
+        """The probabilities of the classes, float32 [N, classes] on the device.
+
+        Args:
+            images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
+        """
+        batch = self._normalize(images.to(self._device, non_blocking=True))
+        answers: torch.Tensor = self._answers(batch).float().softmax(dim=1)
+        return answers
+
     def _score(self, images: dict[Path, torch.Tensor], top_k: int) -> dict[Path, Prediction]:
-        batch = self._normalize(torch.stack(list(images.values())).to(self._device))
-        probabilities, labels = self._answers(batch).float().softmax(dim=1).topk(top_k, dim=1)
+        probabilities, labels = self.probabilities(torch.stack(list(images.values()))).topk(top_k, dim=1)
         rows = zip(images, probabilities.tolist(), labels.tolist(), strict=True)
         return {
             path: Prediction(path, tuple(self.classes[label] for label in top), tuple(values))

@@ -105,6 +105,10 @@ class Optimizer:
             raise ValueError(f"found {' and '.join(clips)}, but gradients are clipped in one way")
         return self
 
+    def has(self, name: Literal["momentum", "betas"]) -> bool:
+        """Whether the rule has such a setting."""
+        return self.name in (_WITH_MOMENTUM if name == "momentum" else _WITH_BETAS)
+
     @property
     def moment_decay(self) -> tuple[float, float]:
         """`betas`, where they are left open too."""

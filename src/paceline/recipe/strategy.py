@@ -197,12 +197,16 @@ def _moments(optimizer: Optimizer) -> int:
     return _MOMENTS.get(optimizer.name, 0) + with_momentum
 
 
-def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
+def gradients_held_by_exact(logical_ranks: int, world_size: int) -> int:
+    """How many gradients a process of an exact run holds at most."""
     per_process = logical_ranks // world_size
     depth = math.ceil(math.log2(per_process))
     # One at work, and the partial sums of a process's leaves; those that are no aligned power of two leave more.
-    held = 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
-    memory = f"memory for up to {held} gradients per process"
+    return 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
+
+
+def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
+    memory = f"memory for up to {gradients_held_by_exact(logical_ranks, world_size)} gradients per process"
     if world_size == 1:
         return f"it costs {memory}, where there would be one"
     return (

@@ -100,11 +100,15 @@ class StepEvent(Event):
         lr: Learning rate of this step.
         grad_norm: L2 norm of this step's gradient before clipping; None if it was not computed.
         grad_scale: Loss scale of fp16 training; 1 without one.
-        timings: What the step clock gives: ``step_seconds``, ``data_wait_seconds``, ``forward_seconds``,
-            ``backward_seconds``, ``optimizer_seconds`` per step, ``data_wait_fraction`` and
-            ``throughput_samples_per_second``.
+        timings: What the step clock gives: ``step_seconds`` per step, and of these ``data_wait_seconds``,
+            ``h2d_seconds``, ``forward_seconds``, ``backward_seconds``, ``communication_seconds``,
+            ``optimizer_seconds``, ``ema_seconds``, ``logging_seconds`` and ``host_seconds`` (None where one cannot be
+            told from others); ``data_wait_fraction`` and ``throughput_samples_per_second``. On a device with streams
+            also ``launch_<phase>_seconds``, by the host's clock, and ``device_lag_seconds``; on one whose peak is known
+            ``mfu``.
         metrics: The task's own numbers, by name.
-        details: With several processes, ``slowest_rank``, ``slowest_phase`` and ``slowest_factor``.
+        details: With several processes, ``slowest_rank``, ``slowest_phase`` and ``slowest_factor``, and
+            ``rank_seconds``: of each phase the least, the middle and the most over them.
     """
 
     kind: ClassVar[str] = "step"
@@ -130,6 +134,7 @@ class EvaluationEvent(Event):
         weights: Which of the two sets of weights was evaluated.
         samples: Samples scored, each once.
         seconds: Time the pass took.
+        train_seconds: Time in training steps until then, over all launches; None if it was not measured.
         metrics: ``loss``, ``top1_accuracy``, ``top5_accuracy``, ... by name; accuracies in percent.
     """
 
@@ -140,6 +145,7 @@ class EvaluationEvent(Event):
     weights: Weights
     samples: int
     seconds: float
+    train_seconds: float | None = None
     metrics: Numbers = field(default_factory=dict)
 
 
@@ -195,10 +201,10 @@ class IncidentEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementEvent(Event):
-    """Something was measured on the run's own network before its first step, and left no trace there.
+    """Something was found out about the run's network before a launch's first step, and left no trace there.
 
     Attributes:
-        what: ``compile`` or ``deterministic``.
+        what: ``compile``, ``deterministic`` or ``flops``.
         message: One sentence for a person.
         seconds: What the measurement took.
         metrics: The figures.

@@ -15,7 +15,7 @@ from paceline.records.summary import Summary
 from paceline.records.writer import parse_line
 
 # Words in the names of what a clock decides.
-_CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "slowest")
+_CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
 
 
 def without_clock(event: Mapping[str, Any]) -> dict[str, Any]:

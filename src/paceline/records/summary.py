@@ -44,6 +44,9 @@ class Summary:
         total_seconds: Time the processes ran, over all launches.
         throughput_samples_per_second: Over all steps but each launch's warm-up; None if there were no others.
         data_wait_fraction: Share of step time spent waiting for data, in [0, 1]; None likewise.
+        phase_fractions: Share of each phase of a step, likewise; those that cannot be told are left out.
+        mfu: Model FLOPs utilisation at that throughput, in [0, 1]; None where the device's peak or the FLOPs are not
+            known.
         peak_memory_bytes: Of the first rank: device memory allocated, or resident memory on a CPU; None where the
             device does not say (Metal).
         parameters: Number of the model's trainable parameters.
@@ -64,10 +67,12 @@ class Summary:
     total_seconds: float
     throughput_samples_per_second: float | None
     data_wait_fraction: float | None
+    mfu: float | None = None
     peak_memory_bytes: int | None
     parameters: int
     ledger: LedgerFacts | None
     resumes: int = 0
+    phase_fractions: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

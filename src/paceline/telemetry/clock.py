@@ -1,8 +1,9 @@
 """How long does each part of a step take, at what cost, and without making the device wait?
 
-On the host a span is two readings of ``perf_counter``: about 0.4 µs with its ``with`` statement. On an
-accelerator it is two events recorded into the stream and read when a log record is due, so that nothing
-synchronises in between. There ``data_wait`` is the time the stream stood still while the host waited for
+At every moment one phase of the step is on, and all time is its own: so the phases of a step add up to it. On the
+host a change of phase is one reading of ``perf_counter``: a span, two changes, costs about half a microsecond with its
+``with`` statement. On an accelerator it is an event recorded into the stream and read when a log record is due, so
+that nothing synchronises in between. There ``data_wait`` is the time the stream stood still while the host waited for
 data, which is what data cost: a host that waits while the device still works costs nothing.
 """
 
@@ -13,12 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from paceline.telemetry.meter import PHASES, Meter, Totals
+from paceline.telemetry.meter import HOST, PHASES, WARMUP_STEPS, Meter, Totals
 
-WARMUP_STEPS = 3
+_PAUSE = len(PHASES)
+_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 
 ErrorType = type[BaseException] | None
 
@@ -27,7 +30,7 @@ class StepClock(abc.ABC):
     """Measures steps and their phases.
 
     ``start`` goes right before the loop and ``end_step`` at the end of each step; the time between is the
-    step's, but for what lies in ``paused``::
+    step's, but for what lies in ``paused``; what lies in no span is the phase ``host``::
 
         with clock.span("forward"):
             ...
@@ -36,22 +39,38 @@ class StepClock(abc.ABC):
 
     def __init__(self, *, warmup_steps: int = WARMUP_STEPS) -> None:
         self._meter = Meter(warmup_steps=warmup_steps)
+        self._spans = {phase: _Span(self, index) for phase, index in _INDEX.items()}
+        self._pause = _Span(self, _PAUSE)
 
     @abc.abstractmethod
     def start(self) -> None:
         """Begin the first step here: what came before is no training."""
 
-    @abc.abstractmethod
     def span(self, phase: str) -> AbstractContextManager[None, None]:
-        """Count the time inside as a phase of this step; may be entered several times per step, never nested.
+        """Count the time inside as a phase of this step; may be entered several times per step.
+
+        A span inside another takes its time out of that one. None may lie inside itself, nor inside a pause.
 
         Raises:
             KeyError: If the phase is not one of ``PHASES``.
         """
+        return self._spans[phase]
 
-    @abc.abstractmethod
+    def switch(self, phase: str) -> None:
+        """Let another phase be on from here to the end of the span around it.
+
+        Raises:
+            KeyError: If the phase is not one of ``PHASES``.
+        """
+        self.turn_to(_INDEX[phase])
+
     def paused(self) -> AbstractContextManager[None, None]:
         """Leave the time inside out of the step: evaluation, saving."""
+        return self._pause
+
+    @abc.abstractmethod
+    def turn_to(self, index: int) -> int:
+        """Change the phase that is on, given as its number in ``PHASES``; returns the one before."""
 
     @abc.abstractmethod
     def end_step(self, samples: int) -> None:
@@ -88,6 +107,23 @@ class StepClock(abc.ABC):
         """Measure no more: the run is over, or it failed."""
 
 
+class _Span:
+    """Lets a phase be on inside, and afterwards the one before. A class: a generator would cost five times as much."""
+
+    __slots__ = ("_around", "_clock", "_index")
+
+    def __init__(self, clock: StepClock, index: int) -> None:
+        self._clock = clock
+        self._index = index
+        self._around = HOST
+
+    def __enter__(self) -> None:
+        self._around = self._clock.turn_to(self._index)
+
+    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._clock.turn_to(self._around)
+
+
 def build_step_clock(device_type: str, *, warmup_steps: int = WARMUP_STEPS) -> StepClock:
     """Return the clock for a device type: the CPU gets the host's time, all others events of their own."""
     if device_type == "cpu":
@@ -96,55 +132,35 @@ def build_step_clock(device_type: str, *, warmup_steps: int = WARMUP_STEPS) -> S
     return EventStepClock(lambda: make(enable_timing=True), warmup_steps=warmup_steps)
 
 
-class _HostSpan:
-    """Adds up the time spent inside it. A class, because a generator would cost five times as much."""
-
-    __slots__ = ("_begun", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._begun = 0.0
-
-    def __enter__(self) -> None:
-        self._begun = time.perf_counter()
-
-    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.seconds += time.perf_counter() - self._begun
-
-
 @final
 class HostStepClock(StepClock):
     """Reads the host's clock; right wherever operations are done when they return."""
 
     def __init__(self, *, warmup_steps: int = WARMUP_STEPS) -> None:
         super().__init__(warmup_steps=warmup_steps)
-        self._spans = {phase: _HostSpan() for phase in PHASES}
-        self._pause = _HostSpan()
-        self._step_begun = time.perf_counter()
+        self._phase = HOST
+        self._seconds = [0.0] * (_PAUSE + 1)
+        self._since = time.perf_counter()
 
     def start(self) -> None:
         """Begin the first step here."""
-        for span in (*self._spans.values(), self._pause):
-            span.seconds = 0.0
-        self._step_begun = time.perf_counter()
+        self._phase = HOST
+        self._seconds = [0.0] * (_PAUSE + 1)
+        self._since = time.perf_counter()
 
-    def span(self, phase: str) -> AbstractContextManager[None, None]:
-        """Count the time inside as a phase of this step."""
-        return self._spans[phase]
-
-    def paused(self) -> AbstractContextManager[None, None]:
-        """Leave the time inside out of the step."""
-        return self._pause
+    def turn_to(self, index: int) -> int:
+        """Change the phase that is on."""
+        now, before = time.perf_counter(), self._phase
+        self._seconds[before] += now - self._since
+        self._phase, self._since = index, now
+        return before
 
     def end_step(self, samples: int) -> None:
         """Close the step and begin the next."""
-        now = time.perf_counter()
-        phases = [span.seconds for span in self._spans.values()]
-        self._meter.add_step(samples, now - self._step_begun - self._pause.seconds, phases)
-        for span in self._spans.values():
-            span.seconds = 0.0
-        self._pause.seconds = 0.0
-        self._step_begun = now
+        self.turn_to(self._phase)
+        phases = self._seconds[:_PAUSE]
+        self._meter.add_step(samples, sum(phases), phases)
+        self._seconds = [0.0] * (_PAUSE + 1)
 
     def _settle(self) -> None:
         """Nothing is outstanding on the host."""
@@ -178,36 +194,16 @@ def event_type(device_type: str) -> type:
 class _OpenStep:
     """A step in events, not yet read."""
 
-    begun: TimingEvent
-    spans: list[tuple[int, TimingEvent, TimingEvent]]  # (index of the phase, or _PAUSE; begin; end)
-    ended: TimingEvent | None = None
+    marks: list[tuple[int, TimingEvent]]  # (number of the phase that begins there, the moment)
     samples: int = 0
-
-
-_PAUSE = -1
-
-
-class _EventSpan:
-    """Records an event where it begins and where it ends."""
-
-    __slots__ = ("_begun", "_clock", "_index")
-
-    def __init__(self, clock: EventStepClock, index: int) -> None:
-        self._clock = clock
-        self._index = index
-        self._begun: TimingEvent | None = None
-
-    def __enter__(self) -> None:
-        self._begun = self._clock.record_event()
-
-    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._begun is not None
-        self._clock.close_span(self._index, self._begun, self._clock.record_event())
 
 
 @final
 class EventStepClock(StepClock):
     """Records events into the current stream and reads them when asked.
+
+    It reads the host's clock too, so that records can tell a stream that works from one that stands still while the
+    host is late: of a phase that takes the host as long as the stream, the host sets the pace.
 
     Args:
         make_event: Makes an event with timing enabled.
@@ -217,66 +213,66 @@ class EventStepClock(StepClock):
     def __init__(self, make_event: Callable[[], TimingEvent], *, warmup_steps: int = WARMUP_STEPS) -> None:
         super().__init__(warmup_steps=warmup_steps)
         self._make_event = make_event
-        self._spans = {phase: _EventSpan(self, index) for index, phase in enumerate(PHASES)}
-        self._pause = _EventSpan(self, _PAUSE)
+        self._host = HostStepClock(warmup_steps=warmup_steps)
         self._free: list[TimingEvent] = []
+        self._lag: float | None = None
         self._closed: list[_OpenStep] = []
         self._open: _OpenStep | None = None
 
     def start(self) -> None:
         """Begin the first step here."""
-        self._open = _OpenStep(self.record_event(), [])
+        self._host.start()
+        self._open = _OpenStep([(HOST, self._record_event())])
 
-    def span(self, phase: str) -> AbstractContextManager[None, None]:
-        """Count the stream's time inside as a phase of this step."""
-        return self._spans[phase]
-
-    def paused(self) -> AbstractContextManager[None, None]:
-        """Leave the stream's time inside out of the step."""
-        return self._pause
+    def turn_to(self, index: int) -> int:
+        """Change the phase that is on. The host's is the stream's too: it comes there later."""
+        if self._open is not None:
+            self._open.marks.append((index, self._record_event()))
+        return self._host.turn_to(index)
 
     def end_step(self, samples: int) -> None:
         """Close the step and begin the next."""
-        ended = self.record_event()
+        phase, ended = self._host.turn_to(HOST), self._record_event()
+        self._host.end_step(samples)
         if self._open is not None:
-            self._open.ended = ended
+            self._open.marks.append((phase, ended))
             self._open.samples = samples
             self._closed.append(self._open)
-        self._open = _OpenStep(ended, [])
+        self._open = _OpenStep([(HOST, ended)])
 
-    def record_event(self) -> TimingEvent:
+    def drain(self) -> dict[str, float | None]:
+        """Return what every clock does, and how the host fared.
+
+        ``launch_<phase>_seconds`` are the phases by its own clock. ``device_lag_seconds`` is how far the device was
+        behind the host just now: where that is next to nothing, the device waits for the host.
+        """
+        timings, host = super().drain(), self._host.drain()
+        lag, self._lag = self._lag, None
+        launches = {f"launch_{phase}_seconds": host[f"{phase}_seconds"] for phase in PHASES}
+        return timings | launches | {"device_lag_seconds": lag}
+
+    def _record_event(self) -> TimingEvent:
         """Record an event, one already read if there is one: making them is what costs."""
         event = self._free.pop() if self._free else self._make_event()
         event.record()
         return event
 
-    def close_span(self, index: int, begun: TimingEvent, ended: TimingEvent) -> None:
-        """Note a span of the step under way."""
-        if self._open is not None:
-            self._open.spans.append((index, begun, ended))
-
     def _settle(self) -> None:
         """Read the events of all closed steps."""
         if not self._closed:
             return
-        last = self._closed[-1].ended
-        assert last is not None
+        _, last = self._closed[-1].marks[-1]
+        begun = time.perf_counter()
         last.synchronize()  # the one wait for the device, where a log record or a checkpoint is due
+        self._lag = time.perf_counter() - begun
         for step in self._closed:
             self._read(step)
         self._closed.clear()
 
     def _read(self, step: _OpenStep) -> None:
         """Bring one step into the meter and give its events back."""
-        assert step.ended is not None
-        phases = [0.0] * len(PHASES)
-        seconds = step.begun.elapsed_time(step.ended) / 1e3
-        for index, begun, ended in step.spans:
-            span_seconds = begun.elapsed_time(ended) / 1e3
-            if index == _PAUSE:
-                seconds -= span_seconds
-            else:
-                phases[index] += span_seconds
-            self._free += (begun, ended)
-        self._free.append(step.begun)  # step.ended begins the next step
-        self._meter.add_step(step.samples, seconds, phases)
+        seconds = [0.0] * (_PAUSE + 1)
+        for (index, begun), (_, ended) in pairwise(step.marks):
+            seconds[index] += begun.elapsed_time(ended) / 1e3
+            self._free.append(begun)  # the last one begins the next step
+        self._meter.add_step(step.samples, sum(seconds[:_PAUSE]), seconds[:_PAUSE])

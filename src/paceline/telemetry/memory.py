@@ -27,11 +27,34 @@ def peak_memory_bytes(device_type: str) -> int | None:
 def peak_resident_bytes() -> int:
     """Return the most main memory this process had at once, its children not counted."""
     # Not getrusage where there is a choice: on Linux it begins at the peak of the process that forked.
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
+    if told := peak_resident_of("self"):
+        return told
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
+
+
+def peak_resident_of(process: int | str) -> int:
+    """Return the most main memory that another process had at once; 0 if it is gone, or the system does not tell."""
+    return _told(process).get("VmHWM", 0)
+
+
+def peak_private_of(process: int | str) -> int:
+    """Return the same without the pages of files, libraries above all: how many of them are there changes by itself."""
+    told = _told(process)
+    return max(0, told.get("VmHWM", 0) - told.get("RssFile", 0))
+
+
+def private_bytes() -> int:
+    """Return the main memory that this process has now, without pages of files; its peak where the system is silent."""
+    told = _told("self")
+    return told["VmRSS"] - told.get("RssFile", 0) if "VmRSS" in told else peak_resident_bytes()
+
+
+def _told(process: int | str) -> dict[str, int]:
+    """What Linux says of a process's memory, in bytes; nothing if it is gone, or the system is another."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    words = [line.split() for line in lines if line.endswith(" kB")]
+    return {name.removesuffix(":"): int(count) * 1024 for name, count, _ in words}

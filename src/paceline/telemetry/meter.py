@@ -7,11 +7,25 @@ compilation, memory pools, cold workers. They count as training time, but in no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PHASES = ("data_wait", "forward", "backward", "optimizer")
+PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "ema", "logging", "host")
+"""Parts of a step, in the order in which they come:
+
+- ``data_wait``: for the next batch.
+- ``h2d``: bringing it to the device, normalised and mixed; where that is done beside the step, waiting for it.
+- ``forward`` and ``backward``: these passes.
+- ``communication``: exchanging gradients, as far as it is not hidden behind the backward pass.
+- ``optimizer``: clipping and update.
+- ``ema``: the moving average.
+- ``logging``: writing the record of the steps before.
+- ``host``: everything else.
+"""
+
+WARMUP_STEPS = 3
+HOST = PHASES.index("host")
 _DATA_WAIT = PHASES.index("data_wait")
 
 
@@ -42,6 +56,13 @@ class StepSums:
         """Share of the time in which the step waited for data, in [0, 1]; None without steps."""
         return self.phase_seconds[_DATA_WAIT] / self.seconds if self.seconds > 0 else None
 
+    @property
+    def phase_fractions(self) -> dict[str, float]:
+        """Share of the time that each phase took; they add up to 1. Empty without steps."""
+        if self.seconds <= 0:
+            return {}
+        return {phase: value / self.seconds for phase, value in zip(PHASES, self.phase_seconds, strict=True)}
+
     def means(self) -> dict[str, float | None]:
         """Return mean seconds per step, of the whole step and of each phase; None without steps."""
         names = ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))
@@ -58,12 +79,14 @@ class Totals:
         steps: Steps measured, warm-up included.
         throughput_samples_per_second: Without warm-up steps; None if there were no others.
         data_wait_fraction: Likewise.
+        phase_fractions: Share of each phase, likewise; empty if there were no others.
     """
 
     train_seconds: float
     steps: int
     throughput_samples_per_second: float | None
     data_wait_fraction: float | None
+    phase_fractions: Mapping[str, float] = field(default_factory=dict)
 
 
 class Meter:
@@ -108,7 +131,10 @@ class Meter:
     @property
     def totals(self) -> Totals:
         """What the whole run comes to."""
-        return Totals(self._train_seconds, self._steps, self._rated.throughput, self._rated.data_wait_fraction)
+        rated = self._rated
+        return Totals(
+            self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart: the run's sums, not the log record under way."""
@@ -124,11 +150,13 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from saved sums; this process has a warm-up of its own."""
         phases = state["rated_phase_seconds"]
+        unnamed = state["rated_seconds"] - sum(phases.values())
         self._train_seconds = state["train_seconds"]
         self._steps = state["steps"]
         self._rated = StepSums(
             state["rated_steps"],
             state["rated_samples"],
             state["rated_seconds"],
-            [phases[name] for name in PHASES],
+            # Earlier versions knew fewer; what they left out was host time.
+            [phases.get(name, unnamed if name == "host" else 0.0) for name in PHASES],
         )

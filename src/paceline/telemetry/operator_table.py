@@ -13,6 +13,8 @@ from paceline.telemetry.meter import PHASES
 from paceline.units import format_bytes
 
 AROUND_THE_STEP = "around the step"
+# They lie inside others, and are none of the whole.
+_INSIDE_OTHERS = frozenset({"h2d", "communication"})
 _OPERATORS, _SHAPES = 30, 15
 _HEAD = """# {title}
 
@@ -66,7 +68,7 @@ def _is_operator(key: str) -> bool:
 
 def _phases(phases: dict[str, Any]) -> str:
     names = [name for name in (*PHASES, AROUND_THE_STEP) if name in phases]
-    whole = sum(phases[name].cpu_time_total for name in names) or 1
+    whole = sum(phases[name].cpu_time_total for name in names if name not in _INSIDE_OTHERS) or 1
     rows = [
         (name, str(phases[name].count), _ms(phases[name].cpu_time_total), _share(phases[name].cpu_time_total, whole))
         for name in names

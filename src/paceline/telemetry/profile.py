@@ -190,6 +190,14 @@ class ProfilingClock(StepClock):
         """Count the time inside as a phase of this step."""
         return self._named(phase, self._clock.span(phase))
 
+    def switch(self, phase: str) -> None:
+        """Let another phase be on; the trace has no range of it."""
+        self._clock.switch(phase)
+
+    def turn_to(self, index: int) -> int:
+        """Change the phase that is on."""
+        return self._clock.turn_to(index)
+
     def paused(self) -> AbstractContextManager[None, None]:
         """Leave the time inside out of the step."""
         return self._named(AROUND_THE_STEP, self._clock.paused())

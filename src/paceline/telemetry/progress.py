@@ -12,7 +12,10 @@ from paceline.recipe.phases import Epochs
 from paceline.units import format_count, format_seconds
 
 _ACCURACY = re.compile(r"^top(\d+)_accuracy$")
-_NOT_METRICS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights", "seconds"})
+_WORTH_TELLING = 0.05
+_NOT_METRICS = frozenset(
+    {"event", "step", "position", "time", "epoch", "samples", "split", "weights", "seconds", "train_seconds"}
+)
 
 
 @dataclass
@@ -94,8 +97,13 @@ class RunProgress:
             parts.append(f"lr {record['lr']:.3g}")
         if record.get("throughput_samples_per_second") is not None:
             parts.append(f"{format_count(record['throughput_samples_per_second'])} {self.unit}/s")
+        if record.get("mfu") is not None:
+            parts.append(f"MFU {record['mfu']:.1%}")
         if record.get("data_wait_fraction") is not None:
             parts.append(f"data wait {record['data_wait_fraction']:.0%}")
+        waits, step = record.get("communication_seconds"), record.get("step_seconds")
+        if waits and step and waits >= _WORTH_TELLING * step:
+            parts.append(f"communication {waits / step:.0%}")
         return "  ".join(parts)
 
     @property

@@ -44,6 +44,7 @@ from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.signals import StopRequest
+from paceline.trainer.utilisation import find_utilisation
 from paceline.trainer.window import Window
 
 
@@ -113,9 +114,13 @@ def build_run(setting: Setting) -> Run:
         writer=BackgroundWriter(),
         cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
         file_metadata=file_metadata(recipe, plan, prepared.task),
+        utilisation=find_utilisation(prepared) if prepared.world.is_first else None,
     )
     _register(run)
     run.clock = with_profile(run)
+    run.strategy.timed_by(run.clock)
+    if hasattr(run.pipeline, "timed_by"):  # pipelines of the user's own need not tell
+        run.pipeline.timed_by(partial(run.clock.span, "h2d"))
     return run
 
 

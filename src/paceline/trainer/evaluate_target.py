@@ -165,17 +165,23 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 batch_size=resolve_evaluation_batch(recipe, reasons),
             )
             with turn:
-                reports.append(_score(request, saved, evaluator, network))
+                reports.append(_score(request, saved, evaluator, network, max_broken=recipe.data.max_broken))
     return reports
 
 
 def _score(
-    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module
+    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, max_broken: int
 ) -> EvaluationReport:
     started = time.perf_counter()
     lines = _Predictions(evaluator.pipeline)
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
+    if len(evaluation.broken) > max_broken:
+        first = evaluation.broken[0]
+        raise DataError(
+            f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and "
+            f"data.max_broken={max_broken}; raise that to score the others, or repair or remove them."
+        )
     if request.predictions is not None:
         _write_predictions(request.predictions, lines, evaluator.collectives)
     return _report(saved, evaluator.task, evaluation, seconds)
@@ -350,7 +356,8 @@ def _write_predictions(path: Path, mine: _Predictions, collectives: Collectives)
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     rows = list(lines)
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
+        # Names of files may be no text; what is none is written out.
+        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             if path.suffix == ".jsonl":
                 file.writelines(json.dumps(row) + "\n" for row in rows)
             elif rows:

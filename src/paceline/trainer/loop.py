@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.data.backends.pytorch import worker_deaths_told
 from paceline.distributed.strategy import Wish
 from paceline.trainer.evaluate import evaluate_run
 from paceline.trainer.rehearsal import rehearse
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> str:
     """Train from where the run stands to its end, or to an agreed stop; returns why it ended."""
-    with run.watchdog.watching():
+    with run.watchdog.watching(), worker_deaths_told():
         return _fit(run)
 
 

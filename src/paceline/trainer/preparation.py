@@ -140,6 +140,11 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     return replace(plan, learning_rates=LearningRate.of(recipe.schedule, plan).phases())
 
 
+def without_initial_weights(recipe: Recipe) -> Recipe:
+    """The recipe of weights that come from elsewhere, a checkpoint say: those it begins with may be out of reach."""
+    return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+
+
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
     """The network with its first weights, on the device, the same on every rank; and what is to be said of them."""
     torch.manual_seed(recipe.seed)

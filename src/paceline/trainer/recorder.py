@@ -13,7 +13,7 @@ from paceline.records.writer import EventWriter
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.telemetry.trackers import Tracker
-from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest
+from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
 from paceline.trainer.window import check_finite
 
 if TYPE_CHECKING:
@@ -35,10 +35,18 @@ class Recorder:
 
     def write_step(self, run: Run) -> None:
         """Write a step record: the one place of the loop where the host waits for the device."""
+        with run.clock.span("logging"):
+            self._write_step(run)
+
+    def _write_step(self, run: Run) -> None:
         timings = run.clock.drain()
         surprises = self._surprises(run)
         drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
-        slowest = find_slowest([each[:-1] for each in drained.seconds], waits_in=run.strategy.waits_in)
+        measured = [each[:-1] for each in drained.seconds]
+        slowest = find_slowest(measured, waits_in=run.strategy.waits_in)
+        details = {} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()}
+        if len(measured) > 1:
+            details["rank_seconds"] = over_ranks(measured, untold=run.untold)
         norm = run.window.grad_norm
         plan, progress = run.plan, run.progress
         event = StepEvent(
@@ -49,9 +57,13 @@ class Recorder:
             lr=run.courses.at(max(progress.step - 1, 0), max(progress.position - 1, 0)).learning_rate,
             grad_norm=None if norm is None else float(norm),
             grad_scale=run.precision.scale,
-            timings=timings,
+            timings={
+                **timings,
+                **{f"{phase}_seconds": None for phase in run.untold},
+                **run.mfu(timings["throughput_samples_per_second"]),
+            },
             metrics={"skipped_steps": progress.skipped} if run.may_skip else {},
-            details={} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()},
+            details=details,
         )
         self.write(event)
         self._report_slow(run, slowest)
@@ -63,6 +75,7 @@ class Recorder:
 
     def write_evaluation(self, run: Run, evaluation: Evaluation, *, seconds: float) -> None:
         """Write one record for each set of weights."""
+        train_seconds = run.clock.totals.train_seconds
         for weights, metrics in evaluation.results.items():
             self.write(
                 EvaluationEvent(
@@ -72,6 +85,7 @@ class Recorder:
                     weights="ema" if weights == "ema" else "model",
                     samples=evaluation.samples,
                     seconds=seconds,
+                    train_seconds=train_seconds,
                     metrics=metrics,
                 )
             )

@@ -40,6 +40,7 @@ from paceline.trainer.precision import Precision
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.signals import StopRequest
+from paceline.trainer.utilisation import Utilisation
 from paceline.trainer.window import Window
 from paceline.world import World
 
@@ -58,6 +59,7 @@ class Run:
         cadence: Knows when one is due by the clock.
         saved_position: Position of the newest checkpoint; -1 before the first.
         file_metadata: What each weights file says about itself.
+        utilisation: What the throughput is held against; None where the device is not known, and on other ranks.
     """
 
     recipe: Recipe
@@ -94,6 +96,7 @@ class Run:
     file_metadata: Mapping[str, str]
     writer: BackgroundWriter[SavedCheckpoint | None]
     cadence: Cadence
+    utilisation: Utilisation | None = None
     saved_position: int = -1
 
     def train_batches(self) -> Iterator[Batch]:
@@ -113,6 +116,12 @@ class Run:
         return Wish(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property
+    def untold(self) -> frozenset[str]:
+        """Phases whose time cannot be told from others' here."""
+        parts = {"communication": self.strategy.tells_communication, "h2d": hasattr(self.pipeline, "timed_by")}
+        return frozenset(phase for phase, is_told in parts.items() if not is_told)
+
+    @property
     def may_skip(self) -> bool:
         """Whether a step may use up its samples without moving the weights, and the run goes on."""
         return self.precision.scaler is not None or self.guard.skips
@@ -129,6 +138,10 @@ class Run:
         """
         self.pulse.enter(phase, last=meets, samples=samples)
         return self.clock.span(phase)
+
+    def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
+        """Share of the devices' peak that a throughput comes to, as records say it; empty where it is not known."""
+        return {} if self.utilisation is None else self.utilisation.for_record(samples_per_second)
 
     def models(self) -> dict[str, nn.Module]:
         """The sets of weights by name."""

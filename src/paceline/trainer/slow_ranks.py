@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from paceline.telemetry.meter import PHASES
 
-_DATA_WAIT, _FORWARD, _BACKWARD = (PHASES.index(name) for name in ("data_wait", "forward", "backward"))
+# In these all wait for one another, and one of them writes.
+_SHARED = ("communication", "logging")
+_OWN = tuple(index for index, phase in enumerate(PHASES) if phase not in _SHARED)
 
 ALARMING_FACTOR = 1.5
 ALARMING_RECORDS = 3
@@ -46,9 +49,8 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str
     """
     if len(seconds) < 2:
         return None
-    phases = (_DATA_WAIT, _FORWARD, _BACKWARD)
-    shortest = {phase: min(each[phase] for each in seconds) for phase in phases if PHASES[phase] in waits_in}
-    own = [[shortest.get(phase, each[phase]) for phase in phases] for each in seconds]
+    shortest = {phase: min(each[phase] for each in seconds) for phase in _OWN if PHASES[phase] in waits_in}
+    own = [[shortest.get(phase, each[phase]) for phase in _OWN] for each in seconds]
     totals = [sum(each) for each in own]
     rank = max(range(len(own)), key=lambda number: totals[number])
     others = [number for number in range(len(own)) if number != rank]
@@ -56,8 +58,29 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str
     if usual <= 0:
         return None
     excess = [own[rank][part] - median(own[number][part] for number in others) for part in range(len(own[rank]))]
-    phase = PHASES[phases[excess.index(max(excess))]]
+    phase = PHASES[_OWN[excess.index(max(excess))]]
     return Slowest(rank, phase, totals[rank] / usual)
+
+
+def over_ranks(seconds: Sequence[Sequence[float]], *, untold: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """How much the processes differ: for each phase the least, the middle and the most seconds, and whose these are.
+
+    Args:
+        seconds: By rank and phase, as for :func:`find_slowest`.
+        untold: Phases to leave out.
+    """
+    found = {}
+    for index, phase in enumerate(PHASES):
+        values = [each[index] for each in seconds]
+        least, most = min(values), max(values)
+        found[phase] = {
+            "minimum": least,
+            "median": median(values),
+            "maximum": most,
+            "least_rank": values.index(least),
+            "most_rank": values.index(most),
+        }
+    return {phase: each for phase, each in found.items() if phase not in untold}
 
 
 class SlowRanks:

@@ -37,6 +37,9 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     with run.span("optimizer"):
         combined = run.strategy.combine()
         stepped = _update(run)
+    if stepped and run.ema is not None:
+        with run.span("ema"):
+            run.ema.update(run.progress.step)
     run.window.end_step(stepped=stepped, combined=combined)
     return stepped
 
@@ -76,6 +79,4 @@ def _update(run: Run) -> bool:
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)
-    if stepped and run.ema is not None:
-        run.ema.update(run.progress.step)
     return stepped

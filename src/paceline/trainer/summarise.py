@@ -44,6 +44,8 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         total_seconds=progress.total_seconds,
         throughput_samples_per_second=clock.throughput_samples_per_second,
         data_wait_fraction=clock.data_wait_fraction,
+        phase_fractions={name: share for name, share in clock.phase_fractions.items() if name not in run.untold},
+        mfu=run.mfu(clock.throughput_samples_per_second).get("mfu"),
         peak_memory_bytes=peak_memory_bytes(run.device.type),
         parameters=plan.parameters or 0,
         # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.

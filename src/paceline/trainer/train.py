@@ -38,7 +38,7 @@ from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
-from paceline.trainer.preparation import Prepared, plan_network, plan_run, prepare
+from paceline.trainer.preparation import Prepared, plan_network, plan_run, prepare, without_initial_weights
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
@@ -102,7 +102,7 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     world = launch.world if world_size is None else _first_of(world_size)
     device = choose_device(loaded.recipe.parallel.device, world)
     # A run that goes on, or that others will start where there are weights to be had, needs none to be planned.
-    task = build_task(_without_initial_weights(loaded.recipe))
+    task = build_task(without_initial_weights(loaded.recipe))
     cores = choose_cores(loaded.recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
     plan = _with_limits(plan_run(loaded.recipe, task, machine, world), loaded.recipe)
@@ -144,9 +144,40 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
 
 
 def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: float) -> TrainResult:
+    with _opened(loaded, options, launch, started) as (checked, opening, setting):
+        if opening.completed:
+            summary = setting.collectives.on_first(lambda: read_summary(setting.directory))
+            return TrainResult(status="completed", run_dir=setting.directory.root, summary=summary, was_complete=True)
+        return _run(setting, checked, opening)
+
+
+@contextlib.contextmanager
+def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
+    """A run opened as training opens it, before its first step: for a study that takes its steps, and keeps nothing.
+
+    A collective of all processes of the world this one finds itself in.
+
+    Raises:
+        PacelineError: For every mistake in the recipe, the data or the directory.
+    """
+    # What feeds the model best is for the run itself to find out.
+    options = replace(options, task=options.task or build_task)
+    with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opening, setting):
+        run = build_run(setting)
+        with contextlib.closing(run.recorder), contextlib.closing(run.writer):
+            restore(run, opening.choice, resumes=opening.resumes)
+            _load(run)
+            yield run
+
+
+@contextlib.contextmanager
+def _opened(
+    loaded: LoadedRecipe, options: Options, launch: Launch, started: float
+) -> Iterator[tuple[LoadedRecipe, Opening, Setting]]:
+    """Everything that a run needs before it is built, held as long as it goes on."""
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
-    task = make_task(_without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
+    task = make_task(without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
     with StopRequest() as stop, affinity_restored():
         if options.task is None and not _holds_checkpoint(options.run_dir):
             say = options.display.message if options.display and launch.world.is_first else lambda _: None
@@ -160,19 +191,19 @@ def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: floa
         ):
             _check_agreement(prepared, collectives)
             opening = collectives.on_first(lambda: open_directory(directory, _asked(prepared, options, launch)))
-            if opening.completed:
-                summary = collectives.on_first(lambda: read_summary(directory))
-                return TrainResult(status="completed", run_dir=directory.root, summary=summary, was_complete=True)
-            setting = Setting(
-                prepared=prepared,
-                collectives=collectives,
-                directory=directory,
-                display=options.display if options.display and launch.world.is_first else SilentDisplay(),
-                stop=stop,
-                start_step=opening.choice.step,
-                started=started,
+            yield (
+                loaded,
+                opening,
+                Setting(
+                    prepared=prepared,
+                    collectives=collectives,
+                    directory=directory,
+                    display=options.display if options.display and launch.world.is_first else SilentDisplay(),
+                    stop=stop,
+                    start_step=opening.choice.step,
+                    started=started,
+                ),
             )
-            return _run(setting, loaded, opening)
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:
@@ -198,11 +229,6 @@ def _check_restarts(launch: Launch, options: Options) -> None:
 
 def _holds_checkpoint(run_dir: Path | None) -> bool:
     return run_dir is not None and any((run_dir / "checkpoints").glob("step-*"))
-
-
-def _without_initial_weights(recipe: Recipe) -> Recipe:
-    """A run that goes on takes its weights from its checkpoint: those it began with may be out of reach by now."""
-    return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
 
 
 def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
@@ -285,6 +311,8 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[s
             version=__version__,
         )
     )
+    if run.utilisation is not None:
+        run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
         message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
         run.recorder.write(IncidentEvent(**run.progress.here, incident="restart", message=message))

@@ -4,34 +4,60 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest
+from paceline.telemetry.meter import PHASES
+from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
 
-# Seconds in data_wait, forward, backward, optimizer. Rank 1 is late, so the others wait for it, here in the reduction.
-IN_FORWARD = [[0.0, 1.0, 4.0, 0.1], [0.0, 3.0, 2.0, 0.1], [0.0, 1.0, 4.0, 0.1]]
-IN_DATA = [[0.5, 1.0, 7.0, 0.1], [6.5, 1.0, 1.0, 0.1]]
+
+def seconds(**phases: float) -> list[float]:
+    return [phases.get(phase, 0.0) for phase in PHASES]
+
+
+# Rank 1 is late, so the others wait for it: in the reduction, and in the backward pass if that hides it.
+QUICK, LATE = (seconds(forward=f, backward=1.0, communication=c, optimizer=0.1) for f, c in ((1.0, 3.0), (3.0, 1.0)))
+IN_FORWARD = [QUICK, LATE, QUICK]
+HIDDEN = [seconds(forward=1.0, backward=4.0), seconds(forward=3.0, backward=2.0), seconds(forward=1.0, backward=4.0)]
+IN_DATA = [
+    seconds(data_wait=0.5, forward=1.0, backward=1.0, communication=6.0),
+    seconds(data_wait=6.5, forward=1.0, backward=1.0),
+]
 
 
 def test_in_the_forward_pass() -> None:
-    assert find_slowest(IN_FORWARD, waits_in=("backward",)) == Slowest(1, "forward", 5 / 3)
+    assert find_slowest(IN_FORWARD, waits_in=()) == Slowest(1, "forward", 4.1 / 2.1)
+    assert find_slowest(HIDDEN, waits_in=("backward",)) == Slowest(1, "forward", 5 / 3)
 
 
 def test_in_waiting_for_data() -> None:
-    assert find_slowest(IN_DATA, waits_in=("backward",)) == Slowest(1, "data_wait", 8.5 / 2.5)
+    assert find_slowest(IN_DATA, waits_in=()) == Slowest(1, "data_wait", 8.5 / 2.5)
 
 
 def test_not_in_passes_in_which_all_wait() -> None:
-    assert find_slowest(IN_FORWARD, waits_in=("forward", "backward")) == Slowest(0, "data_wait", 1.0)
+    assert find_slowest(HIDDEN, waits_in=("forward", "backward")) == Slowest(0, "data_wait", 1.0)
     assert find_slowest(IN_DATA, waits_in=("forward", "backward")) == Slowest(1, "data_wait", 8.5 / 2.5)
 
 
 def test_in_the_backward_pass_where_nobody_waits_in_it() -> None:
-    seconds = [[0.0, 1.0, 2.0, 5.0], [0.0, 1.0, 5.0, 2.0], [0.0, 1.0, 2.0, 5.0]]
-    assert find_slowest(seconds, waits_in=()) == Slowest(1, "backward", 2.0)
+    quick = seconds(forward=1.0, backward=2.0, communication=3.0)
+    measured = [quick, seconds(forward=1.0, backward=5.0), quick]
+    assert find_slowest(measured, waits_in=()) == Slowest(1, "backward", 2.0)
 
 
-@pytest.mark.parametrize("seconds", [[[1.0] * 4], [[0.0] * 4, [0.0] * 4]], ids=["alone", "nothing measured"])
-def test_nobody(seconds: list[list[float]]) -> None:
-    assert find_slowest(seconds, waits_in=("backward",)) is None
+@pytest.mark.parametrize("phase", ["h2d", "optimizer", "ema", "host"])
+def test_in_any_part_that_is_its_own(phase: str) -> None:
+    quick = seconds(forward=1.0, communication=1.0, logging=2.0)
+    assert find_slowest([quick, seconds(forward=1.0, **{phase: 1.0})], waits_in=()) == Slowest(1, phase, 2.0)
+
+
+@pytest.mark.parametrize("measured", [[seconds(forward=1.0)], [seconds(), seconds()]], ids=["alone", "no seconds"])
+def test_nobody(measured: list[list[float]]) -> None:
+    assert find_slowest(measured, waits_in=("backward",)) is None
+
+
+def test_how_much_they_differ() -> None:
+    found = over_ranks(IN_FORWARD, untold=("h2d",))
+    assert list(found) == [phase for phase in PHASES if phase != "h2d"]
+    assert found["forward"] == {"minimum": 1.0, "median": 1.0, "maximum": 3.0, "least_rank": 0, "most_rank": 1}
+    assert found["communication"] == {"minimum": 1.0, "median": 3.0, "maximum": 3.0, "least_rank": 1, "most_rank": 0}
 
 
 def test_told_once_when_it_stays_so() -> None:

@@ -1,0 +1,157 @@
+"""How well are the rates of several GPUs predicted from one's? Published tables, row by row.
+
+python benchmarks/scaling.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from hardware import write_result
+from scaling_tables import CONVNETS, GOYAL_EFFICIENCY, GOYAL_STEP_SECONDS, SEEN, SHAPES, UNSEEN, Published
+
+from paceline.clusters import CLUSTERS
+from paceline.devices import find_device
+from paceline.formulas.overlap import Gradient, Unit
+from paceline.formulas.parallel_step import HOST_SECONDS, Host, Network, OneDevice, Prediction, Way, predict
+from paceline.recipe.load import load_recipe
+from paceline.studies.scaling.loops import LOOPS
+from paceline.studies.scaling.network import describe
+from paceline.studies.scaling.study import fabric_of
+
+# How often a step's host waits for its device, in fp32 and with a loss scaler: read in the loops, not fitted. Eager
+# PyTorch waits for the loss or a synchronize in each step, and once more for the scaler; TensorFlow's session hands
+# back the loss; MXNet's engine and Paddle's static graph wait for nothing.
+WAITS = {"PyTorch": (1, 2), "TensorFlow": (1, 1), "MXNet": (0, 0), "Paddle": (0, 0)}
+DECODES = ("PyTorch ConvNets", "PyTorch EfficientNet", "TensorFlow 2 EfficientNet")
+
+
+@cache
+def network_of(name: str) -> Network:
+    """The network of a recipe, or one of as many equal tensors."""
+    if name not in SHAPES:
+        return describe(load_recipe(name).recipe, samples=1).network
+    tensors, parameters = SHAPES[name].tensors, SHAPES[name].parameters
+    size = parameters * 4 / tensors
+    return Network(
+        gradients=tuple(Gradient(size, (index + 1) / tensors) for index in range(tensors)),
+        units=(Unit(parameters * 4, parameters * 4, 1.0),),
+    )
+
+
+def host_of(row: Published) -> Host:
+    """What the loop of a table asks of its host."""
+    waits = WAITS[row.table.split()[0]][row.precision == "fp16"]
+    loop = LOOPS["nvidia-convnets"]
+    decodes = row.table in DECODES
+    cluster = CLUSTERS[row.cluster]
+    return Host(
+        waits=waits,
+        seconds_per_sample=loop.seconds_per_sample if decodes else 0.0,
+        loaders_per_device=loop.loaders_per_device[row.cluster] if row.table.startswith("PyTorch") else None,
+        cores_per_device=cluster.cores_per_device,
+    )
+
+
+def predicted(row: Published) -> Prediction:
+    """What is predicted of a row by one GPU's rate and the cluster's datasheet."""
+    cluster = CLUSTERS[row.cluster]
+    device = None if cluster.device is None else find_device(cluster.device).multiprocessors
+    way = Way(strategy="ddp", micro_batch=row.batch, passes=row.passes, units_per_device=device)
+    one = OneDevice(seconds=row.batch / row.one, samples=row.batch)
+    return predict(network_of(row.network), one, fabric_of(cluster, row.gpus), host_of(row), way)
+
+
+def judged(row: Published) -> dict[str, Any]:
+    """A row with what is predicted of it."""
+    found = predicted(row)
+    low, high = found.samples / found.high_seconds, found.samples / found.low_seconds
+    return {
+        **vars(row),
+        "predicted": found.rate,
+        "error": found.rate / row.rate - 1,
+        "range": [low, high],
+        "in_range": low <= row.rate <= high,
+        "limit": found.limit,
+        "published_efficiency": row.rate / row.one / row.gpus,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean absolute and largest error, and how many lie in their range."""
+    errors = [abs(row["error"]) for row in rows]
+    linear = [abs(row["one"] * row["gpus"] / row["rate"] - 1) for row in rows]
+    return {
+        "rows": len(rows),
+        "mean_absolute_error": statistics.mean(errors),
+        "largest_error": max(errors),
+        "in_range": sum(row["in_range"] for row in rows),
+        "mean_absolute_error_of_linear_scaling": statistics.mean(linear),
+    }
+
+
+def goyal() -> list[dict[str, float]]:
+    """Efficiency beside one server of 8 GPUs, predicted and published."""
+    cluster, network = CLUSTERS["big-basin"], network_of("resnet50")
+    one = OneDevice(seconds=GOYAL_STEP_SECONDS, samples=32)
+    way = Way(strategy="ddp", micro_batch=32)
+
+    def step(gpus: int) -> float:
+        return predict(network, one, fabric_of(cluster, gpus), Host(), way).seconds
+
+    return [
+        {"gpus": gpus, "predicted": step(8) / step(gpus), "published": published}
+        for gpus, published in GOYAL_EFFICIENCY.items()
+    ]
+
+
+def main() -> None:
+    """Judge every table, and write the result."""
+    groups = {"calibration": CONVNETS, "seen": SEEN, "unseen": UNSEEN}
+    result: dict[str, Any] = {"host_seconds": HOST_SECONDS}
+    lines = ["Predicted from one GPU's published rate and the cluster's datasheet, against the published rate.", ""]
+    for name, rows in groups.items():
+        found = [judged(row) for row in rows]
+        result[name] = {**summary(found), "each": found}
+        lines += [f"## {name}", "", *_summary_lines(found), "", *_row_lines(found), ""]
+    result["goyal"] = goyal()
+    lines += ["## Goyal et al. 2017, beside 8 GPUs", ""]
+    lines += [
+        f"- {each['gpus']} GPUs: predicted {each['predicted']:.3f}, published {each['published']:.2f}"
+        for each in result["goyal"]
+    ]
+    print("\n".join(lines))
+    print(write_result("scaling-published", result, lines))
+
+
+def _summary_lines(found: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| table | rows | mean error | largest | in range | linear scaling's mean error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for table in [*dict.fromkeys(row["table"] for row in found), "all"]:
+        each = summary([row for row in found if table in ("all", row["table"])])
+        lines.append(
+            f"| {table} | {each['rows']} | {each['mean_absolute_error']:.1%} | {each['largest_error']:.1%} | "
+            f"{each['in_range']} | {each['mean_absolute_error_of_linear_scaling']:.1%} |"
+        )
+    return lines
+
+
+def _row_lines(found: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| table | network | cluster | numbers | batch | GPUs | published | predicted | error | limit |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines += [
+        f"| {row['table']} | {row['network']} | {row['cluster']} | {row['precision']} | {row['batch']} x "
+        f"{row['passes']} | {row['gpus']} | {row['rate']:,.0f} | {row['predicted']:,.0f} | {row['error']:+.1%} | "
+        f"{row['limit']} |"
+        for row in found
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    main()

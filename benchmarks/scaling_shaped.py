@@ -1,0 +1,61 @@
+"""What 1, 2 and 4 processes take over links of known rates, beside what is predicted. Linux, root, on a quiet machine.
+
+python benchmarks/scaling_shaped.py [MEGABITS ...]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hardware import write_result
+
+_module = importlib.util.spec_from_file_location(
+    "paceline_shaped", Path(__file__).parents[1] / "tests/distributed/shaped.py"
+)
+assert _module is not None
+assert _module.loader is not None
+shaped = importlib.util.module_from_spec(_module)
+sys.modules[_module.name] = shaped
+_module.loader.exec_module(shaped)
+
+SIZES = (1, 2, 4)
+MEGABITS = (100.0, 400.0, 1600.0)
+
+
+def main() -> None:
+    """Compare at each rate, and write the result."""
+    if (reason := shaped.why_not()) is not None:
+        sys.exit(f"no link can be shaped here: {reason}")
+    rates = tuple(map(float, sys.argv[1:])) or MEGABITS
+    found: list[dict[str, Any]] = []
+    lines = ["| Mbit/s | processes | predicted s | measured s | error | limit |", "|---|---|---|---|---|---|"]
+    with tempfile.TemporaryDirectory(prefix="paceline-shaped-") as folder:
+        for rate in rates:
+            own = Path(folder) / f"{rate:g}"
+            own.mkdir()
+            for each in shaped.compare(SIZES, rate, own, steps=30, rounds=5):
+                seconds = each.prediction.seconds
+                found.append(
+                    {
+                        "megabits": rate,
+                        "processes": each.processes,
+                        "predicted_seconds": seconds,
+                        "measured_seconds": each.measured_seconds,
+                        "error": each.error,
+                        "parts": each.prediction.parts,
+                    }
+                )
+                lines.append(
+                    f"| {rate:g} | {each.processes} | {seconds:.3f} | {each.measured_seconds:.3f} | "
+                    f"{each.error:+.1%} | {each.prediction.limit} |"
+                )
+                print(lines[-1], flush=True)
+    print(write_result("scaling-shaped", {"rows": found}, lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`paceline doctor`: what holds a run back, with evidence, and what each change is worth."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.ending import ends_in_order
+from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.output import print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.studies.doctor.findings import Finding
+    from paceline.studies.doctor.study import Diagnosis
+
+_COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
+_MOST_PLACES = 5
+
+
+@click.command("doctor", short_help="Find what holds a run back, and measure what each change is worth.")
+@click.argument("recipe")
+@overrides_argument
+@click.option(
+    "--device", metavar="NAME", help="Judge for this device (a100, t4, cpu, …), also where it is not; default: here."
+)
+@click.option("--measure", "measured", is_flag=True, help="Measure the gain of each change, in short bursts in turns.")
+@click.option(
+    "--rounds", type=click.IntRange(min=4), default=8, show_default=True, help="Turns of each change with --measure."
+)
+@click.option(
+    "--apply",
+    "improved",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the recipe with the changes that train the same thing; with --measure, those that gained.",
+)
+@json_option
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    device: str | None,
+    measured: bool,
+    rounds: int,
+    improved: Path | None,
+    as_json: bool,
+) -> int:
+    """Examine RECIPE, or the run of a run directory: which mistakes make it slow or spoil it?
+
+    Looked at are the recipe and its plan, the network's modules on tensors without content, and what your own code
+    does in one micro-batch of a few samples, on the CPU. Each finding has its evidence (values, layers, lines of code),
+    the reason with its source, and what to change. Nothing is trained, written or changed, but FILE.
+
+    Exit code 1 if something breaks, slows or spoils a run, 0 if not.
+
+    \b
+    Examples:
+      paceline doctor digits
+      paceline doctor resnet50 --device a100
+      paceline doctor mine.yaml data.workers=4 --measure --apply better.yaml
+    """
+    from paceline.studies.doctor.improving import check_new, write_improved
+    from paceline.studies.doctor.measuring import Pace, measure
+    from paceline.studies.doctor.study import Asked, examine
+
+    if improved is not None:
+        check_new(improved)
+    if measured and device is not None:
+        raise click.UsageError(
+            f"--measure measures on the device that is here, not on '{device}'; leave one of them out."
+        )
+    asked = Asked(recipe=recipe, overrides=overrides, device=device)
+    # The user's code runs in this process, and may print.
+    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
+        diagnosis = examine(asked, lambda line: click.echo(line, err=True))
+        if measured:
+            diagnosis = measure(diagnosis, Pace(rounds=rounds), lambda line: click.echo(line, err=True))
+    met = () if improved is None else write_improved(improved, diagnosis, measured=measured)
+    if as_json:
+        print_json(diagnosis.to_json() | {"applied": [each.name for each in met]})
+    else:
+        _show(diagnosis)
+        _show_applied(improved, met)
+    return 0 if diagnosis.is_healthy else 1
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{diagnosis.recipe} on {diagnosis.device}{'' if diagnosis.is_here else ' (not here: predictions)'}: "
+        f"{diagnosis.precision}, {diagnosis.global_batch} samples a step",
+        markup=False,
+    )
+    for finding in diagnosis.findings:
+        _show_finding(console, finding)
+    for what, why in diagnosis.unseen.items():
+        console.print(f"not seen: {what}: {why}", markup=False)
+    count = sum(finding.counts for finding in diagnosis.findings)
+    left = len(diagnosis.findings) - count
+    found = f"{count} finding{'s' * (count > 1)}" if count else "no bottleneck found"
+    found += f", {left} of notice or without gain" if left else ""
+    console.print(
+        f"{found}: {diagnosis.checks} checks in {1e3 * diagnosis.check_seconds:.0f} ms, "
+        f"{diagnosis.seconds:.1f} s with what they look at."
+    )
+
+
+def _show_finding(console: Console, finding: Finding) -> None:
+    from rich.markup import escape
+
+    colour = _COLOURS[finding.severity]
+    console.print(f"[{colour}]{finding.severity:<6}[/]  [bold]{finding.name}[/]: {escape(finding.evidence)}")
+    for place in finding.places[:_MOST_PLACES]:
+        console.print(f"        at {place}", markup=False)
+    console.print(f"        {finding.why} ({finding.source})", markup=False)
+    console.print(f"        change: {finding.advice.words}{_kept(finding)}", markup=False)
+    if finding.gain is None:
+        console.print(f"        expected, not measured: {finding.expected}", markup=False)
+    else:
+        console.print(f"        measured: {finding.gain}; expected was: {finding.expected}", markup=False)
+
+
+def _kept(finding: Finding) -> str:
+    return {"same": "", "rounding": " [the numbers round otherwise]", "training": " [trains something else]"}[
+        finding.advice.keeps
+    ]
+
+
+def _show_applied(path: Path | None, met: tuple[Finding, ...]) -> None:
+    if path is None:
+        return
+    if met:
+        click.echo(f"{path}: the recipe with {', '.join(each.name for each in met)} changed")
+    else:
+        click.echo(f"{path} was not written: there is no change to make")

@@ -1,0 +1,174 @@
+"""`paceline estimate`: the memory of a training step, before there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.options import (
+    choose_processes,
+    json_option,
+    overrides_argument,
+    present_gpus,
+    processes_option,
+    usable_gpus,
+)
+from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from paceline.studies.memory.estimate import MemoryEstimate, Size
+    from paceline.studies.memory.replay import Peak
+    from paceline.studies.memory.savings import Saving
+
+
+@click.command("estimate", short_help="Estimate the memory of a training step, on a device that need not be here.")
+@click.argument("recipe")
+@overrides_argument
+@click.option(
+    "--device", metavar="NAME", help="A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
+)
+@processes_option
+@click.option("--expandable-segments", is_flag=True, help="As with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
+@json_option
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    device: str | None,
+    processes: int | None,
+    expandable_segments: bool,
+    as_json: bool,
+) -> int:
+    """Estimate the memory of one training step of RECIPE by what it is for, and say which batches fit which GPUs.
+
+    The step is done on tensors without numbers: nothing is trained, and no GPU is needed. Data are not read; where
+    data.path is not set, data of a usual kind are assumed. Exit code 1 if the step does not fit.
+
+    \b
+    Examples:
+      paceline estimate resnet50 --device h100
+      paceline estimate deit_small --device a100-40gb --processes 8 batch.micro_size=128
+      paceline estimate digits --device cpu --json
+    """
+    from paceline.studies.memory.estimate import Asked, estimate
+
+    loaded = load_recipe(recipe, overrides)
+    asked = Asked(
+        loaded=loaded,
+        device=device,
+        processes=_processes(processes, loaded, device),
+        expandable=expandable_segments,
+    )
+    # The user's code runs in this process, and may print.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = estimate(asked)
+    if as_json:
+        print_json({"recipe": loaded.name, **found.to_json()})
+    else:
+        _show(loaded.name, found)
+    return 1 if found.fits is False else 0
+
+
+def _processes(asked: int | None, loaded: LoadedRecipe, device: str | None) -> int:
+    if asked is None and device is not None:
+        return 1
+    gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked is None else 0
+    return choose_processes(asked, gpus, loaded.recipe).count
+
+
+def _show(name: str, found: MemoryEstimate) -> None:
+    plan, peak = found.plan, found.peak
+    click.echo(f"Memory of a training step of {name} on {found.device}")
+    print_pairs(_subject(found))
+    click.echo("\nAt its peak, by what it is for")
+    rows = [(cause, format_bytes(size), f"{100 * size / peak.allocated:.1f} %") for cause, size in _causes(peak)]
+    print_table(("cause", "memory", "share"), rows)
+    if peak.largest:
+        click.echo("\nLayers whose activations take the most")
+        print_table(("layer", "memory"), [(layer or "(outside)", format_bytes(size)) for layer, size in peak.largest])
+    click.echo("\nBy micro-batch")
+    print_table(("samples", "needs in all", ""), [_size_row(each) for each in found.sizes])
+    click.echo()
+    print_pairs(_largest(found))
+    if found.devices:
+        click.echo(f"\nLargest micro-batch on known GPUs, in {plan.precision}")
+        rows = [(each.device, format_bytes(each.memory), _samples(each.largest)) for each in found.devices]
+        print_table(("device", "memory", "samples"), rows)
+    click.echo("\nWhat would save memory")
+    print_table(("change", "needs then", "saves"), [_saving_row(each) for each in found.savings])
+    verdict = found.verdict
+    click.echo(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
+    for notice in found.notices:
+        click.echo(f"note: {notice}")
+
+
+def _subject(found: MemoryEstimate) -> dict[str, str]:
+    plan, peak = found.plan, found.peak
+    parts = f", {plan.accumulation_steps} to a step" if plan.accumulation_steps > 1 else ""
+    lines = {
+        "step": f"{plan.strategy}, {plan.world_size} process{'es' * (plan.world_size > 1)}, micro-batches of "
+        f"{format_count(plan.micro_batch_size)}{parts}, {plan.precision}",
+        "tensors at the peak": f"{format_bytes(peak.allocated)}, {_where(peak)}",
+    }
+    if peak.reserved is not None:
+        lines["taken from the device"] = f"{format_bytes(peak.reserved)} (segments of PyTorch's allocator)"
+    kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
+    lines["beside them"] = f"{format_bytes(found.outside)} ({kind})"
+    lines["in all"] = format_bytes(found.needed)
+    if found.memory is not None:
+        left = found.memory - found.needed
+        verdict = "it fits" if found.fits else "it does not fit"
+        lines["the device has"] = f"{format_bytes(found.memory)}: {verdict}, {_left(left)}"
+    return lines
+
+
+def _left(size: int) -> str:
+    return f"{format_bytes(size)} are left" if size >= 0 else f"{format_bytes(-size)} too few"
+
+
+def _where(peak: Peak) -> str:
+    at = f" in {peak.layer}" if peak.layer else ""
+    return f"in the {peak.phase or 'first moment'}{at} ({peak.operation.split('.')[0]})"
+
+
+def _causes(peak: Peak) -> Iterator[tuple[str, int]]:
+    yield from sorted(peak.causes.items(), key=lambda each: -each[1])
+
+
+def _size_row(size: Size) -> tuple[str, str, str]:
+    fits = "" if size.fits is None else "fits" if size.fits else "does not fit"
+    return format_count(size.micro_batch), format_bytes(size.needed), fits
+
+
+def _largest(found: MemoryEstimate) -> dict[str, str]:
+    if found.largest is None:
+        return {}
+    if found.largest == 0:
+        return {"largest micro-batch": "none: not even one sample fits"}
+    lines = {"largest micro-batch": f"{format_count(found.largest)} samples"}
+    if found.verified is not None:
+        lines["checked by a step"] = f"{100 * (found.verified - 1):+.2f} % off"
+    if found.micro_size is not None and not found.fits:
+        plan = found.plan
+        parts = plan.global_batch_size // (found.micro_size * plan.world_size)
+        lines["so set"] = (
+            f"batch.micro_size={found.micro_size}: {parts} micro-batches to a step; the global batch of "
+            f"{format_count(plan.global_batch_size)} and the learning rate stay"
+        )
+    return lines
+
+
+def _samples(count: int | None) -> str:
+    return "lacks this precision" if count is None else format_count(count) if count else "none"
+
+
+def _saving_row(saving: Saving) -> tuple[str, str, str]:
+    if saving.needed is None:
+        return saving.change, "-", saving.why_not
+    saves = format_bytes(saving.saved) if saving.saved >= 0 else f"nothing: {format_bytes(-saving.saved)} more"
+    return saving.change, format_bytes(saving.needed), saves

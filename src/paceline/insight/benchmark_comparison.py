@@ -1,0 +1,224 @@
+"""Is B slower than A, beyond what chance and a tolerance allow? Two results of benchmarks, or two runs, are read.
+
+It is a gate: it closes only on evidence. With all rows together it closes on two equal things in at most 5 % of cases
+(``1 - confidence``), by a one-sided Welch test on the logarithms of times, with Bonferroni's share for each row. Where
+both were measured by several launches, those are what is counted: processes differ from one another by more than a
+process from itself a minute later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import RunDirectoryError
+from paceline.formulas.intervals import Interval, part_means, unpaired_ratio
+from paceline.records.benchmark import name_of_row, read_result
+from paceline.records.reader import read_environment, read_events, read_recipe
+from paceline.records.run_directory import RunDirectory
+
+Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
+
+_TOLD = 5
+_OF_ENVIRONMENT = ("cpu", "platform", "python", "versions", "device_name", "torch", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One thing that both have.
+
+    Attributes:
+        name: What was measured.
+        slower: Time of B over time of A, so that 1.05 is 5 % slower; None if they cannot be compared.
+        verdict: ``no slower``: shown to be within the tolerance; ``not enough evidence``: neither shown.
+        note: Why, where it needs saying.
+    """
+
+    name: str
+    slower: Interval | None
+    verdict: Verdict
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as one JSON object."""
+        slower = None if self.slower is None else self.slower.to_json()
+        return {"name": self.name, "verdict": self.verdict, "slower": slower, "note": self.note}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two results side by side.
+
+    Attributes:
+        lines: One for each thing that one of them has.
+        tolerance: What B may be slower by, as a share.
+        confidence: Of all lines together.
+        differences: What is otherwise on the two machines, by name: (A, B).
+        notes: What else the reader should know.
+    """
+
+    lines: tuple[Line, ...]
+    tolerance: float
+    confidence: float
+    differences: Mapping[str, tuple[Any, Any]]
+    notes: tuple[str, ...]
+
+    @property
+    def regressed(self) -> bool:
+        """Whether anything is slower."""
+        return any(line.verdict == "slower" for line in self.lines)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether there is not enough evidence for something."""
+        return any(line.verdict == "not enough evidence" for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as one JSON object."""
+        return {
+            "regressed": self.regressed,
+            "undecided": self.undecided,
+            "tolerance": self.tolerance,
+            "confidence": self.confidence,
+            "lines": [line.to_json() for line in self.lines],
+            "differences": {name: list(pair) for name, pair in self.differences.items()},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What is compared: for each name lists of seconds, one list for each launch."""
+
+    kind: str
+    times: Mapping[str, list[list[float]]]
+    missing: Mapping[str, str]
+    environment: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+
+
+def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.95) -> Comparison:
+    """Compare two results of benchmarks, or two run directories.
+
+    Args:
+        a: What it was: the baseline.
+        b: What it is now.
+        tolerance: Share by which B may be slower.
+        confidence: That two equal things pass, over all lines together.
+
+    Raises:
+        RunDirectoryError: If one is neither, or they are of two kinds.
+    """
+    one, other = _read(a), _read(b)
+    if one.kind != other.kind:
+        raise RunDirectoryError(
+            f"'{a}' is of kind {one.kind} and '{b}' of kind {other.kind}; compare two of the same kind."
+        )
+    shared = [name for name in one.times if name in other.times]
+    if not shared:
+        raise RunDirectoryError(f"'{a}' and '{b}' have nothing in common that was measured in both.")
+    # Of two sides, only one closes the gate.
+    each = 1 - 2 * (1 - confidence) / len(shared)
+    lines = [_line(name, one.times[name], other.times[name], tolerance, each) for name in shared]
+    everything = dict.fromkeys([*one.times, *one.missing, *other.times, *other.missing])
+    lines += [_unshared(name, one, other) for name in everything if name not in shared]
+    launches = min(len(times) for side in (one, other) for times in (side.times[name] for name in shared))
+    notes = []
+    if launches < 2 and one.kind != "time_to_target":
+        notes.append(
+            "one of the two was measured by one launch only: what differs from launch to launch is in no interval, "
+            "and only the tolerance allows for it"
+        )
+    recipes = _unlike(one.recipe, other.recipe)
+    if recipes:
+        notes.append(f"A and B are not of the same recipe: {', '.join(list(recipes)[:_TOLD])} differ")
+    return Comparison(
+        lines=tuple(lines),
+        tolerance=tolerance,
+        confidence=confidence,
+        differences=_unlike(_of_machine(one.environment), _of_machine(other.environment)) | recipes,
+        notes=tuple(notes),
+    )
+
+
+def _line(name: str, a: list[list[float]], b: list[list[float]], tolerance: float, confidence: float) -> Line:
+    several = len(a) > 1 and len(b) > 1
+    times = [_of_launches(each) if several else [value for launch in each for value in launch] for each in (a, b)]
+    found = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
+    if found.low > 1 + tolerance:
+        verdict: Verdict = "slower"
+    elif found.high < 1:
+        verdict = "faster"
+    elif found.high <= 1 + tolerance:
+        verdict = "no slower"
+    else:
+        verdict = "not enough evidence"
+    return Line(name=name, slower=found, verdict=verdict)
+
+
+def _of_launches(times: Sequence[Sequence[float]]) -> list[float]:
+    return [math.exp(statistics.fmean(map(math.log, each))) for each in times]
+
+
+def _unshared(name: str, one: _Side, other: _Side) -> Line:
+    for side, label in ((one, "A"), (other, "B")):
+        if name in side.missing:
+            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {side.missing[name]}")
+    only = "A" if name in one.times else "B"
+    return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
+
+
+def _read(path: Path) -> _Side:
+    if path.is_dir() and RunDirectory(path).exists():
+        return _run(RunDirectory(path))
+    document = read_result(path)
+    kind, times, missing = str(document["kind"]), {}, {}
+    try:
+        for row in document["rows"]:
+            name = name_of_row(kind, row)
+            found = [[float(value) for value in launch] for launch in row["times"] if launch]
+            if found:
+                times[name] = found
+            else:
+                missing[name] = row.get("trouble") or "nothing was measured"
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirectoryError(f"'{path}' is no whole result of a benchmark ({error!r}); measure it anew.") from error
+    return _Side(kind, times, missing, document.get("environment", {}), {"recipe": document.get("recipe", {})})
+
+
+def _run(run: RunDirectory) -> _Side:
+    rates = [event.get("throughput_samples_per_second") for event in read_events(run.events, kinds={"step"})]
+    seconds = [1 / rate for rate in rates if rate]
+    if len(seconds) < 2:
+        raise RunDirectoryError(
+            f"the run in '{run.root}' has {len(seconds)} step record(s) with a throughput; at least two are needed."
+        )
+    times = {"seconds per sample in training": [part_means(seconds)]}
+    return _Side("run", times, {}, read_environment(run), {"recipe": read_recipe(run)})
+
+
+def _of_machine(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: environment[name] for name in _OF_ENVIRONMENT if environment.get(name) is not None}
+
+
+def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What of two trees is not the same, entry by entry."""
+    one, other = dict(_entries(a)), dict(_entries(b))
+    return {
+        name: (one.get(name), other.get(name))
+        for name in dict.fromkeys([*one, *other])
+        if json.dumps(one.get(name)) != json.dumps(other.get(name))
+    }
+
+
+def _entries(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _entries(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value

@@ -1,0 +1,351 @@
+"""How much arithmetic and how many bytes does a step take, layer by layer and phase by phase?
+
+A dispatch mode watches every operator of a step on fake tensors or real ones, and changes none::
+
+    with WorkCounter(network) as counter:
+        loss = task.loss(network, batch)
+        loss.backward()
+        with counter.phase("optimizer"):
+            optimizer.step()
+    counter.found.model_flops
+
+An operator of a forward pass belongs to the module that is at work. One of a backward pass belongs to the operator
+whose gradient it is: autograd numbers both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.models.operator_work import OperatorWork, Product, operator_work, tensors_in
+
+PHASES = ("forward", "dgrad", "wgrad", "recompute", "loss", "optimizer")
+# The model's own arithmetic, by which MFU goes: what is computed twice counts once.
+_OF_MODEL = ("forward", "dgrad", "wgrad", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one operator does in one layer and phase of a step, all its calls of one shape together.
+
+    Attributes:
+        layer: Name of the module; empty for what the network itself does, and outside of it.
+        phase: One of ``PHASES``: ``dgrad`` and ``wgrad`` are the backward pass's gradients of inputs and of weights.
+        operator: Name of the operator.
+        dtype: Of the numbers that it multiplies, or of its first floating-point tensor.
+        calls: How often it is called so.
+        flops: Floating-point operations of its products.
+        bytes_read: Bytes that it must read.
+        bytes_written: Bytes that it must write.
+        product: Its sizes as a matrix product, if it is one.
+        is_counted: False if it may compute products that are not counted.
+    """
+
+    layer: str
+    phase: str
+    operator: str
+    dtype: str
+    calls: int
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    product: Product | None
+    is_counted: bool
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+
+@dataclass(frozen=True)
+class Uncounted:
+    """An operator whose arithmetic is not known.
+
+    Attributes:
+        operator: Its name.
+        calls: How often it is called.
+        share: Its share of the bytes that the step moves, in [0, 1].
+    """
+
+    operator: str
+    calls: int
+    share: float
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """All that a step does.
+
+    Attributes:
+        works: Operator by operator.
+    """
+
+    works: tuple[Work, ...]
+
+    def flops(self, *phases: str) -> int:
+        """Floating-point operations of these phases, of all if none is named."""
+        return sum(each.flops for each in self.works if not phases or each.phase in phases)
+
+    @property
+    def model_flops(self) -> int:
+        """Those of the model itself: forward and backward pass, without what is computed again."""
+        return self.flops(*_OF_MODEL)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that all operators must read and write."""
+        return sum(each.bytes_moved for each in self.works)
+
+    def by_layer(self) -> dict[tuple[str, str], tuple[Work, ...]]:
+        """The operators by layer and phase, in the order in which they come."""
+        found: dict[tuple[str, str], list[Work]] = defaultdict(list)
+        for each in self.works:
+            found[each.layer, each.phase].append(each)
+        return {key: tuple(each) for key, each in found.items()}
+
+    @property
+    def uncounted(self) -> tuple[Uncounted, ...]:
+        """Operators whose arithmetic is not known, those that move most first."""
+        calls: Counter[str] = Counter()
+        moved: Counter[str] = Counter()
+        for each in self.works:
+            if not each.is_counted:
+                calls[each.operator] += each.calls
+                moved[each.operator] += each.bytes_moved
+        whole = max(1, self.bytes_moved)
+        return tuple(Uncounted(name, calls[name], count / whole) for name, count in moved.most_common())
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Of a node of the backward graph: where its operator stood, and whether it used weights, or nothing else."""
+
+    layer: str
+    phase: str
+    uses_weights: bool
+    is_of_weights: bool = False
+
+
+_NOWHERE = _Origin("", "loss", uses_weights=False)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Calls each operator and tells of it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call the operator and note what it does."""
+        kwargs = kwargs or {}
+        if func in _ABOUT_TENSORS:
+            return NotImplemented
+        # Without gradients in sight some operators come undivided that are made up of others.
+        if isinstance(func, OpOverload) and func not in _WHOLE and func._can_decompose():  # noqa: SLF001  # as torch's own counter does
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        self._note(func, args, kwargs, out)
+        return out
+
+
+_OVER_SAMPLES = frozenset({torch.ops.aten.sum})
+_WHOLE = frozenset({torch.ops.aten.linear.default})
+# Questions about a tensor, which it answers itself.
+_ABOUT_TENSORS = frozenset({torch.ops.prim.device.default, torch.ops.aten.is_contiguous.default})
+
+
+class WorkCounter:
+    """Watches what is done while it is entered.
+
+    Args:
+        network: Whose layers are told apart.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._names = {id(module): name for name, module in network.named_modules()}
+        self._within: list[str] = []
+        self._phase = ""
+        self._origins: dict[int, _Origin] = {}
+        self._parameters = dict(network.named_parameters())
+        # Held weakly, so that no address is used again while it is in here.
+        self._weights = {ref.cdata: ref for ref in (_reference(each) for each in self._parameters.values()) if ref}
+        self._found: dict[Work, list[int]] = {}
+        self._hooks = contextlib.ExitStack()
+        self._failure: Exception | None = None
+
+    @property
+    def found(self) -> StepWork:
+        """What was done up to now."""
+        return StepWork(
+            tuple(
+                replace(key, calls=calls, flops=flops, bytes_read=read, bytes_written=written)
+                for key, (calls, flops, read, written) in self._found.items()
+            )
+        )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is done inside as of this phase, and of no layer."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def __enter__(self) -> WorkCounter:
+        enters = register_module_forward_pre_hook(self._enter_module)
+        leaves = register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks.callback(self._within.clear)
+        self._hooks.callback(enters.remove)
+        self._hooks.callback(leaves.remove)
+        self._hooks.enter_context(_Watch(self._try_to_note))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._hooks.close()
+        if self._failure is not None and kind is None:
+            raise self._failure
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._names:
+            self._within.append(self._names[id(module)])
+
+    def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
+        if id(module) in self._names and self._within:
+            self._within.pop()
+
+    def _try_to_note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Keep what goes wrong for later: an error in here would end the process where C++ called for the operator."""
+        if self._failure is None:
+            try:
+                self._note(func, args, kwargs, out)
+            except Exception as error:  # noqa: BLE001  # raised when the counter is left
+                self._failure = error
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = list(tensors_in((args, kwargs)))
+        from_weights = [self._is_weight(each) for each in given]
+        if given and all(from_weights):
+            self._follow(out)
+        node = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
+        parts = list(operator_work(func, args, kwargs, out))
+        if node is None or self._within or self._phase:
+            weights = any(from_weights), bool(given) and all(from_weights)
+            origin = self._forward_origin(again=node is not None, weights=weights)
+            phases = [origin.phase] * len(parts)
+        else:
+            origin = self._origin_of(node)
+            adds_up = getattr(func, "overloadpacket", None) in _OVER_SAMPLES
+            phases = [_backward_phase(each, origin, any(from_weights), adds_up) for each in parts]
+        dtype = next((_dtype_name(each) for each in given if each.is_floating_point()), "")
+        name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
+        for part, phase in zip(parts, phases, strict=True):
+            self._add(part, origin.layer, phase, (name, dtype))
+
+    def _forward_origin(self, *, again: bool, weights: tuple[bool, bool]) -> _Origin:
+        layer = self._within[-1] if self._within and not self._phase else ""
+        if self._phase:
+            phase = self._phase
+        elif again:
+            phase = "recompute"
+        else:
+            phase = "forward" if self._within else "loss"
+        # What is made here for the backward pass has the number before the next one.
+        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
+        origin = _Origin(layer, "forward" if self._within else phase, *weights)
+        self._origins.setdefault(number, origin)
+        return replace(origin, phase=phase)
+
+    def _origin_of(self, node: Any) -> _Origin:
+        if type(node).__name__ == "AccumulateGrad":
+            name = next((name for name, each in self._parameters.items() if each is node.variable), "")
+            return _Origin(name.rpartition(".")[0], "forward", uses_weights=True, is_of_weights=True)
+        return self._origins.get(node._sequence_nr(), _NOWHERE)  # noqa: SLF001  # torch.fx asks so
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        reference = _address(tensor)
+        return reference is not None and reference in self._weights
+
+    def _follow(self, out: Any) -> None:
+        """What is computed of weights alone, such as their copy in another type, stands for them."""
+        for each in tensors_in(out):
+            if (reference := _reference(each)) is not None:
+                self._weights.setdefault(reference.cdata, reference)
+
+    def _add(self, part: OperatorWork, layer: str, phase: str, what: tuple[str, str]) -> None:
+        key = Work(
+            layer=layer,
+            phase=phase,
+            operator=what[0],
+            dtype=what[1],
+            calls=0,
+            flops=0,
+            bytes_read=0,
+            bytes_written=0,
+            product=part.product,
+            is_counted=part.is_known,
+        )
+        sums = self._found.setdefault(key, [0, 0, 0, 0])
+        for index, value in enumerate((1, part.flops, part.bytes_read, part.bytes_written)):
+            sums[index] += value
+
+
+def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, adds_up: bool) -> str:
+    """Whose gradient it is: that of the layer's input, or of its weights.
+
+    Args:
+        part: What is done.
+        origin: The forward operator.
+        uses_weights: Whether what is done now uses weights.
+        adds_up: Whether it may sum a bias's gradient over the samples.
+    """
+    if origin.phase in ("loss", "optimizer"):
+        return origin.phase
+    if part.part:
+        return {"input": "dgrad", "weight": "wgrad", "again": "recompute"}[part.part]
+    if origin.is_of_weights:
+        return "wgrad"
+    if origin.uses_weights and not uses_weights and (part.flops or adds_up):
+        return "wgrad"
+    return "dgrad"
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # what StorageWeakRef goes by
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _reference(tensor: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch
+    except (RuntimeError, NotImplementedError):
+        return None

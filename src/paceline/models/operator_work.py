@@ -1,0 +1,360 @@
+"""What does one operator do: how much arithmetic, and how many bytes must it read and write?
+
+Arithmetic is that of matrix products, convolutions and attention, a multiplication and an addition for each term, as
+MFU counts it; all other operators are counted by their bytes. Bytes are the least that an operator by itself can
+move: each of its tensors once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+Part = Literal["", "input", "weight", "again"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, or what a library computes as one: ``count`` times [m, k] by [k, n].
+
+    Attributes:
+        kind: ``matmul``, ``convolution`` or ``attention``.
+        window: Of a convolution, the pixels of its kernel, by which one of the three is a multiple of channels.
+    """
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    kind: str = "matmul"
+    window: int = 1
+
+
+@dataclass(frozen=True)
+class OperatorWork:
+    """What an operator, or a part of it, does.
+
+    Attributes:
+        flops: Floating-point operations of its products.
+        bytes_read: Bytes of what it reads.
+        bytes_written: Bytes of what it writes.
+        part: Of a backward operator: the gradient of its input, of its weight, or what it computes ``again``.
+        product: Its sizes as a matrix product, if it is one.
+        is_known: Whether it is known that it computes no products beside these.
+    """
+
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    part: Part = ""
+    product: Product | None = None
+    is_known: bool = True
+
+
+Rule = Callable[[tuple[Any, ...], dict[str, Any], Any], Iterator[OperatorWork]]
+
+
+def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    """What a call of an operator does, part by part; nothing for views and for tensors that are only made room for."""
+    if not isinstance(func, OpOverload):  # of a higher order: what it calls is not seen
+        yield OperatorWork(0, nbytes((args, kwargs)), nbytes(out), is_known=False)
+        return
+    packet = func.overloadpacket
+    if packet in _RULES:
+        yield from _RULES[packet](args, kwargs, out)
+    elif packet in flop_registry:  # what torch counts besides, such as attention of several lengths
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+        yield OperatorWork(flops, nbytes((args, kwargs)), nbytes(out))
+    elif not (func.is_view or packet in _FREE or func.namespace in ("prim", "profiler")):
+        yield _moving(func, args, kwargs, out)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from tensors_in(each)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def nbytes(values: Any) -> int:
+    """Bytes of all tensors in nested values, each once; of a tensor that repeats its numbers, those that are there."""
+    found = {id(each): each for each in tensors_in(values)}
+    return sum(map(_tensor_bytes, found.values()))
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    dense = tensor.numel() * tensor.element_size()
+    try:
+        return min(dense, tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage of their own
+        return dense
+
+
+def _moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorWork:
+    """Of an operator that is counted by its bytes."""
+    packet, written = func.overloadpacket, nbytes(out)
+    if next(tensors_in(out), None) is None:
+        known = func._schema.arguments  # noqa: SLF001  # there is no other way to ask
+        changed = {each.name for each in known if each.alias_info and each.alias_info.is_write}
+        named = zip((each.name for each in known), args, strict=False)
+        written = nbytes([value for name, value in (*named, *kwargs.items()) if name in changed])
+    if packet in _WRITING:
+        read = nbytes(args[1:])
+    elif packet in _PICKING:
+        read = written + nbytes([each for each in tensors_in((args[1:], kwargs)) if not each.is_floating_point()])
+    else:
+        read = nbytes((args, kwargs))
+    return OperatorWork(0, read, written, "weight" if packet in _OF_WEIGHTS else "", is_known=_is_known(func))
+
+
+def _is_known(func: Any) -> bool:
+    packet, name = func.overloadpacket, func.overloadpacket.__name__
+    tags = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
+    return (
+        packet in _MOVING
+        or bool(tags & set(func.tags))
+        or name.startswith(("_foreach_", "_fused_", "_amp_", "upsample_", "_upsample_"))
+        or name.removesuffix("_backward") in _MOVING_NAMES
+        or name.removesuffix("_") in _MOVING_NAMES
+    )
+
+
+def _matmul(first: int) -> Rule:
+    """A product of the arguments at ``first`` and behind it: [..., m, k] by [..., k, n]."""
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+        left, right = args[first], args[first + 1]
+        m = left.shape[-2] if left.ndim > 1 else 1
+        n = right.shape[-1] if right.ndim > 1 else 1
+        product = Product(m, n, left.shape[-1], math.prod(left.shape[:-2]))
+        yield _of_product(product, nbytes((args, kwargs)), nbytes(out))
+
+    return rule
+
+
+def _linear(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    inputs, weight = args[:2]
+    product = Product(math.prod(inputs.shape[:-1]), weight.shape[0], weight.shape[1])
+    yield _of_product(product, nbytes((args, kwargs)), nbytes(out))
+
+
+def _of_product(product: Product, read: int, written: int, part: Part = "") -> OperatorWork:
+    flops = 2 * product.m * product.n * product.k * product.count
+    return OperatorWork(flops, read, written, part, product)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """Sizes of a convolution; of a transposed one, with input and output exchanged."""
+
+    inputs: torch.Size
+    weight: torch.Size
+    outputs: torch.Size
+
+    @property
+    def groups(self) -> int:
+        return self.inputs[1] // self.weight[1]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.outputs.numel() * self.weight[1:].numel()
+
+    def product(self, phase: str) -> Product:
+        """As NVIDIA's guide has it: an implicit matrix product for each group."""
+        groups, window = self.groups, self.weight[2:].numel()
+        filters, channels = self.weight[0] // groups, self.weight[1]
+        pixels = self.outputs[0] * self.outputs[2:].numel()
+        match phase:
+            case "forward":
+                sizes = pixels, filters, channels * window
+            case "input":
+                sizes = self.inputs[0] * self.inputs[2:].numel(), channels, filters * window
+            case _:
+                sizes = channels * window, filters, pixels
+        return Product(*sizes, groups, "convolution", window)
+
+
+def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    inputs, weight = args[:2]
+    if _is_transposed(args, at=6):
+        sizes = _Convolution(out.shape, weight.shape, inputs.shape)
+        product = sizes.product("input")
+    else:
+        sizes = _Convolution(inputs.shape, weight.shape, out.shape)
+        product = sizes.product("forward")
+    yield OperatorWork(sizes.flops, nbytes((args, kwargs)), nbytes(out), product=product)
+
+
+def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    gradient, inputs, weight = args[:3]
+    transposed = _is_transposed(args, at=7)
+    outer, inner = (gradient, inputs) if transposed else (inputs, gradient)
+    sizes = _Convolution(outer.shape, weight.shape, inner.shape)
+    if out[0] is not None:
+        product = sizes.product("forward" if transposed else "input")
+        yield OperatorWork(sizes.flops, nbytes((gradient, weight)), nbytes(out[0]), "input", product)
+    if out[1] is not None:
+        product = sizes.product("weight")
+        yield OperatorWork(sizes.flops, nbytes((gradient, inputs)), nbytes(out[1:]), "weight", product)
+
+
+def _is_transposed(args: tuple[Any, ...], *, at: int) -> bool:
+    return len(args) > at and args[at] is True
+
+
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    query, key, value = args[:3]
+    scores, mixed = _attention_products(query, key, value)
+    flops = 2 * sum(each.m * each.n * each.k * each.count for each in (scores, mixed))
+    yield OperatorWork(flops, nbytes(args[:3]), nbytes(out[0]), product=scores)
+
+
+def _attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    query, key, value = args[1:4]
+    scores, mixed = _attention_products(query, key, value)
+    flops = 2 * scores.m * scores.n * scores.k * scores.count
+    # Of scores and of what they mix, the gradients of both factors; the scores were not kept, and come first.
+    again = OperatorWork(flops, part="again", product=scores)
+    both = 2 * flops + 4 * mixed.m * mixed.n * mixed.k * mixed.count
+    yield again
+    yield OperatorWork(both, nbytes(args[:5]), nbytes(out), "input", scores)
+
+
+def _attention_products(query: Tensor, key: Tensor, value: Tensor) -> tuple[Product, Product]:
+    count, rows, columns = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
+    return (
+        Product(rows, columns, query.shape[-1], count, "attention"),
+        Product(rows, value.shape[-1], columns, count, "attention"),
+    )
+
+
+def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    """Every weight matrix meets every time step of every sequence once."""
+    steps = math.prod(args[0].shape[:2])
+    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+    flops = 2 * steps * sum(each.numel() for each in weights if each.ndim == 2)
+    yield OperatorWork(flops, nbytes((args, kwargs)), nbytes(out))
+
+
+def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
+    for each in _recurrent(args, kwargs, out):
+        yield OperatorWork(each.flops, each.bytes_read, each.bytes_written, "input")
+        yield OperatorWork(each.flops, 0, 0, "weight")
+
+
+def _packets(*names: str) -> dict[Any, None]:
+    """Operators of these names, of those that this torch has."""
+    return {getattr(_aten, name): None for name in names if hasattr(_aten, name)}
+
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_packets("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_scaled_mm"), _matmul(0)),
+    **dict.fromkeys(_packets("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), _matmul(1)),
+    **dict.fromkeys(_packets("linear"), _linear),
+    **dict.fromkeys(
+        _packets("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution"),
+        _convolution,
+    ),
+    **dict.fromkeys(_packets("convolution_backward", "convolution_backward_overrideable"), _convolution_backward),
+    **dict.fromkeys(
+        _packets(
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        _packets(
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+            "_scaled_dot_product_fused_attention_overrideable_backward",
+        ),
+        _attention_backward,
+    ),
+    **dict.fromkeys(_packets("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
+    **dict.fromkeys(_packets("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward"), _recurrent_backward),
+}
+
+# Without a byte moved: a tensor seen otherwise, or made room for.
+_FREE = _packets(
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "detach", "alias"),
+    *(
+        "_unsafe_view",
+        "_reshape_alias",
+        "lift",
+        "lift_fresh",
+        "resize_",
+        "as_strided_",
+        "set_",
+        "requires_grad_",
+        "sym_size",
+    ),
+    *(
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "is_same_size",
+        "_local_scalar_dense",
+        "item",
+        "_linalg_check_errors",
+        "record_stream",
+    ),
+)
+# What the first argument held before is not read.
+_WRITING = _packets(
+    *("copy_", "zero_", "fill_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "_foreach_copy_"),
+    *("_foreach_zero_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_full"),
+    *("new_ones", "bernoulli"),
+)
+# Of the first argument only what is picked is read.
+_PICKING = _packets("embedding", "index", "index_select", "gather", "take", "_unsafe_index")
+_OF_WEIGHTS = _packets("embedding_dense_backward")
+_MOVING_NAMES = frozenset(
+    (
+        *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "batch_norm", "cudnn_batch_norm"),
+        *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "batch_norm_stats", "batch_norm_elemt"),
+        *("miopen_batch_norm", "batch_norm_backward_reduce", "batch_norm_backward_elemt", "batch_norm_gather_stats"),
+        *("_softmax", "_log_softmax", "_safe_softmax", "nll_loss_forward", "nll_loss2d_forward", "nll_loss"),
+        *("nll_loss2d", "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"),
+        *("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d", "native_dropout", "_softmax_data"),
+        *("embedding", "embedding_dense", "_embedding_bag", "_embedding_bag_dense", "constant_pad_nd", "cat", "stack"),
+        *("reflection_pad2d", "replication_pad2d", "reflection_pad1d", "replication_pad1d", "clone", "_to_copy"),
+        *("copy", "index", "index_put", "_unsafe_index_put", "index_select", "index_add", "gather", "scatter"),
+        *("scatter_add", "masked_scatter", "slice", "select", "diagonal", "unfold", "as_strided_scatter", "fill"),
+        *("zero", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "rand_like", "rand"),
+        *("randn", "randint", "randperm", "randn_like", "uniform", "normal", "bernoulli", "random", "scalar_tensor"),
+        *("new_zeros", "new_ones", "new_full", "sum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin"),
+        *("max", "min", "argmax", "argmin", "linalg_vector_norm", "norm", "prod", "any", "all", "cumsum", "cumprod"),
+        *("logsumexp", "topk", "sort", "roll", "flip", "repeat", "tril", "triu", "linspace", "eye", "nonzero"),
+        *("im2col", "col2im", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"),
+        *("_weight_norm_interface", "_prelu_kernel", "glu", "rrelu_with_noise", "grid_sampler_2d", "equal", "bincount"),
+        *("slice_scatter", "select_scatter", "select_backward", "slice_backward", "split_with_sizes_copy", "one_hot"),
+        *("_fused_dropout", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "count_nonzero", "nan_to_num", "histc"),
+        *("multi_margin_loss", "multilabel_margin_loss_forward", "lerp", "where", "isfinite", "isnan", "unique_dim"),
+        *("_softmax_backward_data", "_log_softmax_backward_data", "masked_fill", "_unsafe_index", "masked_scatter"),
+        *("hardswish", "hardtanh", "hardsigmoid", "silu", "gelu", "elu", "leaky_relu", "mish", "softplus", "celu"),
+        *("relu6", "log_sigmoid", "log_sigmoid_forward", "selu", "softshrink", "hardshrink", "threshold"),
+        *("binary_cross_entropy_with_logits", "binary_cross_entropy", "mse_loss", "smooth_l1_loss", "huber_loss"),
+        *("l1_loss", "kl_div", "soft_margin_loss", "_ctc_loss"),
+        *("scaled_dot_product_mask", "cross_entropy_loss", "_foreach_norm", "repeat_interleave", "searchsorted"),
+    )
+)
+_MOVING = _packets(*sorted(_MOVING_NAMES))

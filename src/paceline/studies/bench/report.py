@@ -1,0 +1,269 @@
+"""What a benchmark leaves behind: JSON for programs, Markdown and a plot for people, and on what it was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.errors import RunDirectoryError
+from paceline.recipe.load import to_tree
+from paceline.recipe.schema import Recipe
+from paceline.records.benchmark import FILE, FORMAT
+from paceline.records.environment import capture_environment
+from paceline.records.run_directory import cannot, write_json, write_text
+from paceline.studies.bench.plot import Point, line_plot
+from paceline.units import format_bytes
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """The result of one benchmark.
+
+    Attributes:
+        kind: ``throughput``, ``latency`` or ``time_to_target``.
+        name: Of the recipe, the run or the weights.
+        recipe: What it was made from.
+        settings: How it was measured.
+        rows: One for each thing measured.
+        notes: What a reader must know to read the figures.
+    """
+
+    kind: str
+    name: str
+    recipe: Recipe
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+    notes: Sequence[str]
+
+    @property
+    def measured_any(self) -> bool:
+        """Whether anything could be measured."""
+        return any(row["times"] for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as one JSON object."""
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "paceline": __version__,
+            "name": self.name,
+            "settings": dict(self.settings),
+            "rows": list(self.rows),
+            "notes": list(self.notes),
+            "recipe": to_tree(self.recipe),
+            "environment": capture_environment(_device_facts()),
+        }
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows for people."""
+        columns = _COLUMNS[self.kind]
+        used = [name for name, show in columns.items() if name in _ALWAYS or any(show(row) for row in self.rows)]
+        return tuple(used), [tuple(columns[name](row) for name in used) for row in self.rows]
+
+    def markdown(self) -> str:
+        """All of it, for people."""
+        header, rows = self.table()
+        lines = [f"# {self.name}: {self.kind.replace('_', ' ')}", "", _bar(header), _bar(["---"] * len(header))]
+        lines += [*map(_bar, rows), "", *(f"- {note}" for note in self.notes), ""]
+        document = self.to_json()["environment"]
+        known = {name: document.get(name) for name in ("device_name", "torch", "cuda", "python", "platform", "command")}
+        known = {"cpu": document["cpu"]["model"], "cores": document["cpu"]["usable_cores"], **known}
+        told = {**known, **self.settings}
+        lines += [f"- {name}: {_word(value)}" for name, value in told.items() if value not in (None, ())]
+        return "\n".join([*lines, ""])
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write ``benchmark.json``, ``.md`` and, where there is something to draw, ``.svg``; the files written.
+
+        Raises:
+            RunDirectoryError: If the folder cannot be written.
+        """
+        check_folder(folder)
+        json_file = folder / FILE
+        write_json(json_file, self.to_json())
+        write_text(json_file.with_suffix(".md"), self.markdown())
+        written = [json_file, json_file.with_suffix(".md")]
+        if (plot := self.plot()) is not None:
+            write_text(json_file.with_suffix(".svg"), plot)
+            written.append(json_file.with_suffix(".svg"))
+        return written
+
+    def plot(self) -> str | None:
+        """Throughput over batch sizes as SVG; None of what has no batch sizes."""
+        rows = [row for row in self.rows if row.get("samples_per_second") is not None and row.get("batch_size")]
+        if not rows:
+            return None
+        sizes = sorted({int(row["batch_size"]) for row in rows})
+        lines: dict[str, list[Point | None]] = {}
+        for row in rows:
+            label = " ".join(str(row[key]) for key in ("device", "precision", "backend", "part") if row.get(key))
+            rate = row["samples_per_second"]
+            line = lines.setdefault(label, [None] * len(sizes))
+            line[sizes.index(row["batch_size"])] = (rate["middle"], rate["low"], rate["high"])
+        return line_plot(self.name, "samples per second", [f"batch {size}" for size in sizes], lines)
+
+
+def throughput_notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of throughputs must know."""
+    warm = [row["warm_up_seconds"] for row in rows if row.get("warm_up_seconds") is not None]
+    notes = [
+        "together: training as it is; compute: the first step's batches again and again; data: the batches alone",
+        "in parentheses: the 95 % interval of the mean over rounds, or over launches where there are several",
+    ]
+    if warm:
+        notes.append(f"each warmed up for {min(warm):.1f} to {max(warm):.1f} s before its first round")
+    if any(row.get("alone") for row in rows):
+        notes.append("some were measured by themselves, as there was not enough memory beside the others")
+    return [*notes, *_energy_notes(rows), *_memory_notes(rows)]
+
+
+def latency_notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of latencies must know."""
+    notes = [
+        "a query is a batch of decoded images in main memory; timed until its probabilities are in main memory",
+        "single stream: queries of one image, MLPerf reports 90 %; multi stream: of eight, 99 %",
+        "offline: throughput with all images there from the beginning; MLPerf asks for ten minutes of each, and more",
+    ]
+    if any(row["times"] and row["scenario"] != "offline" and row["queries"] < 100 for row in rows):
+        notes.append("of fewer than 100 queries, 99 % is the slowest")
+    return [*notes, *_energy_notes(rows)]
+
+
+def target_notes(row: Row) -> list[str]:
+    """What a reader of times to a target must know."""
+    notes = [
+        "seconds are of training steps, from the first on, as the step clock has them",
+        "wall seconds are from the start of training, with evaluations and saving; opening the run is in neither",
+        "the median and its 95 % interval, by Kaplan and Meier: runs that did not get there count as long as they ran",
+    ]
+    if row["cost"] is not None:
+        notes.append(f"the cost is the wall seconds' at {row['price_per_hour']:g} an hour")
+    if row["reached"] < row["runs"] and row["reached"]:
+        notes.append(
+            f"with a new start after each failure: {row['seconds_with_restarts']:,.1f} s of training a success"
+        )
+    return notes
+
+
+def _energy_notes(rows: Sequence[Row]) -> list[str]:
+    reasons = dict.fromkeys(row["no_energy"] for row in rows if row.get("no_energy"))
+    counters = dict.fromkeys(row["energy_of"] for row in rows if row.get("energy_of"))
+    return [f"energy is not known: {why}" for why in reasons] + [f"energy of: {each}" for each in counters]
+
+
+def _memory_notes(rows: Sequence[Row]) -> list[str]:
+    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
+        return ["peak memory on a CPU is the training process's main memory, libraries and data in it"]
+    return []
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder that results go to; before measuring, so that nothing is measured in vain.
+
+    Raises:
+        RunDirectoryError: If that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
+    except OSError as error:
+        raise cannot("make", folder, error, what="folder") from error
+
+
+def _device_facts() -> dict[str, Any]:
+    """What only torch knows; a GPU is not woken by asking."""
+    available = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device_name": torch.cuda.get_device_name() if available else None,
+    }
+
+
+def _word(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _bar(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:,.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _energy(row: Row) -> str:
+    joules = row.get("joules_per_sample")
+    return "" if joules is None else f"{joules:.3g}"
+
+
+def _peak(row: Row) -> str:
+    return "" if row.get("peak_memory_bytes") is None else format_bytes(row["peak_memory_bytes"])
+
+
+def _interval(value: Mapping[str, Any] | None, digits: int = 1) -> str:
+    """A value with the ends of its interval; what nothing bounds is left open."""
+    if value is None:
+        return ""
+    low, middle, high = (_end(value[key], digits) for key in ("low", "middle", "high"))
+    return middle if value["count"] < 2 else f"{middle} ({low} to {high})"
+
+
+def _end(value: float | None, digits: int) -> str:
+    return "–" if value is None or math.isinf(value) else f"{value:,.{digits}f}"
+
+
+_ALWAYS = ("batch", "samples/s", "seconds to target")
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "throughput": {
+        "device": lambda row: str(row["device"]),
+        "precision": lambda row: str(row["precision"]),
+        "back-end": lambda row: str(row["backend"]),
+        "batch": lambda row: str(row["batch_size"]),
+        "part": lambda row: str(row["part"]),
+        "samples/s": lambda row: _interval(row["samples_per_second"]),
+        "ms/step": lambda row: _milliseconds(row.get("step_seconds", {}).get("median")),
+        "data wait": lambda row: _share(row.get("data_wait_fraction")),
+        "peak memory": _peak,
+        "J/sample": _energy,
+        "trouble": lambda row: row["trouble"] or "",
+    },
+    "latency": {
+        "device": lambda row: str(row["device"]),
+        "precision": lambda row: str(row["precision"]),
+        "scenario": lambda row: str(row["scenario"]),
+        "batch": lambda row: str(row["batch_size"]),
+        "samples/s": lambda row: _interval(row["samples_per_second"]),
+        "mean ms": lambda row: _milliseconds(row.get("latency_seconds", {}).get("mean")),
+        "50 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p50")),
+        "90 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p90")),
+        "95 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p95")),
+        "99 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p99")),
+        "queries": lambda row: str(row.get("queries", "")),
+        "peak memory": _peak,
+        "J/sample": _energy,
+        "trouble": lambda row: row["trouble"] or "",
+    },
+    "time_to_target": {
+        "target": lambda row: f"{row['metric']} {row['target']:g}",
+        "runs": lambda row: str(row["runs"]),
+        "reached": lambda row: str(row["reached"]),
+        "seconds to target": lambda row: _interval(row["median_seconds"]),
+        "wall seconds": lambda row: _interval(row["median_wall_seconds"]),
+        "cost": lambda row: _interval(row["cost"], 4),
+        "trouble": lambda row: row["trouble"] or "",
+    },
+}

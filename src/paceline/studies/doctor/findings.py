@@ -1,0 +1,139 @@
+"""What does the doctor say of a run: what is wrong, where, why, what to change, and what that is worth?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Severity = Literal["breaks", "slows", "spoils", "notice"]
+Keeps = Literal["same", "rounding", "training"]
+
+SEVERITIES: dict[Severity, str] = {
+    "breaks": "a run of several processes, or on this device, stops at it",
+    "slows": "each step takes longer than it must",
+    "spoils": "the run goes on, but learns less than it could",
+    "notice": "perhaps meant, and it has a price",
+}
+_ORDER = list(SEVERITIES)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of code.
+
+    Attributes:
+        file: Its file.
+        line: Its number.
+        what: What happens there.
+        count: How often, in one micro-batch.
+    """
+
+    file: str
+    line: int
+    what: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = "" if self.count == 1 else f", {self.count} times"
+        here = Path(self.file)
+        shown = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+        return f"{shown}:{self.line} ({self.what}{times})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to change.
+
+    Attributes:
+        words: In words.
+        overrides: In the recipe, by dotted key; empty where only code can be changed.
+        keeps: What of the training stays as it was: all of it (``same``), all but the last bits of its numbers
+            (``rounding``), or not what is trained (``training``).
+    """
+
+    words: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    keeps: Keeps = "same"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What a change was measured to be worth: samples per second with it, over those without.
+
+    Attributes:
+        middle: The ratio.
+        low: Lower end of the interval in which another such measurement lies, 95 times of 100.
+        high: Upper end.
+        rounds: Bursts of each, in turns.
+    """
+
+    middle: float
+    low: float
+    high: float
+    rounds: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the interval lies above 1."""
+        return self.low > 1
+
+    def __str__(self) -> str:
+        figures = f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f}, {self.rounds} rounds)"
+        return f"{figures} times as fast" if self.is_certain else f"no gain measured: {figures}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that holds a run back.
+
+    Attributes:
+        name: What it is called, in the guide too.
+        severity: How bad it is.
+        evidence: The value found, in a sentence.
+        why: Why that is bad, in a sentence.
+        source: Where that stands.
+        advice: What to change.
+        expected: What that is worth by rule of thumb, in words.
+        speedup: The same as a range of factors, for the order of findings.
+        places: Lines of code.
+        layers: Modules of the network.
+        predicted: Whether it is said of a device that is not here.
+        gain: What was measured, if it was.
+    """
+
+    name: str
+    severity: Severity
+    evidence: str
+    why: str
+    source: str
+    advice: Advice
+    expected: str
+    speedup: tuple[float, float] = (1.0, 1.0)
+    places: tuple[Place, ...] = ()
+    layers: tuple[str, ...] = ()
+    predicted: bool = False
+    gain: Gain | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether a run with it is not healthy: it was neither perhaps meant, nor measured to cost nothing."""
+        if self.severity == "slows" and self.gain is not None:
+            return self.gain.is_certain
+        return self.severity != "notice"
+
+
+def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The worst first: what breaks, then measured gains, then what is expected of the others; no gain comes last."""
+    return tuple(sorted(findings, key=_rank))
+
+
+def _rank(finding: Finding) -> tuple[float, ...]:
+    rank = _ORDER.index(finding.severity)
+    expected = finding.speedup[0] * finding.speedup[1]
+    if finding.severity == "breaks":
+        return (0, -expected)
+    if finding.gain is None:
+        return (2, rank, -expected)
+    return (1, 0, -finding.gain.middle) if finding.gain.is_certain else (3, 0, -finding.gain.middle)

@@ -1,0 +1,271 @@
+"""How much memory does a training step take, by cause, on this machine or on a device that is not here?"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paceline.devices import DEVICES, Device, find_device
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.recipe.load import LoadedRecipe
+from paceline.recipe.plan import MachineFacts, Plan
+from paceline.recipe.schema import Recipe
+from paceline.studies.memory.job import Job
+from paceline.studies.memory.replay import Peak, peak_of
+from paceline.studies.memory.savings import Saving, savings
+from paceline.studies.memory.trace import Steps, trace_steps
+from paceline.studies.memory.verdict import Verdict, weigh
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.world import World
+
+# Where one process is planned, what spreading would do is told for this many.
+SUPPOSED = 8
+_HALVINGS, _DOUBLINGS = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be estimated.
+
+    Attributes:
+        loaded: The recipe.
+        device: A name of ``paceline.devices``, or ``cpu``; None is the device that a run here would use.
+        processes: Of the run.
+        expandable: With expandable segments in PyTorch's allocator.
+    """
+
+    loaded: LoadedRecipe
+    device: str | None = None
+    processes: int = 1
+    expandable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What a micro-batch of another size would need.
+
+    Attributes:
+        micro_batch: Samples.
+        needed: Bytes that a process takes from its device in all, if it can.
+        fits: Whether the device has room for it; a GPU gives back what it keeps in reserve before it refuses.
+    """
+
+    micro_batch: int
+    needed: int
+    fits: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Which micro-batches a device has room for.
+
+    Attributes:
+        device: Its name.
+        memory: Bytes that it has.
+        largest: Samples that fit (some more per cent might), 0 if not even one; None if it lacks the precision.
+    """
+
+    device: str
+    memory: int
+    largest: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """What a step takes on each process.
+
+    Attributes:
+        plan: The run's, on the device asked for.
+        device: What it is called.
+        memory: Bytes that it has for a process; None if unknown.
+        outside: Of these, what is not tensors': on a GPU an allowance for the driver and libraries.
+        accumulates: Whether gradients of earlier micro-batches are there.
+        peak: The step's highest point.
+        needed: Bytes that a process takes from its device in all.
+        fits: Whether the device has room for that; None if its memory is unknown.
+        sizes: Other sizes of micro-batch.
+        largest: Most samples of a micro-batch that fit the device; None if its memory is unknown.
+        micro_size: The largest that fits and divides the process's share of the global batch.
+        verified: Tensors at the peak with the largest, of a step that was done, over those worked out from two others.
+        devices: What fits on the known devices.
+        savings: What could be saved.
+        verdict: DDP or FSDP.
+        notices: What was assumed.
+        seconds: What it took to find out.
+    """
+
+    plan: Plan
+    device: str
+    memory: int | None
+    outside: int
+    accumulates: bool
+    peak: Peak
+    needed: int
+    fits: bool | None
+    sizes: tuple[Size, ...]
+    largest: int | None
+    micro_size: int | None
+    verified: float | None
+    devices: tuple[Fit, ...]
+    savings: tuple[Saving, ...]
+    verdict: Verdict
+    notices: tuple[str, ...]
+    seconds: float
+
+    @property
+    def left(self) -> int | None:
+        """Bytes of the device that are left, less than zero if it does not fit."""
+        return None if self.memory is None else self.memory - self.needed
+
+    def to_json(self) -> dict[str, Any]:
+        """As one JSON object."""
+        plan = self.plan
+        return {
+            "device": self.device,
+            "memory_bytes": self.memory,
+            "processes": plan.world_size,
+            "strategy": plan.strategy,
+            "precision": plan.precision,
+            "micro_batch": plan.micro_batch_size,
+            "accumulation_steps": plan.accumulation_steps,
+            "needed_bytes": self.needed,
+            "left_bytes": self.left,
+            "fits": self.fits,
+            "outside_bytes": self.outside,
+            "peak": self.peak.to_json(),
+            "sizes": [vars(each) for each in self.sizes],
+            "largest_micro_batch": self.largest,
+            "micro_size": self.micro_size,
+            "verified": self.verified,
+            "devices": [vars(each) for each in self.devices],
+            "savings": [vars(each) for each in self.savings],
+            "verdict": vars(self.verdict),
+            "notices": list(self.notices),
+            "seconds": self.seconds,
+        }
+
+
+def estimate(asked: Asked) -> MemoryEstimate:
+    """Estimate the memory of a training step; nothing is trained or allocated.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned, or its network needs the numbers.
+    """
+    with _without_collection():
+        return _estimated(asked)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Leave cycles for later: looking for them takes a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _estimated(asked: Asked) -> MemoryEstimate:
+    begun = time.perf_counter()
+    recipe, assumed = with_stand_in_data(asked.loaded.recipe)
+    machine = _machine(asked, recipe)
+    ways = asked.processes if asked.processes > 1 else SUPPOSED
+    memory = machine.memory_bytes
+    with fake_run(recipe, processes=asked.processes, machine=machine) as step:
+        steps = trace_steps(step)
+        job = Job(step, steps, machine, ways=ways, expandable=asked.expandable)
+        largest = None if memory is None else job.largest(memory)
+        verified = _verified(steps, largest)
+        # Inside: a network whose steps do not grow in proportion is run at each of these sizes.
+        now = job.plan.micro_batch_size
+        found = MemoryEstimate(
+            plan=job.plan,
+            device=machine.device_name,
+            memory=memory,
+            outside=job.outside,
+            accumulates=job.accumulates(now),
+            peak=job.peak(now),
+            needed=job.needed(now),
+            fits=None if memory is None else job.fits(now, memory),
+            sizes=tuple(_size(job, each, memory) for each in _sizes(now)),
+            largest=largest,
+            micro_size=_divisor(job.share, largest) if largest else None,
+            verified=verified,
+            devices=tuple(_fit(job, each) for each in DEVICES.values()) if machine.device == "cuda" else (),
+            savings=(_spread(job, ways),),
+            verdict=weigh(job, memory, ways),
+            notices=tuple(each for each in (assumed, *_notices(job.plan)) if each),
+            seconds=0.0,
+        )
+    others = savings(recipe, machine, asked.processes, job)
+    return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - begun)
+
+
+def _machine(asked: Asked, recipe: Recipe) -> MachineFacts:
+    world = World(world_size=asked.processes, local_world_size=asked.processes)
+    if asked.device is None:
+        return describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
+    if asked.device.lower() == "cpu":
+        return describe_machine(torch.device("cpu"), processes=asked.processes)
+    return machine_with(find_device(asked.device), processes=asked.processes)
+
+
+def _verified(steps: Steps, largest: int | None) -> float | None:
+    """How the tensors of a step that is done compare with those worked out from two others."""
+    if not largest:
+        return None
+    worked_out, done = (peak_of(each, caching=False).allocated for each in (steps(largest), steps.done_again(largest)))
+    return done / worked_out
+
+
+def _sizes(now: int) -> tuple[int, ...]:
+    """Sizes around the one asked for, each twice the one before."""
+    return tuple(sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)}))
+
+
+def _size(job: Job, micro_batch: int, memory: int | None) -> Size:
+    fits = None if memory is None else job.fits(micro_batch, memory)
+    return Size(micro_batch=micro_batch, needed=job.needed(micro_batch), fits=fits)
+
+
+def _divisor(share: int, most: int) -> int:
+    return next(each for each in range(min(most, share), 0, -1) if share % each == 0)
+
+
+def _fit(job: Job, device: Device) -> Fit:
+    lacks = job.plan.precision != "fp32" and device.peak(job.plan.precision) is None
+    largest = None if lacks else job.largest(device.memory_bytes, roughly=True)
+    return Fit(device=device.name, memory=device.memory_bytes, largest=largest)
+
+
+def _spread(job: Job, ways: int) -> Saving:
+    now = job.plan.micro_batch_size
+    total = job.needed(now, "fsdp")
+    change = f"parallel.strategy=fsdp over {ways} processes"
+    return Saving(change=change, needed=total, saved=job.needed(now) - total)
+
+
+def _notices(plan: Plan) -> Iterator[str]:
+    scores = plan.evaluate_every_steps is not None and plan.evaluation_samples > 0
+    if scores and plan.evaluation_batch_size > plan.micro_batch_size:
+        yield (
+            f"evaluate.batch_size={plan.evaluation_batch_size}: scoring is not in the estimate; it keeps nothing for a "
+            "backward pass, but takes more samples at once than training: `paceline find-batch` tries both"
+        )
+    if plan.compile != "off":
+        yield "model.compile=true: estimated as uncompiled; a compiled network keeps less"
+    if plan.precision == "fp8":
+        yield "train.precision=fp8: estimated as bf16, which keeps as much or more"
+    if plan.data.get("backend") == "dali":
+        yield "data.backend=dali: what it holds on a GPU for decoding is not in the estimate"
+    if plan.unfreeze_steps:
+        yield "model.unfreeze: estimated with everything trained that ever is"

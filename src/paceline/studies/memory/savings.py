@@ -1,0 +1,65 @@
+"""What would a change of the recipe save of a step's memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from paceline.errors import PacelineError
+from paceline.recipe.plan import MachineFacts
+from paceline.recipe.schema import Recipe
+from paceline.studies.memory.job import Job
+from paceline.studies.memory.trace import trace_step
+from paceline.trainer.fake_run import FakeRun, fake_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """One change.
+
+    Attributes:
+        change: As an override or in words.
+        needed: Bytes that a process needs with it; None if it does not go with the recipe.
+        saved: Bytes less than now.
+        why_not: Why it does not go.
+    """
+
+    change: str
+    needed: int | None
+    saved: int = 0
+    why_not: str = ""
+
+
+def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job) -> Iterator[Saving]:
+    """Try the changes that cost least, one at a time, by a fake step each.
+
+    Args:
+        recipe: What was asked.
+        machine: What it runs on.
+        processes: Of the run.
+        job: What it needs as it is.
+    """
+    now = job.plan.micro_batch_size
+    for change, changed in _changes(recipe, job.plan.precision, machine):
+        try:
+            with fake_run(changed, processes=processes, machine=machine) as step:
+                needed = _needed(step, machine, job)
+        except PacelineError as error:
+            yield Saving(change=change, needed=None, why_not=str(error))
+            continue
+        yield Saving(change=change, needed=needed, saved=job.needed(now) - needed)
+
+
+def _needed(step: FakeRun, machine: MachineFacts, job: Job) -> int:
+    trace = trace_step(step)
+    changed = Job(step, lambda _: trace, machine, ways=job.ways, expandable=job.expandable)
+    return changed.needed(step.micro_batch)
+
+
+def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
+    if precision == "fp32" and "bf16_products" not in machine.lacks:
+        yield "train.precision=bf16", replace(recipe, train=replace(recipe.train, precision="bf16"))
+    if recipe.model.activation_checkpointing is None and not recipe.model.compile:
+        for how in ("selective", "full"):
+            model = replace(recipe.model, activation_checkpointing=how)
+            yield f"model.activation_checkpointing={how}", replace(recipe, model=model)

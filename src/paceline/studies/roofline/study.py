@@ -1,0 +1,131 @@
+"""What is the least time that a training step of a recipe can take on a device, and which layers keep it from less?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from paceline.devices import Device, find_device, recognise
+from paceline.errors import RecipeError
+from paceline.models.flops import StepWork, WorkCounter
+from paceline.recipe.load import load_recipe
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.studies.roofline.bounds import Ceilings, LayerBound, layer_bounds
+from paceline.studies.roofline.report import LowIntensity, RooflineReport
+from paceline.studies.roofline.shapes import shape_findings
+from paceline.studies.roofline.this_cpu import this_cpu
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_run import FakeRun, fake_run, machine_with
+from paceline.trainer.utilisation import peak_of
+
+# Grouped so far that a group's product is no wider than that, a convolution reads about as much as it computes.
+_DEPTHWISE_WIDTH = 4
+
+
+def choose(name: str | None) -> Device:
+    """The device of this name, ``cpu`` for the one that this runs on; without a name, the one that is here.
+
+    Raises:
+        RecipeError: If it is not known.
+    """
+    if name is not None:
+        return this_cpu() if name.lower() == "cpu" else find_device(name)
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_name()
+        found = recognise(here)
+        if found is None:
+            raise RecipeError(
+                f"device: '{here}' is not in the table of devices; name one that is like it: --device NAME."
+            )
+        return found
+    return this_cpu()
+
+
+def roofline(source: str, overrides: Sequence[str] = (), *, device: str | None = None) -> RooflineReport:
+    """Hold a step of a recipe, on fake tensors, against what a device can do.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned there, or the network cannot do without numbers.
+    """
+    chosen = choose(device)
+    recipe, assumed = with_stand_in_data(load_recipe(source, overrides).recipe)
+    if chosen.name == "cpu":
+        recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
+    machine = None if chosen.name == "cpu" else machine_with(chosen)
+    with fake_run(recipe, machine=machine) as step:
+        found, plan = count_step(step), step.plan
+        kinds = {name: _kind(module) for name, module in step.network.named_modules()}
+    return _report((source, recipe), chosen, plan, (found, kinds), () if assumed is None else (assumed,))
+
+
+def count_step(step: FakeRun) -> StepWork:
+    """What one micro-batch's forward and backward pass and an update do."""
+    step.settle()
+    with WorkCounter(step.network) as counter:
+        step.backward(step.forward())
+        with counter.phase("optimizer"):
+            step.update()
+    return counter.found
+
+
+def _report(
+    asked: tuple[str, Recipe],
+    device: Device,
+    plan: Plan,
+    counted: tuple[StepWork, dict[str, str]],
+    notices: tuple[str, ...],
+) -> RooflineReport:
+    (source, recipe), (found, kinds) = asked, counted
+    precision = peak_of(plan, device) or "fp32"
+    ceilings = Ceilings(device, _tf32(plan), precision, frozenset(plan.fp8_layers))
+    layers = layer_bounds(found, kinds, ceilings)
+    return RooflineReport(
+        recipe=source,
+        model=recipe.model.name,
+        device=device,
+        precision=precision,
+        micro_batch=plan.micro_batch_size,
+        micro_batches=plan.accumulation_steps,
+        found=found,
+        layers=layers,
+        shapes=tuple(shape_findings(found, device, precision)),
+        low_intensity=_low_intensity(found, layers),
+        least_seconds=sum(each.seconds for each in layers),
+        products_seconds=sum(ceilings.seconds(each) for each in found.works if each.product or each.flops),
+        arithmetic_seconds=found.model_flops / ceilings.peak(precision),
+        notices=notices,
+    )
+
+
+def _tf32(plan: Plan) -> Literal["none", "convolutions", "all"]:
+    if plan.float32_matmul == "default":
+        return "convolutions"
+    return "none" if plan.float32_matmul == "highest" else "all"
+
+
+def _low_intensity(found: StepWork, layers: tuple[LayerBound, ...]) -> LowIntensity | None:
+    narrow = [
+        each
+        for each in found.works
+        if each.phase == "forward" and (product := each.product) is not None and product.kind == "convolution"
+        if product.count > 1 and product.n <= _DEPTHWISE_WIDTH
+    ]
+    names = {each.layer for each in narrow}
+    if not narrow:
+        return None
+    of_them = [each for each in layers if each.layer in names]
+    return LowIntensity(
+        layers=tuple(dict.fromkeys(each.layer for each in narrow)),
+        intensity=sum(each.flops for each in narrow) / sum(each.bytes_moved for each in narrow),
+        flops_share=sum(each.flops for each in of_them) / max(1, found.flops()),
+        seconds_share=sum(each.share for each in of_them),
+    )
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,132 @@
+"""Which tensors does a program make and let go of, in which order, and what are they for?
+
+Followed operation by operation, by the storages of what operations return: of fake tensors as of real ones. What a
+kernel takes and gives back inside is not seen, and has to be known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Where = Callable[[], tuple[str, str]]
+"""Tells the phase of the step and the module at work."""
+
+Inside = Callable[[str, tuple[Any, ...], Any], int]
+"""Tells how many bytes an operation takes inside, by its name, arguments and answer."""
+
+COPIES = "weight copies"
+"""What is cast from weights: autocast's copies in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One storage.
+
+    Attributes:
+        size: Bytes.
+        cause: What it is for.
+        phase: Of the step, when it was made; empty for what was there before.
+        layer: Which module was at work.
+        operation: What returned it.
+    """
+
+    size: int
+    cause: str
+    phase: str = ""
+    layer: str = ""
+    operation: str = ""
+
+
+class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Takes down each storage that operations make, and when it goes.
+
+    Args:
+        where: Asked at each operation.
+        inside: What is known of kernels.
+
+    Attributes:
+        allocations: All storages, in the order in which they appeared.
+        events: Their numbers, in the order of what happened: ``n`` is made, ``~n`` goes.
+    """
+
+    def __init__(self, where: Where, inside: Inside = lambda *_: 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.allocations: list[Allocation] = []
+        self.events: list[int] = []
+        self._where, self._inside = where, inside
+        self._numbers: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def hold(self, tensors: Iterable[Tensor | None], cause: str) -> None:
+        """Take down what is there already."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._see(tensor, lambda size: Allocation(size, cause))
+
+    def call(self, tensors: Iterable[Tensor | None], cause: str) -> None:
+        """Say what some of them turned out to be for."""
+        for tensor in tensors:
+            number = None if tensor is None else self._numbers.get(_key(tensor))
+            if number is not None:
+                self.allocations[number] = replace(self.allocations[number], cause=cause)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Do an operation, and look at what it returns."""
+        given = kwargs or {}
+        phase, layer = self._where()
+        self._look_at(args, lambda size: Allocation(size, "other"))
+        answer = func(*args, **given)
+        operation = func.__name__
+
+        def made(size: int) -> Allocation:
+            return Allocation(size, self._cause_of(operation, phase, args), phase, layer, operation)
+
+        self._look_at(answer, made)
+        if size := self._inside(operation, args, answer):
+            number = len(self.allocations)
+            self.allocations.append(Allocation(size, "workspace", phase, layer, operation))
+            self.events += (number, ~number)
+        return answer
+
+    def _look_at(self, values: Any, describe: Callable[[int], Allocation]) -> None:
+        leaves = (values,) if isinstance(values, Tensor) else tree_leaves(values)
+        for each in leaves:
+            if isinstance(each, Tensor) and each.layout == torch.strided:
+                self._see(each, describe)
+
+    def _cause_of(self, operation: str, phase: str, args: tuple[Any, ...]) -> str:
+        if operation.startswith("_to_copy") and self._is_weight(args[0]):
+            return COPIES
+        return "activations" if phase == "forward" else "temporary"
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        number = self._numbers.get(_key(tensor))
+        return number is not None and self.allocations[number].cause == "weights"
+
+    def _see(self, tensor: Tensor, describe: Callable[[int], Allocation]) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._numbers:
+            return
+        number = len(self.allocations)
+        self.allocations.append(describe(storage.nbytes()))
+        self.events.append(number)
+        self._numbers[key] = number
+
+        def gone(_: Any) -> None:
+            self.events.append(~number)
+            del self._numbers[key], self._references[key]
+
+        self._references[key] = weakref.ref(storage, gone)
+
+
+def _key(tensor: Tensor) -> int:
+    """Which storage a tensor has: its address in C++, since the Python object may be another each time."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # what torch's StorageWeakRef goes by

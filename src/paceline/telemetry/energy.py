@@ -1,0 +1,92 @@
+"""How much energy has a device used? Its own counter is read; nothing is guessed where it has none.
+
+A GPU's counter is NVML's (Volta and later), of the whole board; a CPU's is RAPL's, of the whole packages with all that
+runs on them. Both advance in steps of some milliseconds, and RAPL's begins again at zero now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_RAPL = Path("/sys/class/powercap")
+_NVML = "libnvidia-ml.so.1"
+
+
+class EnergyCounter:
+    """Energy of one device since some moment.
+
+    Attributes:
+        of: What is counted, in words.
+        why_not: Why it cannot be read; empty if it can.
+    """
+
+    def __init__(self, device: torch.device, *, rapl: Path = _RAPL) -> None:
+        self.of, self.why_not = "", ""
+        self._zones: list[Path] = []
+        self._nvml: ctypes.CDLL | None = None
+        self._handle = ctypes.c_void_p()
+        if device.type == "cpu":
+            self._find_packages(rapl)
+        elif device.type == "cuda":
+            self._find_board(device)
+        else:
+            self.why_not = f"no counter of {device.type} devices is known"
+        self._before = [0] * len(self._zones)
+        self._wrapped = [0] * len(self._zones)
+
+    def joules(self) -> float | None:
+        """The counter's state; only differences mean anything. None if it cannot be read."""
+        try:
+            if self._nvml is not None:
+                millijoules = ctypes.c_ulonglong()
+                failed = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(millijoules))
+                return None if failed else millijoules.value / 1e3
+            return sum(map(self._read, range(len(self._zones)))) / 1e6 if self._zones else None
+        except (OSError, ValueError):
+            return None
+
+    def _read(self, index: int) -> int:
+        """Microjoules of one package, over all the times its counter has begun again."""
+        zone = self._zones[index]
+        now = int((zone / "energy_uj").read_text())
+        if now < self._before[index]:
+            self._wrapped[index] += int((zone / "max_energy_range_uj").read_text())
+        self._before[index] = now
+        return now + self._wrapped[index]
+
+    def _find_packages(self, rapl: Path) -> None:
+        # Zones of whole packages only: those inside them are parts of the same energy.
+        zones = sorted(zone for zone in rapl.glob("*-rapl:*") if zone.name.count(":") == 1)
+        if not zones:
+            self.why_not = "this machine shows no RAPL counter (/sys/class/powercap)"
+            return
+        try:
+            for zone in zones:
+                int((zone / "energy_uj").read_text())
+        except (OSError, ValueError):
+            self.why_not = "the RAPL counter can be read by root only (/sys/class/powercap)"
+            return
+        self._zones, self.of = zones, "processor packages (RAPL)"
+
+    def _find_board(self, device: torch.device) -> None:
+        import torch
+
+        self.why_not = "NVML tells no energy of this device"
+        # Whatever a driver lacks, the measurement goes on without it.
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(_NVML)
+            # By its identity: NVML counts devices that CUDA_VISIBLE_DEVICES hides.
+            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+            if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(identity, ctypes.byref(self._handle)):
+                return
+            self._nvml = library
+            if self.joules() is None:
+                self._nvml = None
+                return
+            self.of, self.why_not = "the GPU's board (NVML)", ""

@@ -1,0 +1,250 @@
+"""What does one training step of a recipe do, found out without memory, data or a device?
+
+The recipe's own task, network, loss, optimizer and average are built as in a run, but of fake tensors: they have shapes
+and no numbers. A step on them does every operation of a real one and costs milliseconds for each hundred. Whoever wants
+to know something of a step (its memory, its arithmetic, its layers) watches it with a dispatch mode::
+
+    with fake_run(recipe, micro_batch=64) as step, FlopCounterMode() as counted:
+        step.backward(step.forward())
+        step.update()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Placement
+from paceline.devices import Device
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import PacelineError
+from paceline.models.ema import ExponentialMovingAverage
+from paceline.optim.build import build_optimizer
+from paceline.optim.clipping import Clipping
+from paceline.recipe.plan import MachineFacts, Plan
+from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task
+from paceline.tasks.task import Task
+from paceline.trainer.cuda_rules import CudaRules
+from paceline.trainer.fake_batch import BatchMaker, batch_maker
+from paceline.trainer.fake_network import Faker, build_shapes, random_states_kept, why_not_fake
+from paceline.trainer.precision import Precision
+from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
+from paceline.world import World
+
+
+@dataclass(kw_only=True)
+class FakeRun:
+    """What a step needs, as fake tensors; a step is ``update()`` after ``backward(forward())``.
+
+    Attributes:
+        recipe: What was asked.
+        plan: Its plan on the machine that was asked for.
+        network: The bare network.
+        ema: The average of its weights, if the recipe has one.
+        optimizer: Its optimizer, with the options that it has on the device asked for.
+        batch: One micro-batch.
+        phase: Where the step is: ``forward``, ``backward``, ``update``, or nowhere.
+        layer: Which module is at work in it: its name in the network; empty where none is.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    task: Task
+    network: nn.Module
+    ema: ExponentialMovingAverage | None
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    make_batch: BatchMaker
+    phase: str = ""
+    layer: str = ""
+    _precision: Precision = field(init=False)
+    _clipping: Clipping = field(init=False)
+
+    def __post_init__(self) -> None:
+        scaler = self.recipe.train.grad_scaler
+        # Its scaler is not used: it would read a number from the device, and holds nothing to speak of.
+        self._precision = Precision(self.plan.precision, torch.device("cpu"), scaler)
+        self._clipping = Clipping(self.network, self.recipe.optimizer)
+        self._follow()
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of :attr:`batch`."""
+        return len(self.batch.ids)
+
+    def show(self, micro_batch: int) -> None:
+        """Let the next step have a micro-batch of so many samples."""
+        self.batch = self.make_batch(micro_batch)
+
+    def settle(self) -> None:
+        """Do what only the first step does: let the optimizer make its state."""
+        for parameter in self.network.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        self.update()
+
+    def forward(self) -> Tensor:
+        """The loss of the batch, as the step computes it."""
+        with self._in("forward"), self._on_device(), self._precision.autocast():
+            return self.task.loss(self.network, self.batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of all parameters, added to those that are there."""
+        with self._in("backward"), self._on_device():
+            loss.backward()  # type: ignore[no-untyped-call]  # torch
+
+    def update(self) -> None:
+        """Clip, step, let go of the gradients, average."""
+        with self._in("update"), _Updating():  # type: ignore[no-untyped-call]  # torch
+            self._clipping(measure=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.ema is not None:
+                self.ema.update(0)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return CudaRules() if self.plan.device == "cuda" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _in(self, phase: str) -> Iterator[None]:
+        self.phase, self.layer = phase, ""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:  # whatever a network or a loss of one's own raises
+            raise why_not_fake(error, self.layer, self.recipe.model.name) from error
+        self.phase = self.layer = ""
+
+    def _follow(self) -> None:
+        """Know at each moment which module is at work."""
+        within: list[str] = []
+
+        def enters(name: str) -> Callable[..., None]:
+            def act(*_: Any) -> None:
+                within.append(self.layer)
+                self.layer = name
+
+            return act
+
+        def leaves(name: str) -> Callable[..., None]:
+            def works(*_: Any) -> None:
+                self.layer = name
+
+            def act(_: nn.Module, __: Any, answer: Any) -> None:
+                self.layer = within.pop() if within else ""
+                node = getattr(answer, "grad_fn", None)
+                # The innermost module of those whose answer it is.
+                if node is not None and "layer" not in node.metadata:
+                    node.metadata["layer"] = name
+                    node.register_prehook(works)
+
+            return act
+
+        for name, module in self.network.named_modules():
+            if name:
+                module.register_forward_pre_hook(enters(name))
+                module.register_forward_hook(leaves(name))
+
+
+class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Does for an optimizer what fake tensors cannot: fused steps, and reading numbers of its own (a count, say)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # noqa: SLF001
+            return 1.0 if args[0].is_floating_point() else 1
+        if func.__name__.startswith("_fused_"):
+            return None  # it writes to what it is given, and makes nothing
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_run(
+    recipe: Recipe,
+    task: Task | None = None,
+    *,
+    micro_batch: int | None = None,
+    processes: int = 1,
+    machine: MachineFacts | None = None,
+) -> Iterator[FakeRun]:
+    """Build one process's step of a run on fake tensors; inside, operations on them are fake.
+
+    Nothing is allocated for weights, activations or state, nothing is computed, and neither random states nor settings
+    of torch change. Data are opened as far as the plan asks for it, and are not read; without ``data.path`` see
+    :func:`~paceline.trainer.fake_batch.with_stand_in_data`.
+
+    Args:
+        recipe: What was asked.
+        task: Its task; the one that the recipe names unless given.
+        micro_batch: Samples of the batch; the plan's unless given.
+        processes: Processes of the run that is planned, all on one machine.
+        machine: The machine asked for (see :func:`machine_with`); this one unless given.
+
+    Raises:
+        PacelineError: For the mistakes that a plan finds, and for a network that needs the numbers.
+    """
+    world = World(world_size=processes, local_world_size=processes)
+    if machine is None:
+        machine = describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
+    with random_states_kept():
+        task = build_task(without_initial_weights(recipe)) if task is None else task
+        plan = plan_run(recipe, task, machine, world)
+        shapes = build_shapes(recipe, task, channels_last=plan.channels_last)
+        plan = plan_network(plan, shapes, recipe)
+        placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
+        task.prepare_training(placement)
+        make_batch = batch_maker(task, plan, placement)
+        average = None if recipe.train.ema is None else ExponentialMovingAverage(shapes, recipe.train.ema)
+        mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        faker = Faker(mode)
+        faker.network(shapes)
+        if average is not None:
+            faker.network(average.module)
+        with mode:
+            yield FakeRun(
+                recipe=recipe,
+                plan=plan,
+                task=task,
+                network=shapes,
+                ema=average,
+                optimizer=_optimizer(shapes, recipe, machine.device),
+                batch=make_batch(micro_batch or plan.micro_batch_size),
+                make_batch=make_batch,
+            )
+
+
+def machine_with(device: Device, *, processes: int = 1) -> MachineFacts:
+    """The facts of a machine that has this accelerator for each process."""
+    no_units = {
+        name: f"{device.title} has no {name} matrix units" for name in ("fp8", "tf32") if device.peak(name) is None
+    }
+    has_bf16 = device.peak("bf16") is not None
+    return MachineFacts(
+        device="cuda",
+        device_name=device.title,
+        fast_bf16=has_bf16,
+        cores=max(8, processes),
+        memory_bytes=device.memory_bytes,
+        lacks=no_units | ({} if has_bf16 else {"bf16_products": f"{device.title} has no bf16 matrix units"}),
+        reasons={"fast_bf16": f"{device.title} {'has' if has_bf16 else 'has no'} bf16 matrix units"},
+    )
+
+
+def _optimizer(network: nn.Module, recipe: Recipe, device_type: str) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(network, recipe.optimizer, torch.device(device_type))
+    if device_type == "cuda":
+        # There torch takes all parameters of a group at once where it can, and on the CPU one by one.
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+    return optimizer

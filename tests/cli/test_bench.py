@@ -1,0 +1,145 @@
+"""`paceline bench` as a user calls it: small benches of digits, and mistakes that cost one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHORT = ("--rounds", "2", "--seconds", "0.05")
+SLOW = """
+import time
+import paceline
+
+
+class Slow(paceline.ImageClassification):
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.thorough
+def test_a_table_with_reasons_and_files(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = paceline_here(
+        *("bench", "digits", *tiny, "--devices", "cpu,cuda", "--parts", "together", *SHORT, "--output", "out")
+    )
+    assert done.code == 0, done
+    rows = [line.split() for line in done.out.splitlines() if "memory" in line and "batch" not in line]
+    assert float(rows[0][5].replace(",", "")) > 100
+    assert "no CUDA" in done.out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("benchmark.json", "benchmark.md", "benchmark.svg"),
+    ]
+    document = json.loads((tmp_path / "out/benchmark.json").read_text())
+    assert [row["trouble"] is None for row in document["rows"]] == [True, False]
+    assert document["rows"][0]["samples_per_second"]["count"] == 2
+    assert document["rows"][0]["peak_memory_bytes"] > 2**26
+    assert document["environment"]["cpu"]["model"]
+    assert "95 % interval" in (tmp_path / "out/benchmark.md").read_text()
+    assert (tmp_path / "out/benchmark.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.thorough
+def test_what_became_slower_is_found(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    bench = ("bench", "digits", *tiny, "--parts", "compute", "--rounds", "4", "--seconds", "0.2", "--json", "--output")
+    for name, task in (("before", ()), ("after", ("task=slow:Slow",))):
+        done = paceline_here(*bench, name, *task)
+        assert done.code == 0, done
+        assert json.loads(done.out)["kind"] == "throughput"
+    done = paceline_here("bench", "compare", "before", "after", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["regressed"]) == (1, True)
+    assert found["lines"][0]["verdict"] == "slower"
+    done = paceline_here("bench", "compare", "after", "before")
+    assert done.code == 0
+    assert "faster" in done.out
+    assert "one launch" in done.out
+
+
+@pytest.mark.thorough
+def test_nothing_to_measure_is_exit_code_1(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    done = paceline_here("bench", "digits", *tiny, "--devices", "cuda", "--parts", "compute", *SHORT)
+    assert done.code == 1, done
+    assert "no CUDA" in done.out
+
+
+@pytest.mark.thorough
+def test_latencies(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+    trained = paceline_here("train", "digits", *tiny, "--run-dir", "run")
+    assert trained.code == 0, trained
+    for target in (("run", "--weights", "model"), ("digits", *tiny)):
+        done = paceline_here("bench", *target, "--inference", "--batch-sizes", "1,4", "--seconds", "0.1", "--json")
+        assert done.code == 0, done
+        rows = json.loads(done.out)["rows"]
+        assert [(row["scenario"], row["batch_size"]) for row in rows[:4]] == [
+            *(("batch", 1), ("batch", 4), ("single stream", 1), ("multi stream", 8)),
+        ]
+        assert rows[4]["scenario"] == "offline"
+        for row in rows[:4]:
+            told = row["latency_seconds"]
+            assert 0 < told["p50"] <= told["p90"] <= told["p95"] <= told["p99"]
+            assert row["samples_per_second"]["middle"] == pytest.approx(row["batch_size"] / told["mean"], rel=0.05)
+
+
+@pytest.mark.thorough
+def test_time_to_a_target(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+    asked = ("train.duration=40 steps", "evaluate.every=10 steps", "checkpoint.every=off")
+    bench = ("bench", "digits", *tiny, *asked, "--runs", "2", "--price-per-hour", "3.6", "--json")
+    done = paceline_here(*bench, "--to", "top1_accuracy=20", "--output", "out")
+    assert done.code == 0, done
+    row = json.loads(done.out)["rows"][0]
+    assert row["reached"] == 2
+    assert [each["seed"] for each in row["each"]] == [0, 1]
+    for each in row["each"]:
+        assert 0 < each["train_seconds"] < each["wall_seconds"]
+    assert row["cost"]["middle"] == pytest.approx(row["median_wall_seconds"]["middle"] / 1000)
+    entry, progress = sorted((tmp_path / "out").glob("paceline-digits-1.*"))
+    assert {"version", "author", "framework", "model", "hardware", "costPerHour", "timestamp"} <= set(
+        json.loads(entry.read_text())
+    )
+    lines = [line.split("\t") for line in progress.read_text().splitlines()]
+    assert lines[0][:3] == ["epoch", "hours", "top1Accuracy"]
+    assert float(lines[-1][2]) >= 20
+    assert float(lines[-1][1]) * 3600 == pytest.approx(row["each"][0]["train_seconds"], rel=1e-3)
+
+    done = paceline_here(*bench, "--to", "top1_accuracy=99.99")
+    row = json.loads(done.out)["rows"][0]
+    assert (row["reached"], row["median_seconds"]["middle"]) == (0, None)
+    assert "2 of 2 did not get there" in row["trouble"]
+
+
+REFUSED = {
+    "no recipe of that name": (("bench", "digitz"), ("digitz", "digits")),
+    "no list of sizes": (("bench", "digits", "--batch-sizes", "big"), ("'big'", "32,64,128")),
+    "a size twice": (("bench", "digits", "--batch-sizes", "8,8"), ("'8,8'", "twice")),
+    "an unknown part": (("bench", "digits", "--parts", "all"), ("'all'", "together, compute, data")),
+    "two questions": (("bench", "digits", "--inference", "--to", "loss=1"), ("--inference", "--to")),
+    "runs of nothing": (("bench", "digits", "--runs", "3"), ("--runs", "--to")),
+    "rounds of answers": (("bench", "digits", "--inference", "--rounds", "3"), ("--rounds", "no effect")),
+    "sizes of a target": (("bench", "digits", "--to", "loss=1", "--batch-sizes", "8"), ("--batch-sizes", "no effect")),
+    "no target": (("bench", "digits", "--to", "94"), ("94", "top1_accuracy=94")),
+    "a target never seen": (("bench", "digits", "evaluate.every=off", "--to", "loss=1"), ("evaluate.every",)),
+    "an unknown key": (("bench", "digits", "optimizer.momentun=1"), ("momentun", "momentum")),
+    "nothing to compare": (("bench", "compare", "a", "b"), ("'a'", "--output")),
+    "one thing to compare": (("bench", "compare", "a"), ("B",)),
+    "output into a file": (("bench", "digits", "--output", "file"), ("file", "folder")),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_costs_one_sentence(paceline_here: Callable[..., Any], mistake: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments, words = REFUSED[mistake]
+    done = paceline_here(*arguments)
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.startswith("paceline: ")
+    assert "Traceback" not in done.err
+    for word in words:
+        assert word in done.err

@@ -1,0 +1,112 @@
+"""`paceline doctor` as a user calls it: findings for people or one document, an exit code, and a better recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import load_recipe
+
+SMALL = (
+    "model.options={width: 64, stages: 1}",
+    "batch.global_size=256",
+    "parallel.threads=auto",
+    "train.precision=auto",
+)
+SLOW = (*SMALL, "train.precision=fp32", "telemetry.log_every=1 step", "--device", "a100")
+
+
+def test_a_healthy_run(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("doctor", "digits", *SMALL, "--device", "a100")
+    assert done.code == 0, done.out + done.err
+    assert "no bottleneck found" in done.out
+    assert "NVIDIA A100 SXM4 80 GB (not here: predictions)" in done.out.splitlines()[0]
+
+
+def test_findings_are_told_with_evidence_reason_and_change(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("doctor", "digits", *SLOW)
+    assert done.code == 1
+    first, *rest = [line for line in done.out.splitlines() if line.startswith(("breaks", "slows", "spoils", "notice"))]
+    assert first.startswith("slows   precision: train.precision=fp32 comes to fp32")
+    assert any(line.split()[1] == "log_every_step:" for line in rest)
+    assert "change: train.precision=auto (bf16)" in done.out
+    assert "expected, not measured: 1.5 to 3 times as fast" in done.out
+
+
+def test_one_document(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("doctor", "digits", *SLOW, "--json")
+    document = json.loads(done.out)
+    assert document["healthy"] is False
+    assert document["device"] == "NVIDIA A100 SXM4 80 GB"
+    assert document["unseen"] == {}
+    names = [each["name"] for each in document["findings"]]
+    assert names[0] == "precision"
+    assert "log_every_step" in names
+    assert document["findings"][0]["advice"] == {
+        "words": "train.precision=auto (bf16); or, nearer to fp32, train.float32_matmul=high (TF32)",
+        "overrides": {"train.precision": "auto"},
+        "keeps": "rounding",
+    }
+    assert document["check_seconds"] < 0.5
+
+
+def test_the_improved_recipe_trains_the_same(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    done = paceline_here("doctor", "digits", *SLOW, "batch.global_size=1024", "--apply", "better.yaml")
+    assert "better.yaml: the recipe with precision, log_every_step changed" in done.out, done.out
+    text = (tmp_path / "better.yaml").read_text()
+    assert "train.precision=auto  (precision; the same training but for rounding; not measured)" in text
+    better = load_recipe(tmp_path / "better.yaml").recipe
+    assert (better.train.precision, str(better.telemetry.log_every)) == ("auto", "10 steps")
+    assert better.batch.global_size == 1024
+
+
+def test_nothing_to_apply(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    done = paceline_here("doctor", "digits", *SMALL, "--device", "a100", "--apply", "better.yaml")
+    assert done.code == 0
+    assert "better.yaml was not written: there is no change to make" in done.out
+    assert not (tmp_path / "better.yaml").exists()
+
+
+def test_a_run_that_was_made(paceline_here: Callable[..., Any], finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    done = paceline_here("doctor", finished, "--device", "cpu", "--json")
+    assert done.code in (0, 1), done.err
+    assert json.loads(done.out)["unseen"] == {}
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    {
+        "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
+        "an unknown device": (("digits", "--device", "a1000"), "'a1000' is not known. Did you mean 'a100'"),
+        "too few rounds": (("digits", "--measure", "--rounds", "1"), "1 is not in the range"),
+        "a file that is there": (("digits", "--apply", "there.yaml"), "there is a file of that name already"),
+        "a folder that is not": (("digits", "--apply", "nowhere/better.yaml"), "there is no folder"),
+        "measuring elsewhere": (("digits", "--device", "a100", "--measure"), "measures on the device that is here"),
+    }.values(),
+)
+def test_a_mistake_is_one_sentence(
+    paceline_here: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "there.yaml").write_text("")
+    done = paceline_here("doctor", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.thorough
+def test_what_a_change_is_worth_is_measured(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=200 steps")
+    done = paceline_here("doctor", "digits", *asked, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml")
+    document = json.loads(done.out)
+    (found,) = [each for each in document["findings"] if each["name"] == "log_every_step"]
+    gain = found["gain"]
+    assert gain["low"] <= gain["middle"] <= gain["high"]
+    assert gain["rounds"] == 4
+    assert (tmp_path / "better.yaml").exists() == bool(document["applied"]) == (gain["low"] > 1)

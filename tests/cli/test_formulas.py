@@ -1,0 +1,51 @@
+"""`paceline formulas` and `paceline roofline`: what they print, as text and as JSON, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def test_all_formulas_are_listed_with_their_sources(paceline_here: Callable[..., Any]) -> None:
+    listed = json.loads(paceline_here("formulas", "--json").out)
+    assert len(listed) > 80
+    assert all(each["summary"] and each["source"] for each in listed)
+    text = paceline_here("formulas").out
+    assert "\nmemory\n" in text
+    assert "  zero_bytes\n" in text
+
+
+def test_one_is_computed(paceline_here: Callable[..., Any]) -> None:
+    arguments = ("formulas", "zero-bytes", "parameters=7.5e9", "stage=1", "devices=64")
+    document = json.loads(paceline_here(*arguments, "--json").out)
+    assert document["value"] == 31_406_250_000
+    assert document["arguments"]["devices"] == 64
+    assert paceline_here(*arguments).out.splitlines()[-1] == "  = 3.14062e+10"
+    assert "must be given" in paceline_here("formulas", "zero_bytes").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("formulas", "zero_byte"), "Did you mean 'zero_bytes'"),
+        (("formulas", "zero_bytes", "stage=1"), "zero_bytes needs parameters"),
+        (("roofline", "synthetic", "--device", "a10"), "device: 'a10' is not known"),
+    ],
+)
+def test_mistakes_are_one_sentence(paceline_here: Callable[..., Any], arguments: tuple[str, ...], said: str) -> None:
+    done = paceline_here(*arguments)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert not done.out
+
+
+def test_a_roofline_is_one_document(paceline_here: Callable[..., Any]) -> None:
+    words = ("roofline", "synthetic", "model.name=resnet18", "batch.global_size=8", "--device", "v100")
+    document = json.loads(paceline_here(*words, "--json").out)
+    assert document["device"]["name"] == "v100-16gb"
+    assert {each["bound"] for each in document["layers"]} == {"compute", "memory"}
+    assert "least ms" in paceline_here(*words, "--top", "2").out

@@ -1,0 +1,59 @@
+"""`paceline estimate` and `paceline find-batch` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import load_recipe
+
+
+def test_an_estimate_tells_causes_sizes_devices_and_a_verdict(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...]
+) -> None:
+    done = paceline_here("estimate", "digits", *tiny, "--device", "h100")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Memory of a training step of digits on NVIDIA H100 SXM5 80 GB\n")
+    for said in ("activations", "optimizer", "average", "largest micro-batch", "b200", "On 8 processes: ddp, since"):
+        assert said in done.out
+
+
+def test_an_estimate_is_one_document(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    done = paceline_here("estimate", "digits", *tiny, "--device", "t4", "--json")
+    found = json.loads(done.out)
+    assert found["recipe"] == "digits"
+    assert found["fits"] is True
+    assert found["peak"]["allocated_bytes"] == sum(found["peak"]["causes"].values())
+    assert found["needed_bytes"] == found["peak"]["reserved_bytes"] + found["outside_bytes"]
+    assert {each["device"] for each in found["devices"]} >= {"h100", "mi300x"}
+
+
+def test_an_unknown_device_is_one_sentence(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("estimate", "digits", "--device", "h10")
+    assert done.code == 2
+    assert done.err.startswith("paceline: device: 'h10' is not known. Did you mean 'h100'")
+
+
+@pytest.mark.parametrize("size", ["4", "4 lots", "0GiB"])
+def test_a_size_without_its_unit_is_refused(paceline_here: Callable[..., Any], size: str) -> None:
+    done = paceline_here("find-batch", "digits", "--memory", size)
+    assert done.code == 2
+    assert "a size has a unit: 512MiB, 4GiB or 16GB" in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+def test_a_found_batch_can_be_applied(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "found.yaml"
+    done = paceline_here("find-batch", "digits", *tiny, "--processes", "2", "--apply", path, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert (found["largest_micro_batch"], found["refused_micro_batch"]) == (64, None)
+    assert found["trials"][-1]["fits"] is True
+    recipe = load_recipe(path).recipe
+    assert (recipe.batch.micro_size, recipe.batch.global_size) == (64, 128)

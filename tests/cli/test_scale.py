@@ -1,0 +1,166 @@
+"""`paceline scale` and `paceline plan` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = ("digits", "model.options={width: 4, stages: 1}")
+GIVEN = ("--throughput", "1000", "--cluster", "dgx-a100")
+
+
+def _refused(done: Any, *words: str) -> None:
+    assert (done.code, done.out) == (2, ""), done
+    assert "Traceback" not in done.err
+    assert done.err.startswith("paceline: ")
+    assert done.err.count("\n") == 1
+    for word in words:
+        assert word in done.err
+
+
+def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,8,2", "--price-per-gpu-hour", "2")
+    assert done.code == 0, done.err
+    assert "NVIDIA DGX A100" in done.out
+    rows = [line.split() for line in done.out.splitlines() if line.split()[1:2] in (["single"], ["ddp"], ["fsdp"])]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("1", "single"),
+        ("2", "ddp"),
+        ("2", "fsdp"),
+        ("8", "ddp"),
+        ("8", "fsdp"),
+    ]
+    assert "Predicted." in done.out
+
+
+def test_one_document(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,4", "--strategy", "ddp", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    one, four = document["rows"]
+    assert (one["devices"], four["devices"]) == (1, 4)
+    assert one["samples_per_second"] == pytest.approx(1000)
+    assert one["efficiency"] == pytest.approx(1)
+    assert four["samples_per_second_low"] <= four["samples_per_second"] <= four["samples_per_second_high"]
+    assert sum(four["parts_seconds"].values()) == pytest.approx(four["step_seconds"])
+    assert document["basis"] == "its figure as given"
+    assert document["rows"][0]["cost"] is None
+
+
+def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> None:
+    words = ("--cluster", "dgx-a100", "--throughput", "2470", "--batch-per-gpu", "256", "--loop", "nvidia-convnets")
+    done = paceline_here("scale", "resnet50", *words, "--world-sizes", "8", "--strategy", "ddp", "--json")
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)["rows"]
+    # NVIDIA DeepLearningExamples, resnet50v1.5/README.md: 16,621 images/s.
+    assert row["samples_per_second"] == pytest.approx(16621, rel=0.08)
+    # 90 epochs of ImageNet, 115.3 million images.
+    assert row["hours"] == pytest.approx(90 * 1_281_167 / row["samples_per_second"] / 3600)
+
+
+def test_without_a_figure_the_peak_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("scale", "resnet50", "--cluster", "dgx-h100", "--world-sizes", "8", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["is_bound"]
+    assert "dense bf16 peak" in document["basis"]
+    shown = paceline_here("scale", "resnet50", "--cluster", "dgx-h100", "--world-sizes", "8")
+    assert "cannot be beaten" in shown.out
+
+
+def test_a_cluster_of_ones_own(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "gpus_per_node: 2\nwithin: {gigabytes_per_second: 20, latency_microseconds: 10}\n"
+        "network: {gigabytes_per_second: 0.01, latency_microseconds: 100}\nprice_per_gpu_hour: 3\n"
+    )
+    words = ("--cluster", "mine.yaml", "--throughput", "5000", "--strategy", "ddp")
+    done = paceline_here("scale", *SMALL, *words, "--world-sizes", "1,2,8", "--json")
+    assert done.code == 0, done.err
+    rates = {row["devices"]: row for row in json.loads(done.out)["rows"]}
+    assert rates[8]["limit"] == "communication"
+    assert rates[8]["efficiency"] < rates[2]["efficiency"]
+    assert rates[1]["cost"] == pytest.approx(3 * rates[1]["hours"])
+
+
+SCALE_MISTAKES = {
+    "sizes that are no numbers": (("--world-sizes", "1,two"), ("'1,two'", "1,2,4,8")),
+    "a size of nothing": (("--world-sizes", "0,1"), ("'0,1'",)),
+    "an unknown cluster": (("--cluster", "dgx-a10", "--throughput", "1"), ("'dgx-a10'", "Did you mean 'dgx-a100'")),
+    "a file that is not there": (("--cluster", "no.yaml", "--throughput", "1"), ("no.yaml", "cannot be read")),
+    "two figures": (("--throughput", "1", "--step-seconds", "1"), ("--throughput and --step-seconds",)),
+    "a step of nobody knows what": (
+        ("--step-seconds", "0.1", "--cluster", "dgx-a100"),
+        ("--step-seconds", "--one-gpu-batch"),
+    ),
+    "a batch without a figure": (("--one-gpu-batch", "8"), ("--one-gpu-batch belongs to",)),
+    "a negative rate": (("--throughput", "-1"), ("--throughput",)),
+    "a size that cannot share": ((*GIVEN, "--world-sizes", "7"), ("batch.global_size=64", "7 processes")),
+    "nothing known of its device": (("--cluster", "ethernet-10g", "parallel.device=cpu"), ("give --throughput",)),
+    "a measurement of elsewhere": ((*GIVEN, "--measure"), ("--measure runs on this machine",)),
+    "an exact run": ((*GIVEN, "parallel.exact=true"), ("parallel.exact=true is not predicted",)),
+    "a misspelt key": ((*GIVEN, "optimizer.lrr=1"), ("optimizer.lrr",)),
+}
+
+
+@pytest.mark.parametrize("name", SCALE_MISTAKES)
+def test_a_mistake_costs_one_sentence(paceline_here: Callable[..., Any], name: str) -> None:
+    words, said = SCALE_MISTAKES[name]
+    _refused(paceline_here("scale", *SMALL, *words), *said)
+
+
+PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu-batch", "64", "--most-gpus", "16")
+
+
+def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here(*PLAN, "--deadline", "2h", "--cpu-ms-per-sample", "0", "--json")
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["chosen"]["devices"] == 4
+    assert plan["chosen"]["hours_at_worst"] <= 2
+    assert plan["chosen"]["learning_rate"] == plan["recipe_learning_rate"] == 0.2
+    shown = paceline_here(*PLAN, "--deadline", "2h")
+    assert "Everything else is predicted" in shown.out
+    assert "learning rate" in shown.out
+
+
+def test_what_cannot_be_ends_with_one(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here(*PLAN, "--deadline", "1 seconds")
+    assert done.code == 1
+    assert "Nothing tried does it" in done.out
+
+
+PLAN_MISTAKES = {
+    "nothing to plan for": ((), ("Give --deadline",)),
+    "a deadline without a unit": (("--deadline", "8"), ("'8'", "2 hours")),
+    "a budget without a price": (("--budget", "10"), ("--price-per-gpu-hour",)),
+    "a rule without effect": (("--deadline", "8h", "--lr-rule", "linear"), ("--batch-per-gpu",)),
+    "a budget of nothing": (("--budget", "0"), ("--budget",)),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_MISTAKES)
+def test_a_mistake_in_a_plan_costs_one_sentence(paceline_here: Callable[..., Any], name: str) -> None:
+    words, said = PLAN_MISTAKES[name]
+    _refused(paceline_here(*PLAN, *words), *said)
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+def test_predicted_beside_measured_here(paceline: Callable[..., Any]) -> None:
+    words = ("--world-sizes", "1,2", "--strategy", "ddp", "--measure", "--rounds", "2", "--json")
+    done = paceline("scale", "digits", "parallel.device=cpu", *words, timeout=300)
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    one, two = document["rows"]
+    # One process is what the prediction begins with.
+    assert one["measured_samples_per_second"] is None
+    assert two["measured_samples_per_second"]["middle"] > 0
+    # How near it comes is for benchmarks/scaling.py, on a machine of its own; here, that the two are held together.
+    measured = two["measured_samples_per_second"]["middle"]
+    assert two["error"] == pytest.approx(two["samples_per_second"] / measured - 1)
+    assert 0.2 < two["samples_per_second"] / measured < 5
+    assert "measured here" in document["basis"]

@@ -1,0 +1,56 @@
+"""What is predicted of several processes over a link of known rate, beside what they take."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.formulas.links import Fabric
+
+_module = importlib.util.spec_from_file_location("paceline_test_shaped", Path(__file__).with_name("shaped.py"))
+assert _module is not None
+assert _module.loader is not None
+shaped = importlib.util.module_from_spec(_module)
+sys.modules[_module.name] = shaped
+_module.loader.exec_module(shaped)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.world_size(4)]
+
+
+MEGABITS = 100.0
+
+
+@pytest.fixture(autouse=True)
+def links() -> None:
+    if (reason := shaped.why_not()) is not None:
+        pytest.skip(f"no link can be shaped here: {reason}")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sum_over_a_slow_link_takes_what_the_model_says(size: int, tmp_path: Path) -> None:
+    message, rate = 2_000_000, MEGABITS * 1e6 / 8 * shaped.PAYLOAD
+    measured = shaped.all_reduce_seconds(size, MEGABITS, message, tmp_path / "probe")
+    fabric = Fabric(
+        devices=size,
+        per_node=1,
+        within_bytes_per_second=1e12,
+        within_latency_seconds=0,
+        network_bytes_per_second=rate,
+        network_latency_seconds=shaped.LATENCY_SECONDS,
+        algorithm="ring",
+    )
+    assert fabric.all_reduce_seconds(message) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.thorough
+def test_steps_over_a_slow_link_are_predicted(tmp_path: Path) -> None:
+    found = shaped.compare((1, 2, 4), MEGABITS, tmp_path, steps=12, rounds=2)
+    for each in found:
+        print(f"{each.processes}: {each.prediction.seconds:.3f} s predicted, {each.measured_seconds:.3f} s measured")
+    # The link bounds these steps. What is left is the machine's load, of which one process alone feels less.
+    # Wide, for cores that others use too: benchmarks/scaling_shaped.py says how near it comes on a machine of its own.
+    assert all(abs(each.error) < 0.6 for each in found), [each.error for each in found]
+    assert [each.prediction.limit for each in found[1:]] == ["communication", "communication"]

@@ -1,0 +1,77 @@
+"""Are targets read, met and counted as they should be?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe.load import load_recipe
+from paceline.studies.bench.target import Target, TargetAsked, TargetRun, summarise_runs
+
+
+def test_targets_are_read() -> None:
+    assert Target.parse("top1_accuracy=94") == Target("top1_accuracy", 94.0)
+    assert Target.parse(" loss=1e-2 ") == Target("loss", 0.01)
+    for wrong in ("94", "top1_accuracy", "top1_accuracy=", "=94", "top1_accuracy=high", "top1_accuracy=1e", "a=1=2"):
+        with pytest.raises(RecipeError, match="METRIC=VALUE"):
+            Target.parse(wrong)
+
+
+def test_more_is_better_but_for_losses() -> None:
+    accuracy, loss = Target("top1_accuracy", 94.0), Target("loss", 0.5, less_is_better=True)
+    assert [accuracy.is_met(value) for value in (93.99, 94.0, 95.0)] == [False, True, True]
+    assert [loss.is_met(value) for value in (0.51, 0.5, 0.1)] == [False, True, True]
+    assert not accuracy.is_met(math.nan)
+
+
+def test_the_task_says_which_metrics_there_are_and_which_way_they_go() -> None:
+    recipe = load_recipe("digits").recipe
+    assert not Target("top1_accuracy", 94.0).of(recipe).less_is_better
+    assert not Target("top5_accuracy", 94.0).of(recipe).less_is_better
+    assert Target("loss", 0.5).of(recipe).less_is_better
+    with pytest.raises(RecipeError, match=r"no metric 'accuracy'\..*It has loss, top1_accuracy\."):
+        Target("accuracy", 94.0).of(recipe)
+
+
+def run(seconds: float, *, reached: bool, trouble: str = "") -> TargetRun:
+    return TargetRun(seed=0, reached=reached, train_seconds=seconds, wall_seconds=2 * seconds, trouble=trouble)
+
+
+def test_who_did_not_get_there_counts_as_long_as_it_ran() -> None:
+    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=5, price_per_hour=36.0)
+    runs = [run(seconds, reached=seconds < 50) for seconds in (10.0, 11.0, 12.0, 60.0, 60.0)]
+    row = summarise_runs(asked, runs)
+    assert (row["reached"], row["median_seconds"]["middle"]) == (3, 12.0)
+    assert row["median_wall_seconds"]["middle"] == 24.0
+    # What is paid is the wall's: 24 seconds at 36 an hour.
+    assert row["cost"]["middle"] == pytest.approx(0.24)
+    assert row["seconds_with_restarts"] == pytest.approx(153 / 3)
+    assert row["times"] == []
+    assert row["mean_seconds"] is None
+    assert "2 of 5" in row["trouble"]
+
+
+def test_a_run_that_failed_is_censored_where_it_failed() -> None:
+    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=3)
+    row = summarise_runs(
+        asked, [run(10, reached=True), run(5, reached=False, trouble="it broke"), run(20, reached=True)]
+    )
+    assert row["trouble"] == "it broke"
+    assert row["median_seconds"]["middle"] == 10.0
+    assert row["cost"] is None
+
+
+def test_a_run_that_failed_at_once_is_no_reason_to_praise_the_others() -> None:
+    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=4)
+    runs = [run(10, reached=True), run(12, reached=True), *[run(0, reached=False, trouble="it broke")] * 2]
+    row = summarise_runs(asked, runs)
+    assert (row["reached"], row["reached_share"]["middle"], row["mean_seconds"]) == (2, 0.5, None)
+    assert row["seconds_with_restarts"] > 12
+
+
+def test_runs_that_all_got_there_can_be_compared() -> None:
+    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=2)
+    row = summarise_runs(asked, [run(10, reached=True), run(12, reached=True)])
+    assert (row["times"], row["trouble"], row["mean_seconds"]) == ([[10, 12]], None, 11)

@@ -1,0 +1,233 @@
+"""The other checks: each is told of a run that has what it looks for, and says nothing of one that has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import load_recipe
+from paceline.studies.doctor.anatomy import Anatomy
+from paceline.studies.doctor.behaviour import Behaviour
+from paceline.studies.doctor.checks import records, several
+from paceline.studies.doctor.subject import Subject
+from paceline.studies.doctor.target import choose_target
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import plan_run
+from paceline.world import World
+
+Examined = Callable[..., Any]
+
+RECURRENT = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.rows = nn.LSTM(96, 100, batch_first=True)
+        self.head = nn.Linear(100, num_classes)
+
+    def forward(self, x):
+        return self.head(self.rows(x.transpose(1, 2).flatten(2))[0][:, -1])
+"""
+CELLS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.cell = nn.GRUCell(96, 256)
+        self.head = nn.Linear(256, num_classes)
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), 256)
+        for row in x[:, :, :3].transpose(1, 2).flatten(2).unbind(1):
+            state = self.cell(row, state)
+        return self.head(state)
+"""
+DEPTHWISE = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3)
+        self.each = nn.Conv2d(64, 64, 3, groups=64)
+        self.mixed = nn.Conv2d(64, 256, 1)
+        self.head = nn.Linear(256, num_classes)
+
+    def forward(self, x):
+        return self.head(self.mixed(self.each(self.stem(x))).mean((2, 3)))
+"""
+POINTWISE = """
+import torch
+from torch import nn
+
+
+def slow_gelu(x):
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x):
+        return self.head(self.second(slow_gelu(self.conv(x))).mean((2, 3)))
+"""
+RELAID = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x):
+        return self.head(self.second(self.conv(x).contiguous()).mean((2, 3)))
+"""
+DISORDERED = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Linear(128, num_classes)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.conv = nn.Conv2d(3, 64, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.conv(x)).mean((2, 3)))
+"""
+WITH_GRADIENT = """
+import torch
+
+import paceline
+
+
+class Task(paceline.ImageClassification):
+    def score(self, model, batch):
+        with torch.enable_grad():
+            return super().score(model, batch)
+"""
+PERCEPTRON = """
+from torch import nn
+
+
+def net(num_classes, width=4096):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, width), nn.ReLU(), nn.Linear(width, num_classes))
+"""
+NET = {"model.name": "mine:Net", "model.options": "{}"}
+
+
+def named(diagnosis: Any) -> dict[str, Any]:
+    assert diagnosis.unseen == {}
+    return {each.name: each for each in diagnosis.findings}
+
+
+RECIPES: dict[str, tuple[dict[str, Any], str]] = {
+    "slow_precision": ({"train.precision": "bf16"}, "t4"),
+    "autotune_off": ({"train.deterministic": "true"}, "a100"),
+    "unfused_optimizer": ({"optimizer.options": "{foreach: false}"}, "cpu"),
+    "unused_parameter_search": ({"parallel.unused_parameters": "allow"}, "a100"),
+    "threads": ({"parallel.threads": 1}, "cpu"),
+    "no_warmup": ({"batch.global_size": 1024, "optimizer.lr": 0.4}, "a100"),
+    "learning_rate_rule": ({"batch.global_size": 2048, "schedule.warmup": "1 epoch"}, "a100"),
+    "ragged_tail": ({"data.samples": 8193}, "a100"),
+    "loss_scale": ({"train.precision": "fp16", "train.grad_scaler.growth_interval": 10}, "a100"),
+    "memory_bound_layers": ({"model.options": "{width: 8, stages: 2}"}, "a100"),
+    "tile_alignment": ({"model.options": "{width: 72, stages: 2}"}, "a100"),
+    "evaluation_often": ({"evaluate.every": "1 step"}, "a100"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_has_it(examined: Examined, name: str) -> None:
+    overrides, device = RECIPES[name]
+    found = named(examined(overrides, device=device))
+    assert name in found, list(found)
+    for finding in found.values():
+        assert all((finding.evidence, finding.why, finding.source, finding.advice.words, finding.expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "asked"),
+    [
+        ("depthwise_convolutions", DEPTHWISE, NET),
+        ("recurrent_sizes", RECURRENT, NET),
+        ("recurrent_cells", CELLS, NET),
+        ("unfused_pointwise", POINTWISE, NET),
+        ("layout_lost", RELAID, NET),
+        ("construction_order", DISORDERED, NET | {"parallel.unused_parameters": "allow"}),
+        ("gradient_in_evaluation", WITH_GRADIENT, {"task": "mine:Task"}),
+        ("batch_alignment", PERCEPTRON, {"model.name": "mine:net", "model.options": "{}", "batch.global_size": 250}),
+    ],
+)
+def test_code_that_has_it(examined: Examined, name: str, code: str, asked: dict[str, Any]) -> None:
+    found = named(examined(asked, code=code, device="a100"))
+    assert name in found, list(found)
+
+
+def test_the_order_of_construction_matters_only_where_buckets_follow_it(examined: Examined) -> None:
+    assert named(examined(NET, code=DISORDERED, device="a100")) == {}
+
+
+def test_environment_variables_for_debugging(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert list(named(examined(device="a100"))) == ["debug_environment"]
+    assert named(examined(device="cpu")) == {}
+
+
+@pytest.mark.thorough
+def test_without_data_images_of_the_usual_size_stand_in(examined: Examined) -> None:
+    files = {"data": "{dataset: image_folder, image_size: 224}", "model": "{name: resnet50}", "model.options": "{}"}
+    diagnosis = examined(files, device="a100")
+    assert "ImageNet" in diagnosis.unseen["data"]
+    assert diagnosis.findings == ()
+
+
+def test_the_worst_comes_first(examined: Examined) -> None:
+    asked = {"train.precision": "fp32", "telemetry.log_every": "1 step", "model.channels_last": "false"}
+    found = examined(asked, device="a100").findings
+    assert [each.name for each in found] == ["precision", "channels_last", "log_every_step"]
+
+
+def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
+    subject = _subject()
+    gpu = replace(subject.target, is_here=True)
+    waits = [{"event": "step", "step": 10, "position": 10, "data_wait_fraction": 0.4, "grad_scale": 0.5}]
+    told = [{"event": "incident", "incident": each, "message": "m"} for each in ("slow_rank", "recompile")]
+    cases: dict[Any, Any] = {
+        several.affinity: replace(subject, target=gpu, sockets=2),
+        records.data_wait: replace(subject, run=tuple(waits)),
+        records.slow_rank: replace(subject, run=tuple(told)),
+        records.recompilation: replace(subject, run=tuple(told)),
+        records.scaler_health: replace(subject, run=tuple(waits), plan=replace(subject.plan, precision="fp16")),
+        several.data_parallel: replace(subject, anatomy=Anatomy(parallel=("",))),
+    }
+    for check, sick in cases.items():
+        assert list(check(subject)) == []
+        (found,) = check(sick)
+        assert found.name == check.__name__
+    assert "40%" in next(records.data_wait(cases[records.data_wait])).evidence
+
+
+def _subject() -> Subject:
+    recipe = load_recipe("digits").recipe
+    target = choose_target("a100", recipe)
+    plan = plan_run(recipe, build_task(recipe), target.machine, World())
+    return Subject(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), behaviour=Behaviour())

@@ -1,0 +1,139 @@
+"""Estimates against real steps, against one another, and against figures that are printed elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.devices import find_device
+from paceline.distributed.device import describe_machine
+from paceline.recipe.load import load_recipe
+from paceline.studies.memory.estimate import Asked, MemoryEstimate, estimate
+from paceline.studies.memory.job import Job
+from paceline.studies.memory.measured import measured_peak
+from paceline.studies.memory.replay import peak_of
+from paceline.studies.memory.trace import trace_step, trace_steps
+from paceline.studies.memory.variants import with_gradients
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_run import fake_run, machine_with
+
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
+
+from memory_cases import ON_CPU, Case
+
+CPU = torch.device("cpu")
+H100 = machine_with(find_device("h100"))
+QUICK = {"small_resnet 32px, 64 samples, fp32, sgd", "small_resnet 32px, 64 samples, bf16, adamw"}
+
+
+def asked(name: str, device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return estimate(Asked(loaded=load_recipe(name, dotted), device=device, processes=processes))
+
+
+def test_there_are_enough_steps() -> None:
+    assert len(ON_CPU) >= 12
+    assert {case.precision for case in ON_CPU} == {"fp32", "bf16"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case.name in QUICK else pytest.param(case, marks=pytest.mark.thorough) for case in ON_CPU],
+    ids=lambda case: case.name,
+)
+def test_the_estimate_is_within_5_per_cent_of_what_torch_allocates(case: Case) -> None:
+    recipe = case.recipe()
+    with fake_run(recipe, micro_batch=case.batch, machine=describe_machine(CPU)) as step:
+        expected = peak_of(trace_step(step), caching=False)
+    assert expected.allocated == pytest.approx(measured_peak(recipe, case.batch, CPU), rel=0.05)
+
+
+def test_the_four_causes_of_a_small_network_are_what_they_must_be() -> None:
+    found = asked("digits", "cpu", train__precision="fp32", optimizer__name="adamw", optimizer__nesterov=None)
+    numbers = found.plan.parameters
+    assert numbers is not None
+    causes = found.peak.causes
+    assert causes["weights"] == 4 * numbers
+    assert causes["optimizer"] == pytest.approx(2 * 4 * numbers, rel=0.01)  # and a count of steps for each tensor
+    assert causes["average"] == pytest.approx(4 * numbers, rel=0.05)  # and the norms' statistics
+    assert found.peak.allocated == sum(causes.values())
+
+
+def test_a_step_that_adds_gradients_up_is_as_if_they_had_been_there() -> None:
+    with fake_run(load_recipe("digits").recipe, machine=H100) as step:
+        plain = trace_step(step)
+        for parameter in step.network.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        # What has a gradient already adds to it in place.
+        really = trace_step(step)
+    added = peak_of(with_gradients(plain), caching=True)
+    # There they count as what was there when first met; the bytes are the same.
+    assert added.allocated == pytest.approx(peak_of(really, caching=True).allocated, rel=0.01)
+
+
+def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
+    with fake_run(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
+        steps = trace_steps(step)
+        assert steps.is_linear
+        assert steps(100).allocations == steps.done_again(100).allocations
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
+    recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
+    with fake_run(recipe.recipe, machine=H100) as step:
+        job = Job(step, trace_steps(step), H100, ways=8)
+    for memory in (800 * 2**20, 3 * 2**30):
+        most = job.largest(memory)
+        assert most > 0
+        assert job.fits(most, memory)
+        assert not job.fits(most + 1, memory)
+
+
+def test_more_samples_need_more_and_16_bits_less() -> None:
+    whole = asked("digits", batch__global_size=1024, train__precision="fp32")
+    assert [each.needed for each in whole.sizes] == sorted(each.needed for each in whole.sizes)
+    halves = asked("digits", batch__global_size=1024, train__precision="bf16")
+    assert halves.peak.causes["activations"] < 0.7 * whole.peak.causes["activations"]
+    assert halves.peak.causes["weight copies"] > 0
+    saving = next(each for each in whole.savings if each.change == "train.precision=bf16")
+    assert saving.needed == halves.needed
+
+
+def test_several_processes_hold_buckets_and_with_fsdp_parts() -> None:
+    alone, several = asked("digits"), asked("digits", processes=4)
+    assert several.plan.strategy == "ddp"
+    assert several.peak.causes["gradients"] == 4 * (several.plan.parameters or 0)
+    spread = asked("digits", processes=4, parallel__strategy="fsdp")
+    weights = alone.peak.causes["weights"]
+    assert spread.peak.causes["weights"] == pytest.approx(weights / 4, rel=0.01)
+    assert spread.peak.causes["gathered weights"] > 0
+
+
+def test_the_verdict_follows_from_what_fits() -> None:
+    assert asked("digits", processes=4).verdict.strategy == "ddp"
+
+
+@pytest.mark.thorough
+def test_what_no_device_holds_alone_is_spread() -> None:
+    """A ViT of 1.1 billion numbers and AdamW are 17 GB of state, more than a T4 has."""
+    overrides = {"model__name": "vit_giant_patch14_224", "optimizer__name": "adamw", "optimizer__lr": 1e-4}
+    found = asked("synthetic", "t4", processes=8, batch__global_size=64, **overrides)
+    assert found.fits is (found.plan.strategy == "fsdp" and bool(found.largest))
+    assert found.verdict.strategy == "fsdp"
+    assert "does not fit with even one sample" in found.verdict.reason
+
+
+def test_a_device_that_lacks_the_precision_is_said_to() -> None:
+    found = asked("digits", train__precision="bf16")
+    sizes = {each.device: each.largest for each in found.devices}
+    assert sizes["v100-16gb"] is None
+    assert sizes["h100"]
+
+
+def test_what_is_assumed_of_data_is_said() -> None:
+    found = asked("cifar10_fast")
+    assert found.notices[0].startswith("data.path is not set: as for CIFAR-10, 10 classes")

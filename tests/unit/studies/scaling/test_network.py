@@ -1,0 +1,123 @@
+"""What is read off a network that is never computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import DataError
+from paceline.recipe.load import load_recipe
+from paceline.recipe.running import Parallel
+from paceline.studies.scaling.network import describe
+
+
+def _small(*overrides: str) -> tuple[str, ...]:
+    return ("model.options={width: 4, stages: 1}", *overrides)
+
+
+def test_every_gradient_is_there_once_and_the_last_layer_comes_first() -> None:
+    recipe = load_recipe("digits", _small()).recipe
+    found = describe(recipe)
+    from paceline.tasks.build import build_task
+
+    network = build_task(recipe).build_model()
+    sizes = [each.numel() * 4 for each in network.parameters()]
+    assert sorted(each.size_bytes for each in found.network.gradients) == sorted(sizes)
+    ready = [each.ready for each in found.network.gradients]
+    assert ready == sorted(ready)
+    assert ready[-1] == pytest.approx(1)
+    # The classifier's bias or weight: 10 classes.
+    assert found.network.gradients[0].size_bytes in (4 * 10, sizes[-2])
+    assert found.samples == 1438
+
+
+def test_the_order_is_that_in_which_autograd_produces_them() -> None:
+    recipe = load_recipe("digits", _small()).recipe
+    from paceline.tasks.build import build_task
+
+    network = build_task(recipe).build_model()
+    arrived: list[int] = []
+    for each in network.parameters():
+        each.register_hook(lambda gradient: arrived.append(gradient.numel() * 4))
+    network(torch.randn(4, 1, 8, 8)).sum().backward()
+    predicted = [each.size_bytes for each in describe(recipe).network.gradients]
+    # Weight and bias of a layer may come in either order: compare where each layer's bytes have arrived.
+    assert _running_maximum(arrived) == _running_maximum(predicted)
+
+
+def _running_maximum(sizes: list[float] | list[int]) -> list[float]:
+    total, found = 0.0, []
+    for size in sizes:
+        total += size
+        found.append(total)
+    return [found[index] for index in range(2, len(found), 3)]
+
+
+def test_flops_of_a_forward_pass() -> None:
+    found = describe(load_recipe("resnet50").recipe)
+    # 4.09 GMAC for an image of 224 pixels (torchvision's weights: 4.09 GFLOPS of ResNet-50).
+    assert found.flops_per_sample == pytest.approx(2 * 4.09e9, rel=0.02)
+    assert found.numbers.trained == 25_557_032
+    assert len(found.network.gradients) == 161
+    assert found.decodes
+    assert "ImageNet-1k is assumed" in found.notices[0]
+
+
+def test_fsdp_gathers_every_weight_once_in_the_order_of_the_network() -> None:
+    found = describe(load_recipe("resnet50").recipe)
+    assert sum(each.weight_bytes for each in found.network.units) == 25_557_032 * 4
+    assert sum(each.share for each in found.network.units) == pytest.approx(1)
+    assert len(found.network.units) > 10
+
+
+def test_compression_halves_what_is_sent() -> None:
+    recipe = load_recipe("digits", _small()).recipe
+    halved = replace(recipe, parallel=Parallel(gradient_compression="bf16"))
+    sums = [
+        sum(each.size_bytes for each in describe(each_recipe).network.gradients) for each_recipe in (recipe, halved)
+    ]
+    assert sums[0] == 2 * sums[1]
+
+
+def test_frozen_parameters_are_not_sent() -> None:
+    recipe = load_recipe("digits", _small("model.frozen=[stem*]")).recipe
+    assert len(describe(recipe).network.gradients) < len(
+        describe(load_recipe("digits", _small()).recipe).network.gradients
+    )
+
+
+def test_damaged_data_are_not_taken_for_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        describe(load_recipe("resnet50", (f"data.path={tmp_path}",)).recipe)
+
+
+class Odd(nn.Module):
+    """It cannot be called without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.sum().item() > 0:
+            return self.inner(inputs.flatten(1))
+        return self.inner(-inputs.flatten(1))
+
+
+def odd(**_: object) -> nn.Module:
+    return Odd()
+
+
+def test_a_network_that_cannot_be_called_is_weighed_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "odd_network", sys.modules[__name__])
+    recipe = load_recipe("digits", ("model.name=odd_network:odd", "model.options=null")).recipe
+    found = describe(recipe)
+    assert found.flops_per_sample is None
+    assert any("weighed by their parameters" in each for each in found.notices)
+    assert sum(each.size_bytes for each in found.network.gradients) == (64 * 10 + 10) * 4

@@ -1,0 +1,113 @@
+"""A number of GPUs for a deadline or a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.studies.scaling.planning import LrRule, TrainingPlan, Wanted, plan_training
+from paceline.studies.scaling.study import Asked, Figure
+
+
+def _plan(
+    *,
+    deadline: float | None = None,
+    budget: float | None = None,
+    batch: int | None = None,
+    rule: LrRule = "none",
+    price: float | None = 2.0,
+) -> TrainingPlan:
+    asked = Asked(
+        recipe="digits",
+        overrides=("model.options={width: 4, stages: 1}", "parallel.threads=auto"),
+        cluster="dgx-a100",
+        figure=Figure(throughput=1, batch=64),
+        batch_per_device=batch,
+        price=price,
+        seconds_per_sample=0.0,
+    )
+    return plan_training(Wanted(scaling=asked, deadline_hours=deadline, budget=budget, most=32, lr_rule=rule), print)
+
+
+def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
+    # 16 epochs of 1,438 images at one a second: 6.39 hours on one GPU.
+    plan = _plan(deadline=2.0)
+    assert plan.chosen is not None
+    assert plan.chosen.gpus == 4
+    assert plan.chosen.high_hours <= 2.0
+    before = next(each for each in plan.choices if each.gpus == 2)
+    assert before.high_hours > 2.0
+    # The recipe's batch and rate stay.
+    assert (plan.chosen.row.prediction.samples, plan.chosen.learning_rate) == (64, 0.2)
+
+
+def test_a_deadline_that_is_met_only_if_all_goes_well_is_not() -> None:
+    four = next(each for each in _plan(deadline=2.0).choices if each.gpus == 4)
+    assert four.row.hours is not None
+    chosen = _plan(deadline=(four.row.hours + four.high_hours) / 2).chosen
+    assert chosen is not None
+    assert chosen.gpus == 8
+
+
+def test_a_budget_takes_the_fastest_that_it_pays_for() -> None:
+    plan = _plan(budget=12.9)
+    assert plan.chosen is not None
+    assert plan.chosen.high_cost is not None
+    assert plan.chosen.high_cost <= 12.9
+    dearer = [each for each in plan.choices if each.gpus > plan.chosen.gpus]
+    assert all(each.high_cost is not None and each.high_cost > 12.9 for each in dearer)
+
+
+def test_what_cannot_be_is_said_with_the_nearest() -> None:
+    plan = _plan(deadline=0.001)
+    assert plan.chosen is None
+    assert plan.nearest.gpus == 32
+
+
+def test_a_batch_that_grows_follows_the_rule_that_was_asked_for() -> None:
+    linear, root = _plan(deadline=1.0, batch=64, rule="linear"), _plan(deadline=1.0, batch=64, rule="sqrt")
+    assert linear.chosen is not None
+    assert root.chosen is not None
+    factor = linear.chosen.row.prediction.samples / 64
+    assert factor == linear.chosen.gpus
+    assert linear.chosen.learning_rate == pytest.approx(0.2 * factor)
+    assert root.chosen.learning_rate == pytest.approx(0.2 * factor**0.5)
+    assert (linear.recipe_batch, linear.recipe_lr) == (64, 0.2)
+
+
+def test_a_batch_that_grows_without_a_rule_is_told() -> None:
+    plan = _plan(deadline=1.0, batch=64)
+    assert plan.chosen is not None
+    assert "the learning rate stays 0.2" in plan.chosen.warning
+
+
+def test_large_batches_are_warned_of() -> None:
+    plan = _plan(deadline=100.0, batch=1024, rule="linear")
+    warned = {each.gpus: each.warning for each in plan.choices}
+    assert warned[8] == ""
+    assert "lost accuracy" in warned[16] or "critical" in warned[16]
+    assert "critical" in warned[32]
+
+
+def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
+    link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"gpus_per_node: 4\nwithin: {link}\nnetwork: {link}\nmost_gpus: 8\n")
+    asked = Asked(recipe="digits", cluster=str(path), figure=Figure(throughput=1, batch=64))
+    plan = plan_training(Wanted(scaling=asked, deadline_hours=0.001), print)
+    assert [each.gpus for each in plan.choices] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "Give --deadline"),
+        ({"deadline": 1.0, "rule": "linear"}, "--batch-per-gpu"),
+        ({"budget": 5.0, "price": None}, "give --price-per-gpu-hour"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        _plan(**asked)  # type: ignore[arg-type]  # of several kinds, case by case
