@@ -143,7 +143,7 @@ class Gallery:
         for each in self.pictures:
             alternative = escape(each.alternative, quote=True)
             image = (
-                f'<img src="{each.data}" alt="{alternative}" loading="lazy">'
+                f'<img src="{each.data}" alt="{alternative}">'
                 if _PICTURE.match(each.data)
                 else f'<p class="note">{escape(each.alternative)}</p>'
             )

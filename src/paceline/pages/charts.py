@@ -27,7 +27,7 @@ _AXIS = {
     "tickcolor": "var(--line)",
     "ticklen": 4,
     "zeroline": False,
-    "title": {"standoff": 10},
+    "title": {"standoff": 10, "font": {"size": 12.5}},
 }
 _SPACE_AXIS = {"gridcolor": "var(--grid)", "linecolor": "var(--line)", "backgroundcolor": "rgba(0,0,0,0)"}
 _LAYOUT: Mapping[str, Any] = {
