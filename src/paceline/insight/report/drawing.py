@@ -15,7 +15,7 @@ from paceline.pages.page import Chart
 
 # Of all lines of a chart together.
 _MOST_POINTS = 4000
-_FEW_POINTS = 40
+_FEW_POINTS, _MANY_POINTS = 40, 500
 _MOST_MARKS = 40
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -67,10 +67,11 @@ def curves(
         "hovermode": "x unified" if len(lines) < SERIES else "closest",
     }
     shown = [_trace(line, most) for line in lines]
-    left_out = sum(len(line.x) for line in lines) - sum(len(trace["x"]) for trace in shown)
-    if left_out:
+    count = sum(len(line.x) for line in lines)
+    if sum(len(trace["x"]) for trace in shown) < count:
         description += (
-            f" {left_out:,} points between a stretch's ends, lowest and highest are left out; events.jsonl has all."
+            f" Of {count:,} points those are drawn that are the lowest or highest of their stretch, or its ends; "
+            "events.jsonl has all."
         )
     yield Chart(title=title, traces=shown, layout=layout, description=description.strip())
 
@@ -87,13 +88,16 @@ def look(style: int) -> dict[str, Any]:
 
 def _trace(line: Line, most: int) -> dict[str, Any]:
     places = thinned(line.y, most)
+    style = look(line.style)
+    if len(places) > _MANY_POINTS:
+        style["line"]["width"] = 1.2
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(places) <= _FEW_POINTS else "lines",
         "name": line.name,
         "x": [line.x[at] for at in places],
         "y": [line.y[at] for at in places],
-        **look(line.style),
+        **style,
     }
 
 

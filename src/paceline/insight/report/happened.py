@@ -179,14 +179,15 @@ def _marks_of(kind: str, events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _launches(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """From each start to the last thing recorded before the next."""
+    """From each start, or the resume right before it, to the last thing recorded before the next."""
     first: float | None = None
-    last = 0.0
+    last, resumed = 0.0, False
     for event in events:
-        if event["event"] == "start":
+        if event["event"] in ("start", "resume") and not resumed:
             if first is not None:
                 yield first, last
             first = event["time"]
+        resumed = event["event"] == "resume"
         last = event["time"]
     if first is not None:
         yield first, last

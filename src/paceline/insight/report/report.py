@@ -16,11 +16,12 @@ from paceline.insight.report.reading import RunRecord, read_runs
 from paceline.insight.report.scaling import scaling
 from paceline.insight.report.speed import memory, speed
 from paceline.insight.report.training import training
-from paceline.pages.page import Block, Page, Section, write_page
+from paceline.pages.page import Block, Page, Section, Text, write_page
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 
-_SECTIONS: dict[str, Callable[[Sequence[RunRecord]], Iterator[Block]]] = {
+_Maker = Callable[[Sequence[RunRecord]], Iterator[Block]]
+_SECTIONS: dict[str, _Maker] = {
     "Outcome": outcome,
     "Training": training,
     "Speed": speed,
@@ -93,12 +94,23 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
 
 def page_of(runs: Sequence[RunRecord]) -> Page:
     """The page; a section that has nothing to tell is left out."""
-    sections = ((title, tuple(make(runs))) for title, make in _SECTIONS.items())
+    sections = ((title, _blocks(make, runs)) for title, make in _SECTIONS.items())
     return Page(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         subtitle=_subtitle(runs),
         sections=tuple(Section(title=title, blocks=blocks) for title, blocks in sections if blocks),
     )
+
+
+def _blocks(make: _Maker, runs: Sequence[RunRecord]) -> tuple[Block, ...]:
+    """A section's blocks; files that are not what they should be spoil their own section only."""
+    try:
+        return tuple(make(runs))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        return (
+            Text(f"A file in the run directory holds something unexpected, so this is not told ({what}).", kind="bad"),
+        )
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
