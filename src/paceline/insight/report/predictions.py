@@ -23,7 +23,8 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield Text(f"{whose}No predictions were kept: only evaluations of classifiers leave them behind.")
             continue
         matrix = _matrix(confusion)
-        classes = [str(each) for each in (confusion or {}).get("classes", ())]
+        named = (confusion or {}).get("classes")
+        classes = [str(each) for each in named] if isinstance(named, list) else []
         if matrix and len(matrix) == len(classes):
             yield from _confusion(matrix, classes, f"{whose}{_of(confusion or {})}")
         pictures = list(_pictures(examples or {}, classes))

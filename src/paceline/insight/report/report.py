@@ -107,10 +107,8 @@ def _blocks(make: _Maker, runs: Sequence[RunRecord]) -> tuple[Block, ...]:
     try:
         return tuple(make(runs))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        return (
-            Text(f"A file in the run directory holds something unexpected, so this is not told ({what}).", kind="bad"),
-        )
+        told = f"a file in the run directory holds something unexpected ({type(error).__name__}: {error})."
+        return (Text(told, kind="bad"),)
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
