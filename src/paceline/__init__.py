@@ -29,7 +29,7 @@ _HOMES = {
     "Task": "paceline.tasks.task",
     "TrainResult": "paceline.trainer.train",
     "load_recipe": "paceline.recipe.load",
-    "train": "paceline.trainer.api",
+    "train": "paceline.training",
 }
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from paceline.recipe.schema import Recipe
     from paceline.tasks.image_classification import ImageClassification
     from paceline.tasks.task import Task
-    from paceline.trainer.api import train
     from paceline.trainer.train import TrainResult
+    from paceline.training import train
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,7 @@ COMMANDS = {
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "attribution": "Say where the time of a run's steps went, and what holds them back.",
+    "report": "Write one HTML page about a run, or several compared, that opens offline.",
     "recipes": "List the shipped recipes, or show one.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",

@@ -139,11 +139,13 @@ def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, re
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
+    from paceline.insight.report.report import report_at_the_end
     from paceline.telemetry.display import choose_display
     from paceline.trainer.train import Options, train_recipe
 
     display = choose_display(sys.stderr if as_json else sys.stdout, unit="images")
-    result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display))
+    options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)
+    result = train_recipe(loaded, options)
     if is_first_process():
         if as_json:
             print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
@@ -188,6 +190,9 @@ def _figures(result: TrainResult) -> dict[str, Any]:
     if summary.peak_memory_bytes is not None:
         figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
     figures["run directory"] = result.run_dir
+    report = result.run_dir / "report.html"
+    if report.is_file():
+        figures["report"] = report
     return figures
 
 

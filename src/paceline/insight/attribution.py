@@ -150,6 +150,15 @@ def attribute_run(run_dir: Path) -> Attribution:
     if not directory.exists():
         raise RunDirectoryError(f"'{run_dir}' holds no run (no recipe.yaml); give a run directory.")
     events = list(read_events(directory.events, kinds=("start", "step"))) if directory.events.is_file() else []
+    return attribute_events(run_dir, events, read_plan(directory))
+
+
+def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: Mapping[str, Any]) -> Attribution:
+    """The same from a run's ``start`` and ``step`` events, already read.
+
+    Raises:
+        RunDirectoryError: If there is no step record among them.
+    """
     world_size, records = _records(events)
     if not records:
         raise RunDirectoryError(
@@ -170,7 +179,7 @@ def attribute_run(run_dir: Path) -> Attribution:
         phases=phases,
         rest_seconds=rest if rest > _VISIBLE * mean else 0.0,
         waiting=waiting,
-        bottleneck=find_bottleneck(_evidence(records, waiting, read_plan(directory))),
+        bottleneck=find_bottleneck(_evidence(records, waiting, plan)),
         notes=tuple(_notes(records)),
     )
 

@@ -110,5 +110,7 @@ class Telemetry:
     """Time between step records; the only moments the host waits for the device."""
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Where records go beside events.jsonl."""
+    report: Switch = True
+    """Write report.html into the run directory at every end of the run."""
     profile: Profile = Profile()
     """Some steps looked at closely."""

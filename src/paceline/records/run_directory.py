@@ -78,6 +78,11 @@ class RunDirectory:
         """The folder of TensorBoard files."""
         return self.root / "tensorboard"
 
+    @property
+    def report(self) -> Path:
+        """The page to look at."""
+        return self.root / "report.html"
+
     def profile(self, step: int) -> Path:
         """The folder of what was profiled from there on, where so many steps were done."""
         return self.root / "profile" / f"step-{step:08d}"

@@ -12,7 +12,7 @@ import torch
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.telemetry.display import choose_display
 from paceline.trainer.precision import keeping_float32_matmul
-from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
+from paceline.trainer.train import Options, Reporter, TaskMaker, TrainResult, train_recipe
 
 
 def train(
@@ -23,6 +23,7 @@ def train(
     resume: str = "auto",
     task: TaskMaker | None = None,
     quiet: bool = False,
+    report: Reporter | None = None,
 ) -> TrainResult:
     """Train a recipe, or go on with the run in ``run_dir``.
 
@@ -37,12 +38,14 @@ def train(
         task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one
             the recipe names.
         quiet: Show no progress.
+        report: Writes the run's report.
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
     display = None if quiet else choose_display(sys.stdout, unit="images")
-    options = Options(run_dir=None if run_dir is None else Path(run_dir), resume=resume, display=display, task=task)
+    run_dir = None if run_dir is None else Path(run_dir)
+    options = Options(run_dir=run_dir, resume=resume, display=display, task=task, report=report)
     loaded = load_recipe(recipe, overrides)
     with _torch_as_it_was():
         return train_recipe(loaded, options)

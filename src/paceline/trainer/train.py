@@ -48,6 +48,7 @@ from paceline.units import format_count
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
+Reporter = Callable[[RunDirectory], None]
 
 _PATIENCE_SECONDS = 5.0
 
@@ -83,12 +84,15 @@ class Options:
         resume: ``auto``, ``never`` or the path of a checkpoint.
         display: Where progress is shown.
         task: Makes the task, instead of the one the recipe names.
+        report: Writes the report of a run that has come to an end, where the recipe wants one; called on the first
+            process when its records are whole.
     """
 
     run_dir: Path | None = None
     resume: str = "auto"
     display: Display | None = None
     task: TaskMaker | None = None
+    report: Reporter | None = None
 
 
 def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
@@ -148,7 +152,7 @@ def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: floa
         if opening.completed:
             summary = setting.collectives.on_first(lambda: read_summary(setting.directory))
             return TrainResult(status="completed", run_dir=setting.directory.root, summary=summary, was_complete=True)
-        return _run(setting, checked, opening)
+        return _run(setting, checked, opening, options.report)
 
 
 @contextlib.contextmanager
@@ -250,7 +254,7 @@ def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
                 )
 
 
-def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResult:
+def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Reporter | None) -> TrainResult:
     with contextlib.closing(setting.display):
         run = build_run(setting)
         try:
@@ -264,10 +268,23 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening) -> TrainResul
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
                 run.recorder.close()
+            _report(run, report)
             raise
         run.writer.close()
         run.recorder.close()
+        _report(run, report)
         return result
+
+
+def _report(run: Run, report: Reporter | None) -> None:
+    """Have the report written; whatever goes wrong with it, the run has ended as it did."""
+    if report is None or not (run.world.is_first and run.recipe.telemetry.report):
+        return
+    try:
+        report(run.directory)
+    except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
+        with contextlib.suppress(Exception):
+            run.display.message(f"note: the report could not be written: {error}")
 
 
 def _wait_for_save(run: Run, error: BaseException) -> None:

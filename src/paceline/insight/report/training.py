@@ -1,0 +1,99 @@
+"""How did training go, step by step: loss, accuracy, rate, gradient?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paceline.insight.report.drawing import Line, curves, of_events, of_runs
+from paceline.insight.report.reading import RunRecord
+from paceline.pages.page import Block, Table, Text
+
+_WEIGHTS = ("model", "ema")
+# The rest of a step record's keys are told elsewhere, or are no figures of training.
+_GRADIENT = {
+    "grad_norm": ("Gradient norm", "L2 norm", "Before clipping, of the step that was recorded."),
+    "grad_scale": ("Loss scale", "factor", "By which fp16 training keeps small gradients from vanishing."),
+    "noise_scale": ("Gradient noise scale", "samples", "Batches much smaller than this waste few samples."),
+}
+
+
+def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The section's blocks."""
+    if not any(run.of("step") for run in runs):
+        yield Text("No step record was written yet: `telemetry.log_every` says how often there is one.", kind="warning")
+    elif len(runs) == 1 and (runs[0].of("resume") or runs[0].of("incident")):
+        yield Text(
+            "A dashed vertical line marks a step from which the run was resumed, a dotted one a step at which "
+            "something went wrong; the section Events names them."
+        )
+    title = "Training loss" if len(runs) > 1 else "Loss"
+    yield from curves(title, "nats per sample", _losses(runs), runs, _told_of_loss(runs))
+    for metric in _metrics(runs):
+        unit = "%" if metric.endswith("_accuracy") else ""
+        name = "Held-out loss" if metric == "loss" else _in_words(metric).capitalize()
+        yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.")
+    yield from curves("Learning rate", "learning rate", of_runs(runs, "step", "lr", "learning rate"), runs)
+    for key, (title, unit, told) in _GRADIENT.items():
+        lines = of_runs(runs, "step", key, title.lower())
+        # A scale that is always 1 is none.
+        if key == "grad_scale" and all(value in (1, None) for line in lines for value in line.y):
+            continue
+        yield from curves(title, unit, lines, runs, told)
+    yield from _best(runs)
+
+
+def _losses(runs: Sequence[RunRecord]) -> list[Line]:
+    lines = of_runs(runs, "step", "loss", "training")
+    return [*lines, *_evaluated(runs, "loss", first=1)] if len(runs) == 1 else lines
+
+
+def _told_of_loss(runs: Sequence[RunRecord]) -> str:
+    if len(runs) > 1:
+        return "In training, mean since the record before."
+    return "Training: mean since the record before, with label smoothing if there is any. Held-out: without."
+
+
+def _metrics(runs: Sequence[RunRecord]) -> list[str]:
+    found = dict.fromkeys(metric for run in runs for metric in run.metrics)
+    return [metric for metric in found if metric != "loss" or len(runs) > 1]
+
+
+def _evaluated(runs: Sequence[RunRecord], metric: str, first: int = 0) -> list[Line]:
+    """One line for each set of weights, and of several runs for each of both."""
+    lines = []
+    for at, run in enumerate(runs):
+        for which, weights in enumerate(_WEIGHTS):
+            events = [event for event in run.of("evaluation") if event["weights"] == weights]
+            name = f"held-out, {weights}" if len(runs) == 1 else f"{run.name}, {weights}"
+            style = first + (which if len(runs) == 1 else 2 * at + which)
+            line = of_events(name, events, metric, style)
+            lines += [line] if line is not None else []
+    return lines
+
+
+def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    rows = []
+    for run in runs:
+        for weights in _WEIGHTS:
+            events = [event for event in run.of("evaluation") if event["weights"] == weights]
+            for metric in run.metrics:
+                known = [event for event in events if event.get(metric) is not None]
+                if not known:
+                    continue
+                # Accuracies are better when higher, losses and perplexities when lower.
+                choose = max if "accuracy" in metric else min
+                best = choose(known, key=lambda event, metric=metric: event[metric])
+                who = [run.name] * (len(runs) > 1)
+                rows.append(
+                    (*who, f"{_in_words(metric)}, {weights}", known[-1][metric], best[metric], int(best["step"]))
+                )
+    who = ["run"] * (len(runs) > 1)
+    if rows:
+        columns = (*who, "metric, weights", "last", "best", "best after step")
+        yield Table(columns=columns, rows=rows, caption="Evaluations, accuracies in %, losses in nats")
+    else:
+        yield Text("The run was not evaluated yet, or has no held-out samples: `evaluate.every` says when it is.")
+
+
+def _in_words(metric: str) -> str:
+    return metric.replace("top1", "top-1").replace("top5", "top-5").replace("_", " ")
