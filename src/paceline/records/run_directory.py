@@ -74,6 +74,16 @@ class RunDirectory:
         return self.root / "ledger"
 
     @property
+    def confusion(self) -> Path:
+        """Which classes the last evaluation took for which."""
+        return self.root / "evaluation" / "confusion.json"
+
+    @property
+    def examples(self) -> Path:
+        """Some samples of the last evaluation, with what was answered to them."""
+        return self.root / "evaluation" / "examples.json"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard files."""
         return self.root / "tensorboard"

@@ -36,6 +36,7 @@ from paceline.telemetry.display import Display
 from paceline.telemetry.trackers import build_trackers
 from paceline.trainer.cadence import Cadence, job_ends_at
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.kept_answers import Keep
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
@@ -164,7 +165,14 @@ def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluato
         batch_size=plan.evaluation_batch_size,
         pulse=pulse,
         rounds=rounds if plan.strategy == "fsdp" else None,
+        keep=_keep(prepared.recipe),
     )
+
+
+def _keep(recipe: Recipe) -> Keep:
+    """Whose answers are kept, and how many examples: the average's where there is one, as in summary.json."""
+    examples = recipe.evaluate.keep_examples
+    return Keep(weights="model" if recipe.train.ema is None else "ema", examples=examples) if examples else Keep()
 
 
 def file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:

@@ -171,7 +171,7 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
         of_run = Path(asked.resume).parent.parent
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
-    for stale in (directory.events, directory.summary):
+    for stale in (directory.events, directory.summary, directory.confusion, directory.examples):
         stale.unlink(missing_ok=True)
     _write_what_was_asked(directory, asked)
     directory.checkpoints.mkdir(exist_ok=True)

@@ -6,13 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from paceline.data.batch import BrokenSample
-from paceline.errors import DataError
+from paceline.errors import DataError, RunDirectoryError
 from paceline.records.events import EvaluationEvent, Event, IncidentEvent, StepEvent
 from paceline.records.ledger import LedgerWriter
 from paceline.records.writer import EventWriter
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.telemetry.trackers import Tracker
+from paceline.trainer.kept_answers import write_kept
 from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
 from paceline.trainer.window import check_finite
 
@@ -32,6 +33,7 @@ class Recorder:
         self._trackers = trackers
         self._display = display
         self._slow = SlowRanks()
+        self._keeps_answers = writer is not None
 
     def write_step(self, run: Run) -> None:
         """Write a step record: the one place of the loop where the host waits for the device."""
@@ -89,8 +91,26 @@ class Recorder:
                     metrics=metrics,
                 )
             )
+        self._write_kept(run, evaluation)
         self._report_broken(run, list(evaluation.broken), training=False)
         self.flush()
+
+    def _write_kept(self, run: Run, evaluation: Evaluation) -> None:
+        """Write what was kept of the answers; what stands against it is told once, and no reason to end a run."""
+        keep = run.evaluator.keep
+        if not keep.weights or not self._keeps_answers:
+            return
+        where = {**run.progress.here, "split": "validation", "weights": keep.weights}
+        failure = evaluation.kept.failure
+        if not failure:
+            try:
+                write_kept(run.directory, evaluation.kept, where)
+            except (OSError, RunDirectoryError) as error:
+                failure = str(error)
+        if failure:
+            self._keeps_answers = False
+            message = f"the answers of the evaluation are not kept to be looked at: {failure}"
+            self.write(IncidentEvent(**run.progress.here, incident="not_kept", message=message))
 
     def write(self, event: Event) -> None:
         """Write one event everywhere."""
