@@ -88,6 +88,10 @@ class RunDirectory:
         """The folder of TensorBoard files."""
         return self.root / "tensorboard"
 
+    def tracked(self, tracker: str) -> Path:
+        """Under which name a tracker knows the run."""
+        return self.root / tracker / "paceline.json"
+
     def profile(self, step: int) -> Path:
         """The folder of what was profiled from there on, where so many steps were done."""
         return self.root / "profile" / f"step-{step:08d}"

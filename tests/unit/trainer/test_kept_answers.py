@@ -1,4 +1,4 @@
-"""What is kept of an evaluation is what was scored: each sample once, at any number of processes, at no further pass."""
+"""What is kept of an evaluation is what was scored: each sample once, at any number of processes, in no other pass."""
 
 from __future__ import annotations
 
