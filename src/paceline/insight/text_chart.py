@@ -64,5 +64,5 @@ def _braille(dots: NDArray[np.bool_]) -> list[str]:
 
 def _stars(dots: NDArray[np.bool_]) -> list[str]:
     rows, columns = dots.shape
-    cells = dots.reshape(rows // 4, 4, columns // 2, 2).any(axis=(1, 3))
+    cells = dots.reshape(rows // 4, 4, columns // 2, 2).sum(axis=(1, 3))
     return ["".join("*" if cell else " " for cell in row) for row in cells.tolist()]

@@ -18,7 +18,7 @@ from paceline.telemetry.meter import PHASES
 State = Literal["starting", "running", "completed", "stopped", "failed", "gone"]
 
 # A launcher that starts a run again takes its time; and so does a long step.
-GONE_SECONDS = 15.0
+GONE_SECONDS = 60.0
 # Records over which the phases' shares and the pace are taken.
 _LATELY = 20
 _PACE = 200
@@ -122,7 +122,8 @@ class WatchedRun:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run."""
-        return self.told.start.get("total_steps", self.plan.get("total_steps"))
+        total: int | None = self.told.start.get("total_steps", self.plan.get("total_steps"))
+        return total
 
     @property
     def epoch(self) -> int | None:
@@ -148,7 +149,7 @@ class WatchedRun:
         if self.is_over or total is None or len(lately) < 2 or lately[-1]["step"] == lately[0]["step"]:
             return None
         seconds = (lately[-1]["time"] - lately[0]["time"]) / (lately[-1]["step"] - lately[0]["step"])
-        left = seconds * (total - lately[-1]["step"]) - (time.time() - lately[-1]["time"])
+        left: float = seconds * (total - lately[-1]["step"]) - (time.time() - lately[-1]["time"])
         return max(0.0, left)
 
     @property

@@ -140,9 +140,15 @@ class Recorder:
         """Record what is to be told of the trackers, in their order."""
         for tracker, message in zip(self._trackers, said, strict=True):
             if message:
-                here = {"step": event.step, "position": event.position}
-                details = {"tracker": tracker.name}
-                self.write(IncidentEvent(**here, incident="tracker", message=message, details=details))
+                self.write(
+                    IncidentEvent(
+                        step=event.step,
+                        position=event.position,
+                        incident="tracker",
+                        message=message,
+                        details={"tracker": tracker.name},
+                    )
+                )
 
     def flush(self, *, durable: bool = False) -> None:
         """Hand records and ledger to the system; with ``durable``, to the disk."""
