@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import paceline
 from paceline.records.run_directory import encode_json
 
 _CHUNK = 65536
@@ -122,7 +121,7 @@ class HandOver:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._directory.mkdir(parents=True, exist_ok=True)
-        searched = [str(Path(paceline.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        searched = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         with (self._directory / "paceline.log").open("ab") as log:
             process = subprocess.Popen(
                 # Not from the working directory, where a folder of the user's may have a library's name.
