@@ -32,6 +32,7 @@ COMMANDS = {
     "prove": "Prove that a recipe computes what it says, with your own task, network and data.",
     "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
+    "watch": "Watch runs in the terminal while they go on.",
     "attribution": "Say where the time of a run's steps went, and what holds them back.",
     "report": "Write one HTML page about a run, or several compared, that opens offline.",
     "recipes": "List the shipped recipes, or show one.",

@@ -30,6 +30,9 @@ class Evaluate:
     """The metric that decides what is best: `top1_accuracy`, `loss`, or one that the task brings."""
     patience: Annotated[PositiveInt | None, Off] = None
     """Stop after this many evaluations without a better metric, or `off`."""
+    keep_examples: Annotated[int, Field(ge=0, le=100, strict=True)] = 24
+    """Held-out samples that each evaluation keeps to be looked at, with image, answer and label, beside the confusion
+    matrix; 0 keeps neither."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -108,8 +111,9 @@ class Telemetry:
 
     log_every: Length = Duration(10, "steps")
     """Time between step records; the only moments the host waits for the device."""
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Where records go beside events.jsonl."""
+    trackers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
+    """Where records go beside events.jsonl. MLflow and Weights & Biases write into the run directory unless
+    MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""
     report: Switch = True
     """Write report.html into the run directory at every end of the run."""
     profile: Profile = Profile()

@@ -36,8 +36,8 @@ def unused_keys(recipe: Recipe, data: DataFacts, epochs: float) -> dict[str, str
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
-        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size")
-        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) != "auto"}
+        keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size", "evaluate.keep_examples")
+        found |= {key: f"nothing is evaluated ({why})" for key in keys if _asked(recipe, key) not in ("auto", 0)}
         if recipe.evaluate.every is not None:
             found["evaluate.every"] = f"nothing is evaluated ({why})"
     return found

@@ -188,7 +188,8 @@ class IncidentEvent(Event):
 
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
-            ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``.
+            ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``,
+            ``not_kept``, ``tracker``.
         message: One sentence for a person.
     """
 

@@ -74,6 +74,16 @@ class RunDirectory:
         return self.root / "ledger"
 
     @property
+    def confusion(self) -> Path:
+        """Which classes the last evaluation took for which."""
+        return self.root / "evaluation" / "confusion.json"
+
+    @property
+    def examples(self) -> Path:
+        """Some samples of the last evaluation, with what was answered to them."""
+        return self.root / "evaluation" / "examples.json"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard files."""
         return self.root / "tensorboard"
@@ -82,6 +92,10 @@ class RunDirectory:
     def report(self) -> Path:
         """The page to look at."""
         return self.root / "report.html"
+
+    def tracked(self, tracker: str) -> Path:
+        """Under which name a tracker knows the run."""
+        return self.root / tracker / "paceline.json"
 
     def profile(self, step: int) -> Path:
         """The folder of what was profiled from there on, where so many steps were done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, load_reference
 from paceline.tasks.distillation import Distillation
@@ -40,11 +41,18 @@ def check_used_by(task: Task) -> None:
     """Refuse what is asked of a task that does not do it.
 
     Raises:
-        RecipeError: If its images are to be seen from several views, and it asks the network as it is.
+        RecipeError: If its images are to be seen from several views, and it asks the network as it is; or if more
+            or fewer examples than usual are to be kept, and it names no classes.
     """
     asked = task.recipe.evaluate.augment
     if asked != "none" and type(task).evaluated is Task.evaluated:
         raise RecipeError(
             f"evaluate.augment={asked} has no effect with the task {task_name(task)}, whose `evaluated` gives the "
             "network itself; leave it out, or override that method."
+        )
+    kept = task.recipe.evaluate.keep_examples
+    if kept not in (0, Evaluate().keep_examples) and type(task).answers is Task.answers:
+        raise RecipeError(
+            f"evaluate.keep_examples={kept} has no effect with the task {task_name(task)}, which does not say which "
+            "class was answered; leave it out, or override its method `answers`."
         )

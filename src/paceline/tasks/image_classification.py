@@ -25,6 +25,7 @@ from paceline.data.prefetch import Normalize
 from paceline.data.slices import SampleShapes
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
+from paceline.metrics.answers import Answers
 from paceline.models.build import build_model, check_takes
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.plan import DataFacts
@@ -184,6 +185,17 @@ class ImageClassification(Task):
         """The most probable class and its probability."""
         probability, label = model(batch.inputs).float().softmax(dim=1).max(dim=1)
         return {"prediction": label, "probability": probability, "target": batch.targets}
+
+    def answers(self, model: Model, batch: Batch) -> Answers | None:
+        """The class of the highest score; nothing where labels are mixtures of several."""
+        return None if batch.targets.is_floating_point() else Answers.of(model(batch.inputs), batch.targets)
+
+    def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The images as they were before they were normalised."""
+        scales = zip(self.dataset.mean, self.dataset.std, strict=True)
+        # By channel, since numbers go to a device without a copy that waits for it.
+        channels = [inputs[:, channel] * (255 * std) + 255 * mean for channel, (mean, std) in enumerate(scales)]
+        return torch.stack(channels, dim=1).round_().clamp_(0, 255).to(torch.uint8)
 
     def _shown(self) -> Data:
         """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""

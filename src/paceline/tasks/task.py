@@ -16,6 +16,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Metric
+from paceline.metrics.answers import Answers
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.world import World
@@ -88,3 +89,15 @@ class Task(ABC):
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """One entry per sample, [N, ...], for a predictions file; by default nothing."""
         return {}
+
+    def answers(self, model: Model, batch: Batch) -> Answers | None:
+        """Which class was answered to each sample, for the confusion matrix and the examples that are kept.
+
+        Called right after :meth:`score`, with the same model, which gives its last answer again and no other. None,
+        as by default, where samples do not have one label each.
+        """
+        return None
+
+    def pictures(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        """A batch's inputs [N, ...] as pictures for people, uint8 [N, C, H, W]; by default none."""
+        return None

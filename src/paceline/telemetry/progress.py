@@ -87,24 +87,7 @@ class RunProgress:
     @property
     def figures(self) -> str:
         """The last log record in words; what it does not know is left out."""
-        record = self.record
-        parts = []
-        if record.get("loss") is not None:
-            parts.append(f"training loss {record['loss']:.4g}")
-        elif "loss" in record:
-            parts.append("training loss not finite")
-        if record.get("lr") is not None:
-            parts.append(f"lr {record['lr']:.3g}")
-        if record.get("throughput_samples_per_second") is not None:
-            parts.append(f"{format_count(record['throughput_samples_per_second'])} {self.unit}/s")
-        if record.get("mfu") is not None:
-            parts.append(f"MFU {record['mfu']:.1%}")
-        if record.get("data_wait_fraction") is not None:
-            parts.append(f"data wait {record['data_wait_fraction']:.0%}")
-        waits, step = record.get("communication_seconds"), record.get("step_seconds")
-        if waits and step and waits >= _WORTH_TELLING * step:
-            parts.append(f"communication {waits / step:.0%}")
-        return "  ".join(parts)
+        return figures(self.record, self.unit)
 
     @property
     def place(self) -> str:
@@ -115,6 +98,27 @@ class RunProgress:
     def line(self) -> str:
         """Everything in one line."""
         return "  ".join(part for part in (self.place, self.figures, self.time_left) if part)
+
+
+def figures(record: Mapping[str, Any], unit: str) -> str:
+    """A log record in words; what it does not know is left out."""
+    parts = []
+    if record.get("loss") is not None:
+        parts.append(f"training loss {record['loss']:.4g}")
+    elif "loss" in record:
+        parts.append("training loss not finite")
+    if record.get("lr") is not None:
+        parts.append(f"lr {record['lr']:.3g}")
+    if record.get("throughput_samples_per_second") is not None:
+        parts.append(f"{format_count(record['throughput_samples_per_second'])} {unit}/s")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    if record.get("data_wait_fraction") is not None:
+        parts.append(f"data wait {record['data_wait_fraction']:.0%}")
+    waits, step = record.get("communication_seconds"), record.get("step_seconds")
+    if waits and step and waits >= _WORTH_TELLING * step:
+        parts.append(f"communication {waits / step:.0%}")
+    return "  ".join(parts)
 
 
 def describe(event: Mapping[str, Any]) -> str | None:

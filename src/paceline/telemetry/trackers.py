@@ -1,7 +1,8 @@
 """Where do records go beside ``events.jsonl``, for people who watch runs elsewhere?
 
 A tracker is fed the same events as the file and is never read back: the file is the truth. Libraries are
-imported when the first record is written, so that a run pays for no tracker before its first step.
+imported when the first record is written, so that a run pays for no tracker before its first step. Whatever a tracker
+does, the run goes on (:class:`Guarded`); those that talk to a service have a process of their own (``hand_over.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import RecipeError, did_you_mean
-
-_NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights"})
+from paceline.telemetry.hand_over import HandOver, TrackerBehindError, TrackerLostError
+from paceline.telemetry.scalars import scalars
 
 
 class Tracker(Protocol):
@@ -26,9 +28,47 @@ class Tracker(Protocol):
         """Take one event; kinds that mean nothing to the tracker are ignored."""
         ...
 
-    def close(self) -> None:
-        """Hand over everything that is still buffered; closing twice is harmless."""
+    def close(self, seconds: float) -> None:
+        """Hand over everything that is still buffered, and take no longer than that; closing twice is harmless."""
         ...
+
+
+class Guarded:
+    """A tracker that can neither hold nor fail a run.
+
+    Its first error is its last: it gets no more records, and what it has of them is left as it is.
+
+    Attributes:
+        name: As the recipe calls it.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self._tracker = tracker
+        self._is_lost = False
+
+    def write(self, event: Mapping[str, Any]) -> str:
+        """Hand over one event; returns what there is to tell of it, mostly nothing."""
+        if self._is_lost:
+            return ""
+        return self._say(lambda: self._tracker.write(event), "; it gets no more records, and the run goes on.")
+
+    def close(self, seconds: float = 10.0) -> str:
+        """Close it, also if it failed before; returns what there is to tell."""
+        said = self._say(lambda: self._tracker.close(seconds), ".")
+        self._is_lost = True
+        return said
+
+    def _say(self, action: Callable[[], None], end: str) -> str:
+        try:
+            action()
+        except TrackerBehindError as behind:
+            return f"{self.name} {behind}."
+        except Exception as error:  # noqa: BLE001  # other people's libraries; nothing of theirs may end a run
+            was_lost, self._is_lost = self._is_lost, True
+            told = str(error) if isinstance(error, TrackerLostError) else f"failed: {type(error).__name__}: {error}"
+            return "" if was_lost else f"{self.name} {told}{end}"
+        return ""
 
 
 class TensorBoardTracker:
@@ -49,26 +89,17 @@ class TensorBoardTracker:
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Take one event."""
-        match event["event"]:
-            case "step":
-                prefix = "train"
-            case "evaluation":
-                prefix = f"evaluation/{event['weights']}"
-            case _:
-                return
+        if not (found := scalars(event)):
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._writer is None:
             self._writer = self._open()
-        values = [
-            Summary.Value(tag=f"{prefix}/{name}", simple_value=value)
-            for name, value in event.items()
-            if name not in _NOT_SCALARS and isinstance(value, int | float)
-        ]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in found.items()]
         self._append(step=event["step"], wall_time=event.get("time"), summary=Summary(value=values))
 
-    def close(self) -> None:
-        """Close the file, if one was opened."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Close the file, if one was opened; that takes no time worth limiting."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -96,7 +127,22 @@ class TensorBoardTracker:
         self._writer.flush()
 
 
-TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoardTracker}
+@dataclass(frozen=True, kw_only=True)
+class TrackerFacts:
+    """What trackers are told of a run beside its events.
+
+    Attributes:
+        name: The run's.
+        recipe: What was asked, nested.
+        environment: As in ``environment.json``.
+    """
+
+    name: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -112,13 +158,16 @@ def check_trackers(names: Iterable[str]) -> None:
                 + did_you_mean(name, TRACKERS)
             )
         if importlib.util.find_spec(name) is None:
+            package = "tensorboard" if name == "tensorboard" else f"'paceline[{name}]'"
             raise RecipeError(
-                f"telemetry.trackers asks for {name!r}, which is not installed: run 'pip install {name}', or "
-                "take it out with telemetry.trackers=[]."
+                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install {package}, or "
+                "take it out of telemetry.trackers."
             )
 
 
-def build_trackers(names: Iterable[str], directory: Path, *, start_step: int = 0) -> list[Tracker]:
+def build_trackers(
+    names: Iterable[str], directory: Path, *, start_step: int = 0, facts: TrackerFacts | None = None
+) -> list[Guarded]:
     """Build trackers by name; each gets a folder of its name in the run directory.
 
     Raises:
@@ -126,4 +175,13 @@ def build_trackers(names: Iterable[str], directory: Path, *, start_step: int = 0
     """
     wanted = list(names)
     check_trackers(wanted)
-    return [TRACKERS[name](directory / name, start_step=start_step) for name in wanted]
+    told = asdict(facts or TrackerFacts())
+    return [
+        Guarded(
+            name,
+            TensorBoardTracker(directory / name, start_step=start_step)
+            if name == "tensorboard"
+            else HandOver(name, directory / name, told),
+        )
+        for name in wanted
+    ]

@@ -28,14 +28,16 @@ from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.ledger import LedgerWriter, ledger_path
+from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
 from paceline.records.writer import EventWriter
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import Display
-from paceline.telemetry.trackers import build_trackers
+from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.cadence import Cadence, job_ends_at
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.kept_answers import Keep
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
@@ -164,7 +166,14 @@ def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluato
         batch_size=plan.evaluation_batch_size,
         pulse=pulse,
         rounds=rounds if plan.strategy == "fsdp" else None,
+        keep=_keep(prepared.recipe),
     )
+
+
+def _keep(recipe: Recipe) -> Keep:
+    """Whose answers are kept, and how many examples: the average's where there is one, as in summary.json."""
+    examples = recipe.evaluate.keep_examples
+    return Keep(weights="model" if recipe.train.ema is None else "ema", examples=examples) if examples else Keep()
 
 
 def file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
@@ -208,9 +217,11 @@ class _Compiler:
 def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
     if not setting.prepared.world.is_first:
         return Recorder(None, ledger, [], setting.display)
-    trackers = build_trackers(
-        setting.prepared.recipe.telemetry.trackers, setting.directory.root, start_step=setting.start_step
+    recipe, directory = setting.prepared.recipe, setting.directory
+    facts = TrackerFacts(
+        name=directory.root.resolve().name, recipe=to_tree(recipe), environment=read_environment(directory)
     )
+    trackers = build_trackers(recipe.telemetry.trackers, directory.root, start_step=setting.start_step, facts=facts)
     return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display)
 
 

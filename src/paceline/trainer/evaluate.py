@@ -18,6 +18,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse
 from paceline.metrics.accumulator import Accumulator
 from paceline.tasks.task import Model, Task
+from paceline.trainer.kept_answers import Keep, Kept, KeptAnswers
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
@@ -33,11 +34,13 @@ class Evaluation:
         samples: Samples scored.
         results: Metric values by set of weights.
         broken: Samples that could not be read, over all processes.
+        kept: What was kept of the answers; with pictures on the first process only.
     """
 
     samples: int
     results: dict[str, dict[str, float]]
     broken: tuple[BrokenSample, ...]
+    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Evaluator:
         pulse: Told how far it is.
         rounds: Forward passes of each process, if all must make as many as the others: the weights are spread over
             them, and gathered in each.
+        keep: What is to be kept of the answers.
     """
 
     task: Task
@@ -58,6 +62,7 @@ class Evaluator:
     batch_size: int
     pulse: Pulse = field(default_factory=Pulse)
     rounds: int | None = None
+    keep: Keep = field(default_factory=Keep)
 
     def __call__(
         self,
@@ -71,6 +76,7 @@ class Evaluator:
             observe: Called with (weights, batch, predictions) for each batch, e.g. to write predictions.
         """
         sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
+        answers = KeptAnswers(self.task, self.keep)
         broken: list[BrokenSample] = []
         rounds, last = 0, None
         with _evaluation_mode(models.values()), torch.no_grad():
@@ -83,23 +89,28 @@ class Evaluator:
                     continue
                 for name, model in models.items():
                     asked = self.task.evaluated(model)
-                    answers = asked if observe is None else _OneForward(asked)
+                    once = _OneForward(asked)
+                    is_looked_at = observe is not None or name == answers.weights
                     with self.precision.autocast():
-                        sums[name].add(self.task.score(answers, batch))
+                        sums[name].add(self.task.score(once if is_looked_at else asked, batch))
+                        if name == answers.weights:
+                            answers.add(once.again, batch)
                         if observe is not None:
-                            observe(name, batch, self.task.predict(answers, batch))
+                            observe(name, batch, self.task.predict(once, batch))
                 self.pulse.tick()
             for _ in range(rounds, self.rounds or 0):
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
                 self._go_along(models, last)
         self.pulse.enter("gathering of scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
-        parts = self.collectives.gather(({name: each.rows() for name, each in sums.items()}, broken))
-        counted = {name: sums[name].results([row for rows, _ in parts for row in rows[name]]) for name in sums}
+        mine = ({name: each.rows() for name, each in sums.items()}, broken, answers.part())
+        parts = self.collectives.gather(mine)
+        counted = {name: sums[name].results([row for rows, *_ in parts for row in rows[name]]) for name in sums}
         return Evaluation(
             samples=next(count for count, _ in counted.values()),
             results={name: values for name, (_, values) in counted.items()},
-            broken=tuple(sorted((each for _, part in parts for each in part), key=lambda each: each.id)),
+            broken=tuple(sorted((each for _, part, _ in parts for each in part), key=lambda each: each.id)),
+            kept=answers.together([part for *_, part in parts], self.collectives, self.pipeline),
         )
 
     def _go_along(self, models: Mapping[str, nn.Module], batch: Batch) -> None:
@@ -142,6 +153,17 @@ class _OneForward:
         self._arguments, self._answer = arguments, answer if plain else None
         self._writes = _writes(answer) if plain else 0
         return answer
+
+    def again(self, *arguments: Any) -> torch.Tensor:
+        """The kept answer; where weights are spread over processes, another pass would need the others.
+
+        Raises:
+            ValueError: If there is none to these arguments.
+        """
+        if not self._is_kept(arguments):
+            raise ValueError("the task's `answers` asks the network for something else than `score`")
+        assert self._answer is not None
+        return self._answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

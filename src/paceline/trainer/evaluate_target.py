@@ -46,6 +46,7 @@ from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
+from paceline.trainer.kept_answers import Keep
 from paceline.trainer.limits import look_for_limits_of_scoring
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
 from paceline.trainer.preparation import place
@@ -91,6 +92,8 @@ class EvaluationReport:
         counts: For each accuracy, the number of samples that counted.
         broken: Files that could not be read.
         seconds: How long that took, reading included.
+        confusion: Which classes were taken for which, as in a run's ``evaluation/confusion.json``; None where samples
+            do not have one label each, or of more than 1000.
     """
 
     path: Path
@@ -100,6 +103,7 @@ class EvaluationReport:
     counts: Mapping[str, int]
     broken: tuple[str, ...]
     seconds: float
+    confusion: Mapping[str, Any] | None = None
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -163,6 +167,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 collectives=collectives,
                 device=device,
                 batch_size=resolve_evaluation_batch(recipe, reasons),
+                keep=Keep(weights=saved.weights),
             )
             with turn:
                 reports.append(_score(request, saved, evaluator, network, max_broken=recipe.data.max_broken))
@@ -320,6 +325,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
         counts=counts,
         broken=tuple(each.path for each in evaluation.broken),
         seconds=seconds,
+        confusion=evaluation.kept.confusion,
     )
 
 

@@ -19,6 +19,7 @@ from paceline.records.environment import capture_environment
 from paceline.records.ledger import ledger_files
 from paceline.records.reader import read_environment, read_events, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, sync_directory, write_json, write_text
+from paceline.telemetry.trackers import TRACKERS
 from paceline.trainer.saving import prepare_resume
 
 # What may differ between a run and its continuation: none of it changes which samples a step sees.
@@ -171,7 +172,8 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
         of_run = Path(asked.resume).parent.parent
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
-    for stale in (directory.events, directory.summary):
+    tracked = [directory.tracked(name) for name in TRACKERS]
+    for stale in (directory.events, directory.summary, directory.confusion, directory.examples, *tracked):
         stale.unlink(missing_ok=True)
     _write_what_was_asked(directory, asked)
     directory.checkpoints.mkdir(exist_ok=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.batch import BrokenSample
-from paceline.errors import DataError
-from paceline.records.events import EvaluationEvent, Event, IncidentEvent, StepEvent
+from paceline.errors import DataError, RunDirectoryError
+from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, StepEvent
 from paceline.records.ledger import LedgerWriter
 from paceline.records.writer import EventWriter
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
-from paceline.telemetry.trackers import Tracker
+from paceline.telemetry.trackers import Guarded
+from paceline.trainer.kept_answers import write_kept
 from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
 from paceline.trainer.window import check_finite
 
@@ -20,18 +22,22 @@ if TYPE_CHECKING:
     from paceline.trainer.evaluate import Evaluation
     from paceline.trainer.run import Run
 
+# How long the end of a run waits for its trackers, all of them together.
+_PATIENCE_SECONDS = 10.0
+
 
 class Recorder:
     """Writes events, feeds trackers and the display. Only the first rank has a writer; all ranks take part."""
 
     def __init__(
-        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[Tracker], display: Display
+        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[Guarded], display: Display
     ) -> None:
         self._writer = writer
         self._ledger = ledger
         self._trackers = trackers
         self._display = display
         self._slow = SlowRanks()
+        self._keeps_answers = writer is not None
 
     def write_step(self, run: Run) -> None:
         """Write a step record: the one place of the loop where the host waits for the device."""
@@ -89,18 +95,60 @@ class Recorder:
                     metrics=metrics,
                 )
             )
+        self._write_kept(run, evaluation)
         self._report_broken(run, list(evaluation.broken), training=False)
         self.flush()
+
+    def _write_kept(self, run: Run, evaluation: Evaluation) -> None:
+        """Write what was kept of the answers; what stands against it is told once, and no reason to end a run."""
+        keep = run.evaluator.keep
+        if not keep.weights or not self._keeps_answers:
+            return
+        where = {**run.progress.here, "split": "validation", "weights": keep.weights}
+        failure = evaluation.kept.failure
+        if not failure:
+            try:
+                write_kept(run.directory, evaluation.kept, where)
+            except (OSError, RunDirectoryError) as error:
+                failure = str(error)
+        if failure:
+            self._keeps_answers = False
+            message = f"the answers of the evaluation are not kept to be looked at: {failure}"
+            self.write(IncidentEvent(**run.progress.here, incident="not_kept", message=message))
 
     def write(self, event: Event) -> None:
         """Write one event everywhere."""
         if self._writer is None:
             return
         document = event.to_json()
+        if not isinstance(event, FinishEvent):
+            self._append(document)
+            self._track(event, [tracker.write(document) for tracker in self._trackers])
+            return
+        # What comes of the trackers' last records is part of the run's; the end stays the last of them.
+        self._track(event, [tracker.write(document) for tracker in self._trackers])
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        self._track(event, [tracker.close(deadline - time.monotonic()) for tracker in self._trackers])
+        self._append(document)
+
+    def _append(self, document: dict[str, Any]) -> None:
+        assert self._writer is not None
         self._writer.append(document)
         self._display.record(document)
-        for tracker in self._trackers:
-            tracker.write(document)
+
+    def _track(self, event: Event, said: list[str]) -> None:
+        """Record what is to be told of the trackers, in their order."""
+        for tracker, message in zip(self._trackers, said, strict=True):
+            if message:
+                self.write(
+                    IncidentEvent(
+                        step=event.step,
+                        position=event.position,
+                        incident="tracker",
+                        message=message,
+                        details={"tracker": tracker.name},
+                    )
+                )
 
     def flush(self, *, durable: bool = False) -> None:
         """Hand records and ledger to the system; with ``durable``, to the disk."""
@@ -112,7 +160,7 @@ class Recorder:
         """Close all files, each whatever the others do."""
         with contextlib.ExitStack() as files:
             for tracker in self._trackers:
-                files.callback(tracker.close)
+                files.callback(tracker.close, _PATIENCE_SECONDS)
             files.callback(self._ledger.close)
             if self._writer is not None:
                 files.callback(self._writer.close)

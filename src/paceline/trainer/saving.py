@@ -12,6 +12,7 @@ from paceline import __version__
 from paceline.checkpoint.restore import Choice, choose
 from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, Together, read_components, read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError
+from paceline.records.evaluation_files import forget_evaluations_after
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
 from paceline.records.run_directory import RunDirectory
@@ -177,6 +178,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, total_steps: in
         store.discard_after(choice.step)
     truncate_after(directory.events, position)
     truncate_ledgers(directory.ledger, max(position, 0))
+    forget_evaluations_after(directory, position)
     return choice
 
 

@@ -206,7 +206,7 @@ WRONG = [
     (["model.name=3"], "model.name: found 3, but it must be a valid string"),
     (["model.channels_last=maybe"], "model.channels_last: found 'maybe', but it must be 'auto' or true or false"),
     (["parallel.device=gpu"], "parallel.device: found 'gpu', but it must be 'auto', 'cpu', 'cuda', 'mps' or 'xpu'"),
-    (["telemetry.trackers=[wandb]"], "telemetry.trackers: found 'wandb', but it must be 'tensorboard'"),
+    (["telemetry.trackers=[comet]"], "telemetry.trackers: found 'comet', but it must be 'tensorboard'"),
     (["schedule.name=step", "schedule.milestones=[3]"], "schedule.milestones: found 3, but a duration is a number"),
     (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "train.grad_scaler.growth_factor: found 1,"),
 ]

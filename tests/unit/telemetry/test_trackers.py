@@ -86,5 +86,13 @@ def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_told_with_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"'tensorbord'.*available are: tensorboard. Did you mean 'tensorboard'\?"):
+    with pytest.raises(
+        RecipeError, match=r"'tensorbord'.*available are: mlflow, tensorboard, wandb. Did you mean 'tensorboard'\?"
+    ):
         build_trackers(["tensorbord"], tmp_path)
+
+
+def test_one_that_is_not_installed_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"'wandb', which is not installed: run pip install 'paceline\[wandb\]'"):
+        build_trackers(["wandb"], tmp_path)

@@ -1,0 +1,100 @@
+"""`paceline watch`: a run's progress and curves in the terminal, from its directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.options import json_option
+from paceline.cli.output import print_json
+
+if TYPE_CHECKING:
+    from paceline.insight.watched import WatchedRun
+
+
+@click.command("watch", short_help="Watch runs in the terminal while they go on.")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks at the directory.",
+)
+@json_option
+def command(runs: tuple[Path, ...], interval: float, as_json: bool) -> int:
+    """Watch the runs in the directories RUN: progress, the time left, curves, phases of a step, evaluations, incidents.
+
+    Only reads, on this host or any other that shares the directory, and ends when the runs do. On a terminal, one run
+    fills the screen and several are a table; elsewhere, one line per record. With --json, how they stand now.
+
+    \b
+    Examples:
+      paceline watch runs/mine
+      paceline watch runs/*
+      paceline watch runs/mine --json
+    """
+    from paceline.insight.watch_screen import ending_of
+    from paceline.insight.watched import WatchedRun
+
+    watched = [WatchedRun(run) for run in runs]
+    if as_json:
+        for run in watched:
+            run.look()
+        print_json({"runs": [run.to_json() for run in watched]})
+        return 0
+    try:
+        (_draw if _can_draw() else _print)(watched, interval)
+    except KeyboardInterrupt:
+        return 0  # the usual way to leave; the runs go on
+    for run in watched:
+        click.echo(ending_of(run))
+    return 0
+
+
+def _can_draw() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _until_over(watched: list[WatchedRun], interval: float, show: Callable[[], None]) -> None:
+    while True:
+        show()
+        if all(run.is_over for run in watched):
+            return
+        time.sleep(interval)
+
+
+def _print(watched: list[WatchedRun], interval: float) -> None:
+    from paceline.insight.watch_screen import line_of
+
+    def show() -> None:
+        for run in watched:
+            for event in run.look():
+                if (line := line_of(event, run)) is not None:
+                    click.echo(f"{run.name}  {line}" if len(watched) > 1 else line)
+
+    _until_over(watched, interval, show)
+
+
+def _draw(watched: list[WatchedRun], interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from paceline.insight.watch_screen import screen, table
+
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+
+        def show() -> None:
+            for run in watched:
+                run.look()
+            live.update(table(watched) if len(watched) > 1 else screen(watched[0], console), refresh=True)
+
+        _until_over(watched, interval, show)

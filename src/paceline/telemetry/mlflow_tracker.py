@@ -1,0 +1,92 @@
+"""How does a run appear in MLflow? Records as metrics, the recipe as parameters, the environment as tags.
+
+Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``, as files: a database there would
+need locks that shared file systems do not always have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.records.reader import read_json
+from paceline.records.run_directory import write_json
+from paceline.telemetry.scalars import flat, scalars
+
+_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_AT_ONCE = 100
+_LONGEST_PARAMETER = 6000
+_LONGEST_TAG = 5000
+
+
+class MlflowTool:
+    """A run in MLflow; goes on with the one that the directory names.
+
+    Args:
+        directory: Its folder in the run directory.
+        facts: ``name``, ``recipe`` and ``environment`` of the run.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+        server = os.environ.get("MLFLOW_TRACKING_URI", "")
+        # MLflow asks for this since it recommends a database.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=server or directory.resolve().as_uri())
+        self._last: dict[str, int] = {}
+        known = directory / "paceline.json"
+        told = read_json(known) if known.is_file() else {}
+        # An address may hold a password. Without one, the folder may have been moved with its run.
+        place = hashlib.sha256(server.encode()).hexdigest() if server else "here"
+        if told.get("server") == place:
+            self._run = str(told["run_id"])
+            self._go_on(flat(facts["recipe"]))
+        else:
+            self._run = self._begin(facts)
+            write_json(known, {"server": place, "run_id": self._run})
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Log an event's numbers, but for those that are there already."""
+        from mlflow.entities import Metric
+
+        step, milliseconds = int(event["step"]), int(1000 * float(event["time"]))
+        metrics = [
+            Metric(name, float(value), milliseconds, step)
+            for name, value in scalars(event).items()
+            if step > self._last.get(name, -1)
+        ]
+        if metrics:
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self, status: str) -> None:
+        """Say how the run ended; ``KILLED`` if nobody knows."""
+        self._client.set_terminated(self._run, _STATUS.get(status, "KILLED"))
+
+    def _begin(self, facts: Mapping[str, Any]) -> str:
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        tags = {name: str(value)[:_LONGEST_TAG] for name, value in flat(facts["environment"]).items()}
+        run = self._client.create_run(experiment, run_name=facts["name"], tags=tags).info.run_id
+        asked = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flat(facts["recipe"]).items()]
+        for first in range(0, len(asked), _AT_ONCE):
+            self._client.log_batch(run, params=asked[first : first + _AT_ONCE])
+        return str(run)
+
+    def _go_on(self, recipe: Mapping[str, Any]) -> None:
+        """Find out what is logged already: MLflow would keep a step's number twice, and has no way to remove it."""
+        self._client.update_run(self._run, status="RUNNING")
+        data = self._client.get_run(self._run).data
+        for name in data.metrics:
+            self._last[name] = max(each.step for each in self._client.get_metric_history(self._run, name))
+        for key, value in recipe.items():
+            now = str(value)[:_LONGEST_PARAMETER]
+            if data.params.get(key) != now:
+                # A parameter stays what it was.
+                self._client.set_tag(self._run, f"recipe.{key}", now[:_LONGEST_TAG])

@@ -1,0 +1,244 @@
+"""What is kept of an evaluation is what was scored: each sample once, at any number of processes, in no other pass."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from paceline.data.pipeline import Placement
+from paceline.distributed.collectives import Collectives
+from paceline.metrics.answers import Answers, Confusion, confusion_document, merged
+from paceline.recipe.load import load_recipe
+from paceline.recipe.training import GradScaler
+from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.trainer.kept_answers import Keep, KeptAnswers
+from paceline.trainer.precision import Precision
+from paceline.world import World
+
+CPU = torch.device("cpu")
+
+
+class Linear(nn.Module):
+    """Different for every image; counts its forward passes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        logits: torch.Tensor = self.layers(x)
+        return logits
+
+
+@pytest.fixture
+def opened(tiny_task: Callable[..., Any], tiny_recipe: Path) -> Callable[..., Any]:
+    def make(**changes: Any) -> Any:
+        task = tiny_task(**changes)(load_recipe(tiny_recipe).recipe)
+        task.data_facts(World())
+        return task, task.open_pipeline(Placement(device=CPU))
+
+    return make
+
+
+def evaluator(task: Any, pipeline: Any, keep: Keep) -> Evaluator:
+    return Evaluator(
+        task=task,
+        pipeline=pipeline,
+        precision=Precision("fp32", CPU, GradScaler()),
+        collectives=Collectives(World()),
+        device=CPU,
+        batch_size=16,
+        keep=keep,
+    )
+
+
+def test_the_matrix_counts_what_was_scored(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened(evaluation_images=101, classes=7)
+    model = Linear(7)
+    found = evaluator(task, pipeline, Keep(weights="model", examples=24))({"model": model})
+    assert model.passes == 7  # batches of 16: what is kept takes no pass of its own
+    confusion = found.kept.confusion
+    assert confusion is not None
+    matrix = np.array(confusion["matrix"])
+    assert matrix.sum() == confusion["samples"] == found.samples == 101
+    assert (matrix.sum(axis=1) == np.bincount(task.dataset.validation.labels, minlength=7)).all()
+    assert found.results["model"]["top1_accuracy"] == pytest.approx(100 * np.trace(matrix) / 101, abs=1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 45, 101])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_any_number_of_processes_keeps_the_same(samples: int, world_size: int, opened: Callable[..., Any]) -> None:
+    task, pipeline = opened(evaluation_images=samples, classes=7)
+    model, keep = Linear(7).eval(), Keep(weights="model", examples=9)
+    alone = evaluator(task, pipeline, keep)({"model": model}).kept
+    passing = []
+    for rank in range(world_size):
+        passing.append(KeptAnswers(task, keep))
+        for batch in pipeline.evaluation_batches(16, World(rank=rank, world_size=world_size)):
+            with torch.no_grad():
+                passing[-1].add(model, batch)
+    parts = [each.part() for each in passing]
+
+    class AllInOne(Collectives):
+        """Gathers what each rank, asked in turn, would have brought."""
+
+        def gather_on_first(self, value: Any) -> list[Any]:
+            brought.append(value)
+            return brought
+
+    brought: list[Any] = []
+    for rank in reversed(range(world_size)):
+        world = World(rank=rank, world_size=world_size)
+        kept = passing[rank].together(parts, AllInOne(world), pipeline)
+    assert kept == alone
+    assert kept.examples is not None
+    assert len(kept.examples["examples"]) == min(9, samples)
+
+
+def test_examples_are_the_most_confident_mistakes_and_a_few_right_answers(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened(evaluation_images=300, classes=3)
+    model = Linear(3)
+    found = evaluator(task, pipeline, Keep(weights="model", examples=12))({"model": model}).kept.examples
+    assert found is not None
+    images, labels = task.dataset.validation.images, task.dataset.validation.labels
+    with torch.no_grad():
+        logits = model((torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25)
+    probability, predicted = logits.softmax(1).max(1)
+    wrong = [int(i) for i in (-probability).argsort(stable=True) if predicted[i] != labels[i]]
+    shown = found["examples"]
+    assert [each["sample"] for each in shown[:8]] == wrong[:8]
+    assert all(each["label"] == each["predicted"] for each in shown[8:])
+    assert len({each["sample"] for each in shown}) == 12
+    for each in shown:
+        number = each["sample"]
+        assert (each["label"], each["predicted"]) == (labels[number], int(predicted[number]))
+        assert each["probability"] == pytest.approx(float(probability[number]), rel=1e-5)
+        own = float(logits[number].softmax(0)[labels[number]])
+        assert each["label_probability"] == pytest.approx(own, rel=1e-5)
+        # From the very tensor that the network was shown, and still the picture of the file.
+        assert (pixels_of(each) == images[number][:, :, 0]).all()
+
+
+def pixels_of(example: dict[str, Any]) -> Any:
+    head, _, content = example["image"].partition(",")
+    assert head == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
+
+
+def test_answers_that_are_no_numbers_are_counted_apart() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[0, 1, 2], [nan, 1, 2], [nan, nan, nan], [inf, 1, 2], [5, 5, 5]])
+    confusion = Confusion()
+    confusion.add(Answers.of(logits, torch.tensor([2, 2, 0, 0, 1])))
+    found = confusion_document(merged([confusion.triples()]), "abc")
+    assert found["matrix"] == [[1, 0, 0], [1, 0, 0], [0, 0, 1]]
+    assert (found["samples"], found["unanswered"]) == (5, 2)
+
+
+def test_many_classes_are_written_as_triples() -> None:
+    names = [str(each) for each in range(101)]
+    assert confusion_document([(0, 100, 3), (7, 7, 2)], names)["triples"] == [[0, 100, 3], [7, 7, 2]]
+    assert "triples" not in confusion_document([(0, 1, 3)], names[:100])
+
+
+# ------------------------------------------------------------------------------------------------ in a run
+
+
+def told(run_dir: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "evaluation" / f"{name}.json").read_text()))
+
+
+def test_a_run_keeps_its_last_evaluation_of_the_average(
+    train_tiny: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    result = train_tiny("run", {"train.ema": 0.5, "evaluate.every": "3 steps"})
+    last = events(result.run_dir, "evaluation")[-1]
+    confusion, examples = told(result.run_dir, "confusion"), told(result.run_dir, "examples")
+    for each in (confusion, examples):
+        assert (each["step"], each["weights"], each["split"]) == (8, "ema", "validation")
+        assert each["classes"] == ["0", "1", "2"]
+    assert confusion["samples"] == last["samples"] == 21
+    right = sum(confusion["matrix"][label][label] for label in range(3))
+    assert last["top1_accuracy"] == pytest.approx(100 * right / 21)
+    assert len(examples["examples"]) == 21
+
+
+def test_without_examples_nothing_is_kept_and_the_weights_are_the_same(train_tiny: Callable[..., Any]) -> None:
+    kept = train_tiny("kept", {"evaluate.every": "1 steps"})
+    plain = train_tiny("plain", {"evaluate.every": "1 steps", "evaluate.keep_examples": 0})
+    assert (kept.run_dir / "evaluation").is_dir()
+    assert not (plain.run_dir / "evaluation").exists()
+    assert kept.summary.weights_sha256 == plain.summary.weights_sha256
+
+
+def test_a_run_that_goes_back_forgets_what_came_later(train_tiny: Callable[..., Any]) -> None:
+    first = train_tiny("run", {"checkpoint.keep": 9})
+    before = told(first.run_dir, "confusion"), told(first.run_dir, "examples")
+    assert before[0]["step"] == 8
+    checkpoint = first.run_dir / "checkpoints" / "step-00000004"
+    gone = {"train.until": "5 steps", "checkpoint.keep": 9}
+    stopped = train_tiny("run", gone, resume=str(checkpoint))
+    assert stopped.status == "stopped"
+    assert list((first.run_dir / "evaluation").iterdir()) == []
+    train_tiny("run", {"checkpoint.keep": 9})
+    assert (told(first.run_dir, "confusion"), told(first.run_dir, "examples")) == before
+
+
+@pytest.mark.parametrize("how", ["raises", "asks again"])
+def test_a_task_whose_answers_fail_is_told_once_and_trains_on(
+    how: str, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    def fails(recipe: Any) -> Any:
+        task = tiny_task()(recipe)
+
+        def answers(model: Any, batch: Any) -> Any:
+            if how == "raises":
+                raise RuntimeError("no classes here")
+            return model(batch.inputs * 2)
+
+        task.answers = answers
+        return task
+
+    plain = train_tiny("plain", {"evaluate.every": "2 steps"})
+    result = train_tiny("run", {"evaluate.every": "2 steps"}, task=fails)
+    assert result.summary.weights_sha256 == plain.summary.weights_sha256
+    (incident,) = events(result.run_dir, "incident")
+    assert incident["incident"] == "not_kept"
+    assert ("no classes here" if how == "raises" else "asks the network for something else") in incident["message"]
+    assert not (result.run_dir / "evaluation").exists()
+
+
+def test_a_directory_that_cannot_be_written_does_not_end_the_run(
+    train_tiny: Callable[..., Any], runs: Path, events: Callable[..., Any]
+) -> None:
+    (runs / "run").mkdir()
+    stopped = train_tiny("run", {"train.until": "2 steps"})
+    (stopped.run_dir / "evaluation").write_text("in the way")
+    result = train_tiny("run")
+    assert result.status == "completed"
+    assert [each["incident"] for each in events(result.run_dir, "incident")] == ["not_kept"]
+
+
+def test_evaluating_saved_weights_gives_the_same_matrix(
+    train_tiny: Callable[..., Any], tiny_recipe: Path, runs: Path
+) -> None:
+    import paceline
+
+    result = paceline.train(tiny_recipe, overrides={"train.duration": "2 steps"}, run_dir=runs / "run", quiet=True)
+    report = evaluate_target(EvaluationRequest(target=result.run_dir))
+    kept = told(result.run_dir, "confusion")
+    assert report.confusion == {key: kept[key] for key in ("classes", "samples", "unanswered", "matrix")}
