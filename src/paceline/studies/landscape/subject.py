@@ -143,8 +143,9 @@ class Subject:
     def _losses(self, on: Split) -> Iterator[Tensor]:
         """Each batch's share of the mean loss over the split."""
         count, name = self.count(on), self.task.metrics[0].name
+        exact = torch.float32 if self.device.type == "mps" else torch.float64
         for batch in self._samples[on]:
-            share = self.task.score(self.network, batch)[name].sum() / count
+            share = self.task.score(self.network, batch)[name].to(exact).sum() / count
             if not share.requires_grad:
                 raise PacelineError(
                     f"the task {type(self.task).__name__} gives a {name} without a gradient when it scores, so that "
