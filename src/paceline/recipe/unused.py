@@ -64,7 +64,7 @@ def _unused_weights(recipe: Recipe) -> dict[str, str]:
 
 
 def _unscaled_layers(recipe: Recipe) -> dict[str, str]:
-    """Whether LARS or LAMB has no layer to scale: timm's, as both papers' experiments, leave out what does not decay."""
+    """Whether LARS or LAMB has no layer to scale: timm's leave out what does not decay."""
     asked = recipe.optimizer
     decays = asked.weight_decay > 0 or any(each.weight_decay not in ("auto", 0) for each in asked.groups.values())
     if asked.name not in ("lars", "lamb") or decays or asked.options.get("always_adapt"):

@@ -272,16 +272,16 @@ def _line(runs: list[Opened], request: LandscapeRequest, collectives: Collective
     splits: tuple[Split, ...] = ("train", "validation")
     done = _together({on: _between(first, second, at, on) for on in splits}, collectives)
     loss = first.subject.task.metrics[0].name
-    curves = {on: curve_of(at, done[on]) for on in splits}
+    curves = {str(on): curve_of(at, done[on]) for on in splits}
     return Line(curves=curves, barrier={on: loss_barrier(at, curve.values[loss]) for on, curve in curves.items()})
 
 
 def _between(first: Opened, second: Opened, at: Sequence[float], on: Split) -> list[Work]:
     mine, theirs = (run.subject.here() for run in (first, second))
-    stored = tuple(run.subject.statistics() for run in (first, second))
+    my_norms, their_norms = (run.subject.statistics() for run in (first, second))
 
     def measure(share: float) -> dict[str, float]:
-        with _statistics(first, torch.lerp(*stored, share)):
+        with _statistics(first, torch.lerp(my_norms, their_norms, share)):
             return first.subject.measure(torch.lerp(mine, theirs, share), on)
 
     return [partial(measure, share) for share in at]
