@@ -27,6 +27,7 @@ COMMANDS = {
     "scale": "Predict what more GPUs bring, and measure what can be measured here.",
     "plan": "Choose how many GPUs a training needs for a deadline or a budget.",
     "formulas": "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.",
+    "landscape": "Draw the loss around a run's weights, and measure how sharp the minimum is.",
     "pack": "Write a dataset into a few files that are read fast.",
     "check-data": "Find what in a set of images would break or spoil a run.",
     "prove": "Prove that a recipe computes what it says, with your own task, network and data.",

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import ModelError
 from paceline.models.adapters import add_adapters, trained_beside
+from paceline.models.ghost_batch_norm import normalise_in_groups
 from paceline.models.recompute import recompute_blocks
 from paceline.recipe.model import Model
 
@@ -53,6 +54,8 @@ def adapt(network: nn.Module, model: Model) -> None:
     """
     if model.adapters.rank is not None:
         add_adapters(network, model.adapters)
+    if model.ghost_batch_norm is not None:
+        normalise_in_groups(network, model.ghost_batch_norm, name=model.name)
     freeze(network, frozen_patterns(network, model), but=late_parameters(network, model))
     if model.activation_checkpointing is not None:
         recompute_blocks(network, model.activation_checkpointing, name=model.name, compiled=model.compile)

@@ -29,6 +29,7 @@ def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -
         )
     common = math.gcd(*(size for _, size in _sizes(recipe)))
     micro = common // world_size if fixed is None else batch // fixed
+    _check_ghosts(recipe, micro, world_size)
     if recipe.batch.micro_size == "auto":
         reasons["batch.micro_size"] = _why_so_large(recipe, micro, world_size, fixed)
     reasons["parallel.logical_ranks"] = (
@@ -37,6 +38,25 @@ def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -
         else f"{batch} samples in micro-batches of {micro}"
     )
     return micro
+
+
+def _check_ghosts(recipe: Recipe, micro: int, world_size: int) -> None:
+    group = recipe.model.ghost_batch_norm
+    if group is not None and micro % group:
+        fitting = [str(size) for size in range(2, micro + 1) if micro % size == 0]
+        raise RecipeError(
+            f"model.ghost_batch_norm={group} does not divide the micro-batches of {micro} samples that {world_size} "
+            f"process{'es have' if world_size > 1 else ' has'}; choose one of {', '.join(fitting) or 'none'}, or "
+            "another batch.micro_size."
+        )
+
+
+def unused_ghosts(recipe: Recipe, micro: int, world_size: int) -> dict[str, str]:
+    """Whether BatchNorm's groups are the micro-batches themselves, on any number of processes, with the reason."""
+    largest = micro if fixed_logical_ranks(recipe) is not None else micro * world_size
+    if recipe.model.ghost_batch_norm != largest:
+        return {}
+    return {"model.ghost_batch_norm": f"no micro-batch has more than {largest} samples: each is one group anyway"}
 
 
 def _why_so_large(recipe: Recipe, micro: int, world_size: int, fixed: int | None) -> str:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.adapters import Adapters
-from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, Off, Switch
+from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, Off, PositiveInt, Switch
 
 # What it was before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if value is True else value)
@@ -39,6 +39,9 @@ class Model:
     """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
     et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to;
     `true` is `full`; or `off`."""
+    ghost_batch_norm: Annotated[PositiveInt | None, Field(ge=2), Off] = None
+    """Have BatchNorm normalise by groups of so many samples inside a micro-batch, which they must divide (ghost batch
+    normalisation, Hoffer et al. 2017), or `off`."""
     channels_last: Auto | Switch = "auto"
     """Keep images and filters with the channel as the fastest axis."""
     compile: Switch = False

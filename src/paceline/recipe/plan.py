@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from paceline.errors import RecipeError
-from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.batching import micro_batch_size, unused_ghosts
 from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
 from paceline.recipe.layers import applies_of
 from paceline.recipe.phases import BatchPhase, Epochs
@@ -266,7 +266,7 @@ def make_plan(
         unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
         profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
-        unused=_unused(recipe, data, rates, strategy, epochs.length(total)),
+        unused=_unused(recipe, data, rates, strategy, epochs.length(total)) | unused_ghosts(recipe, micro, world_size),
     )
 
 

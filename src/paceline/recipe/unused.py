@@ -34,6 +34,7 @@ def unused_keys(recipe: Recipe, data: DataFacts, epochs: float) -> dict[str, str
     found |= _beyond_the_end(recipe.data, epochs)
     if recipe.optimizer.decay_norm_and_bias and recipe.optimizer.weight_decay == 0:
         found["optimizer.decay_norm_and_bias"] = "with optimizer.weight_decay=0 nothing decays"
+    found |= _unscaled_layers(recipe)
     if recipe.evaluate.every is None or data.evaluation_samples == 0:
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no samples are held out"
         keys = ("evaluate.metric", "evaluate.top_k", "evaluate.batch_size", "evaluate.keep_examples")
@@ -60,6 +61,22 @@ def _unused_weights(recipe: Recipe) -> dict[str, str]:
     if partly:
         found["model.initialize_partly"] = "there is nothing to take (model.initialize_from)"
     return found
+
+
+def _unscaled_layers(recipe: Recipe) -> dict[str, str]:
+    """Whether LARS or LAMB has no layer to scale: timm's leave out what does not decay."""
+    asked = recipe.optimizer
+    decays = asked.weight_decay > 0 or any(each.weight_decay not in ("auto", 0) for each in asked.groups.values())
+    if asked.name not in ("lars", "lamb") or decays or asked.options.get("always_adapt"):
+        return {}
+    if recipe.schedule.weight_decay.name != "constant":
+        return {}
+    plain = "sgd" if asked.name == "lars" else "adamw"
+    why = (
+        f"{asked.name} scales the steps of what decays, and with optimizer.weight_decay=0 that is nothing, so that it "
+        f"moves like {plain}; give a weight decay, or optimizer.options={{always_adapt: true}}"
+    )
+    return {"optimizer.name": why, **({"optimizer.trust_coefficient": why} if asked.name == "lars" else {})}
 
 
 def _unused_in_augmentation(data: Data) -> dict[str, str]:

@@ -128,14 +128,14 @@ def evaluate_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> list[Eva
 def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[EvaluationReport]:
     _check_predictions_path(request.predictions)
     saved = read_weights(request.target, request.weights, best=request.best)
-    recipe = _recipe(saved, request.overrides)
+    recipe = scoring_recipe(saved, request.overrides)
     refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
     machine, reasons = describe_machine(device), dict[str, str]()
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
     products = _float32_matmul(request, recipe, machine)
-    tasks = [_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
+    tasks = [scoring_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
     if sizes != (None,):
         _check_shows_sizes(tasks[0])
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
@@ -143,7 +143,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     network = tasks[0].build_model()
     for task in tasks:
         task.check_network(network)
-    network = _with_weights(network, saved, placement)
+    network = with_weights(network, saved, placement)
     with contextlib.ExitStack() as opened:
         opened.enter_context(keeping_float32_matmul())
         set_float32_matmul(products)
@@ -212,7 +212,7 @@ def _with_size(recipe: Recipe, size: int | None) -> Recipe:
     return recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
 
 
-def _task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
+def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
     """The task that the weights were trained with, and its data."""
     task = build_task(recipe)
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
@@ -269,7 +269,8 @@ def _check_never_trained_on(saved: SavedWeights, recipe: Recipe, facts: DataFact
         )
 
 
-def _recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
+def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
+    """The recipe that weights are scored with: the one they were trained with, and what overrides say."""
     recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
     # The weights come from the file: nothing is downloaded or initialised from elsewhere. The arithmetic is the
     # run's, unless an override says otherwise.
@@ -304,7 +305,8 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
-def _with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
+def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
+    """Put saved weights into their network, and the network on its device."""
     check_inventory(network.state_dict(), saved.plain, where=str(saved.path))
     network.load_state_dict(saved.plain)
     return place(network, placement)

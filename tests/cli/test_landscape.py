@@ -1,0 +1,72 @@
+"""`paceline landscape` as it is called: its table, its JSON, its page, its processes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUICK = (
+    "--samples",
+    "64",
+    "--points",
+    "3",
+    "--grid",
+    "3",
+    "--iterations",
+    "2",
+    "--products",
+    "3",
+    "--tolerance",
+    "0.5",
+)
+
+
+def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+    done = paceline_here("landscape", finished, *QUICK, "--output", "seen")
+    assert done.code == 0, done.err
+    assert "sharpness 0.001 (%)" in done.out
+    assert "top eigenvalue" in done.out
+    written = json.loads((tmp_path / "seen" / "landscape.json").read_text())
+    shown = json.loads(paceline_here("landscape", finished, *QUICK, "--json").out)
+    assert shown == written
+    assert shown["runs"][0]["surface"]["values"]["loss"]
+    page = (tmp_path / "seen" / "landscape.html").read_text()
+    assert "Loss around the weights, to turn" in page
+
+
+def test_two_processes_give_the_same_document(paceline: Callable[..., Any], finished: Path) -> None:
+    asked = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
+    asked += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
+    alone, both = paceline(*asked), paceline(*asked, "--processes", "2")
+    assert alone.code == both.code == 0, alone.err + both.err
+    assert json.loads(both.out) == json.loads(alone.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere",), "'nowhere' does not exist"),
+        (("RUN", "--measure", "everything"), "'everything' is no list of measures"),
+        (("RUN", "--measure", "line"), "give two"),
+        (("RUN", "--measure", "curve", "--grid", "5"), "--grid has no effect on --measure curve"),
+        (("RUN", "--samples", "1"), "'1' is no number of samples"),
+        (("RUN", "--epsilon", "big"), "'big' is no list of sizes"),
+        (("RUN", "optimizer.lr=1"), "override 'optimizer.lr' has no effect"),
+        (("optimizer.lr=1",), "no run was named"),
+        (("RUN", "--output", "RUN/seen"), "is inside the run"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    paceline_here: Callable[..., Any], finished: Path, words: tuple[str, ...], said: str
+) -> None:
+    before = sorted(finished.rglob("*"))
+    done = paceline_here("landscape", *(word.replace("RUN", str(finished)) for word in words))
+    assert done.code == 2, done.out + done.err
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    assert sorted(finished.rglob("*")) == before

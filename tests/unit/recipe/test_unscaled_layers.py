@@ -1,0 +1,59 @@
+"""LARS and LAMB that have no layer to scale are told, and not taken for what they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import RecipeError
+from paceline.optim.build import build_optimizer
+from paceline.recipe.load import load_recipe
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.unused import unused_keys
+
+FACTS = DataFacts(train_samples=100, evaluation_samples=10, description={"backend": "memory"}, reasons={})
+
+
+def told(**optimizer: Any) -> dict[str, str]:
+    recipe = load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
+    return unused_keys(recipe, FACTS, 10)
+
+
+def moved(**optimizer: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    asked = load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
+    rule = build_optimizer(model, asked.optimizer, torch.device("cpu"))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    rule.step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_without_decay_they_scale_nothing_and_that_is_said(name: str) -> None:
+    plain = {"lars": "sgd", "lamb": "adamw"}[name]
+    own = {"eps": 1e-6} if name == "lamb" else {}
+    assert torch.allclose(moved(name=name, lr=0.1), moved(name=plain, lr=0.1, **own))
+    assert f"it moves like {plain}" in told(name=name)["optimizer.name"]
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+@pytest.mark.parametrize(
+    "more", [{"weight_decay": 1e-4}, {"options": {"always_adapt": True}}, {"groups": {"fc.*": {"weight_decay": 0.1}}}]
+)
+def test_with_something_to_scale_nothing_is_said(name: str, more: dict[str, Any]) -> None:
+    assert "optimizer.name" not in told(name=name, **more)
+
+
+def test_sgd_needs_no_decay() -> None:
+    assert "optimizer.name" not in told(name="sgd")
+
+
+def test_an_override_that_means_nothing_is_refused() -> None:
+    loaded = load_recipe("digits", {"optimizer": None, "optimizer.name": "lars"})
+    with pytest.raises(RecipeError, match=r"optimizer.name=lars' has no effect: lars scales the steps of what decays"):
+        loaded.checked(unused_keys(loaded.recipe, FACTS, 10))
