@@ -8,14 +8,14 @@ five points are left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-# A curve that has not fallen by so many standard errors has not fallen.
-_SURE = 3.0
+# No mean of some losses in a row that is lower than those before by so many standard errors: it has not fallen.
+_SURE = 3.5
+_FEWEST = 5
 _FASTAI = "fastai, callback.schedule"
 _LEFT_OUT_AT_END = 5
 _SLIDE_POINTS = 15
@@ -149,7 +149,7 @@ def suggest(
     """
     curve = smoothed(losses, smoothing)
     first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
-    why_not = _why_none(losses, curve, first, last, smoothing)
+    why_not = _why_none(losses, first, last)
     return {name: _suggested(rule, rates[first:last], curve[first:last], why_not) for name, rule in RULES.items()}
 
 
@@ -163,23 +163,20 @@ def _suggested(rule: Rule, rates: Sequence[float], curve: Sequence[float], why_n
     return Suggestion(lr=chosen, why_not=why_not, rule=rule.words, source=rule.source)
 
 
-def _why_none(losses: Sequence[float], curve: Sequence[float], first: int, last: int, smoothing: float) -> str:
+def _why_none(losses: Sequence[float], first: int, last: int) -> str:
     """Why nothing can be said of a curve, or an empty string."""
-    if last - first < 3:
+    if last - first < _FEWEST:
         return f"the test ended after {len(losses)} steps: the rates it began with are too high already"
-    lowest = first + int(np.argmin(curve[first:last]))
-    fall = curve[first] - curve[lowest]
-    # Of neighbours, since the curve's own fall is none of its noise.
-    noise = math.sqrt(float(np.square(np.diff(losses[: lowest + 1])).mean()) / 2) if lowest else 0.0
-    error = noise * math.sqrt(_variance(first + 1, smoothing) + _variance(lowest + 1, smoothing))
-    if fall <= _SURE * error:
-        return f"the loss does not fall beyond its own noise (by {fall:.3g}, which is uncertain by {_SURE * error:.3g})"
+    window = max(_FEWEST, len(losses) // 10)
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    ends = np.arange(2 * window, last + 1)
+    if not ends.size:
+        return f"{len(losses)} steps are too few to tell a fall of the loss from its noise"
+    begins = ends - window
+    falls = sums[begins] / begins - (sums[ends] - sums[begins]) / window
+    # Of neighbours, since the fall itself is none of the noise.
+    squares = np.cumsum(np.square(np.diff(losses))) / np.arange(1, len(losses)) / 2
+    errors = np.sqrt(squares[ends - 2] * (1 / window + 1 / begins))
+    if (falls <= _SURE * errors).all():
+        return "the loss does not fall beyond its own noise"
     return ""
-
-
-def _variance(count: int, smoothing: float) -> float:
-    """Variance of the average of so many independent losses, over that of one."""
-    if smoothing == 0:
-        return 1.0
-    power = smoothing**count
-    return (1 - smoothing) / (1 + smoothing) * (1 + power) / (1 - power)

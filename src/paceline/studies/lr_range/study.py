@@ -18,7 +18,7 @@ from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_re
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
 from paceline.studies.lr_range.steps import Ending, Taken, check_any, take_steps
-from paceline.studies.lr_range.sweep import Sweep, tested
+from paceline.studies.lr_range.sweep import Sweep, as_tested
 from paceline.trainer.bystander import process_as_it_was
 from paceline.trainer.run import Run
 from paceline.trainer.train import Options, TaskMaker, opened_run
@@ -183,7 +183,7 @@ def range_test(
         TrainingError: If not even the first loss is a number.
     """
     world = read_launch(os.environ).world
-    recipe = tested(loaded.recipe, sweep.steps, world_size=world.world_size)
+    recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
     with process_as_it_was(recipe.parallel.device), _scratch(world) as run_dir:
         options = Options(run_dir=run_dir, task=task)
         with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:

@@ -66,7 +66,7 @@ class Sweep:
         return LearningRate(name=self.shape, peak=self.lowest, end=self.highest, total_steps=self.steps - 1)
 
 
-def tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
+def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
     """What a range test trains: the recipe as it begins, without what happens later or beside the steps.
 
     Args:
