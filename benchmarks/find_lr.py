@@ -6,7 +6,7 @@ points of per cent. Of a folder of images, ``--subset`` takes so many of each cl
 temporary directory.
 
     python benchmarks/find_lr.py digits --seeds 0 1 2
-    python benchmarks/find_lr.py cifar10 data.path=PATH --subset 1000 200 model.options.width=8 train.duration="4 epochs"
+    python benchmarks/find_lr.py cifar10 data.path=PATH --subset 1000 200 model.options.width=8
 """
 
 from __future__ import annotations

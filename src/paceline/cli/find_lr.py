@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.recipe.schema import Recipe
     from paceline.studies.lr_range.study import RangeTest
 
-_SUGGESTIONS = ("valley", "steepest", "minimum", "slide")
+_SUGGESTIONS = ("trough", "valley", "steepest", "minimum", "slide")
 _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 
 
@@ -61,7 +61,7 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 @click.option(
     "--suggestion",
     type=click.Choice(_SUGGESTIONS),
-    default="valley",
+    default="minimum",
     show_default=True,
     help="Which suggestion --apply writes.",
 )

@@ -1,9 +1,9 @@
 """Which learning rate does the curve of a range test suggest?
 
 The test is Smith's (2015, "Cyclical learning rates for training neural networks", section 3.3; 2018, "A disciplined
-approach to neural network hyper-parameters"): the rate rises from step to step, and the loss is watched. The four rules
+approach to neural network hyper-parameters"): the rate rises from step to step, and the loss is watched. Four rules
 are those of fastai's ``lr_find``, with its definitions and the same part of the curve: the first tenth and the last
-five points are left out.
+five points are left out. The fifth, ``trough``, is Smith's extremum, found where smoothing has not moved it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class Rule:
     Attributes:
         words: The rule in one sentence.
         source: Who proposed it.
-        choose: From rates and smoothed losses, one for each point that counts, to the rate; raises ValueError with the
-            reason if there is no such point.
+        choose: From rates and losses, one for each point that counts, to the rate; raises ValueError with the reason if
+            there is no such point.
+        smooth: Whether it looks at the smoothed losses, or at the losses themselves.
     """
 
     words: str
     source: str
     choose: Callable[[Sequence[float], Sequence[float]], float]
+    smooth: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,24 @@ def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
     return found
 
 
+def trough(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The middle of the tenth of the points in a row whose mean loss is lowest.
+
+    An average over the past has its minimum later than the loss has, by as much as it smooths; a mean to both sides of
+    a point has it in the same place.
+    """
+    width = max(_FEWEST, len(losses) // 10)
+    means = np.convolve(losses, np.ones(width), mode="valid")
+    return rates[int(means.argmin()) + width // 2]
+
+
 RULES: Mapping[str, Rule] = {
+    "trough": Rule(
+        "the middle of the tenth of the steps with the lowest mean loss",
+        "the extremum of Smith 2018, section 4.1, as a peak that a schedule falls from",
+        trough,
+        smooth=False,
+    ),
     "valley": Rule("the middle of the longest valley of the loss", f"{_FASTAI}.valley", valley),
     "steepest": Rule("where the loss falls fastest over log(rate)", f"{_FASTAI}.steep", steepest),
     "minimum": Rule("a tenth of the rate with the lowest loss", f"{_FASTAI}.minimum", minimum),
@@ -150,14 +169,17 @@ def suggest(
     curve = smoothed(losses, smoothing)
     first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
     why_not = _why_none(losses, first, last)
-    return {name: _suggested(rule, rates[first:last], curve[first:last], why_not) for name, rule in RULES.items()}
+    return {
+        name: _suggested(rule, rates[first:last], (curve if rule.smooth else losses)[first:last], why_not)
+        for name, rule in RULES.items()
+    }
 
 
-def _suggested(rule: Rule, rates: Sequence[float], curve: Sequence[float], why_not: str) -> Suggestion:
+def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_not: str) -> Suggestion:
     chosen = None
     if not why_not:
         try:
-            chosen = float(rule.choose(rates, curve))
+            chosen = float(rule.choose(rates, losses))
         except ValueError as error:
             why_not = str(error)
     return Suggestion(lr=chosen, why_not=why_not, rule=rule.words, source=rule.source)

@@ -104,7 +104,7 @@ def _traces(found: RangeTest) -> Iterator[dict[str, Any]]:
         "marker": {"size": 4, "opacity": 0.5},
     }
     yield {"x": rates, "y": list(found.averages), "name": "smoothed", "mode": "lines"}
-    symbols = ("diamond", "triangle-up", "square", "x")
+    symbols = ("star", "diamond", "triangle-up", "square", "x")
     for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
         if each.lr is not None:
             yield {

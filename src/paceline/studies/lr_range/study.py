@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from paceline.distributed.environment import read_launch
-from paceline.errors import RecipeError, did_you_mean
+from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.formulas.lr_range import Suggestion, smoothed, suggest
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.rates import lr_factor
@@ -24,7 +24,8 @@ from paceline.trainer.run import Run
 from paceline.trainer.train import Options, TaskMaker, opened_run
 from paceline.world import World
 
-DEFAULT = "valley"
+# Within a point of the best of a grid where the others were not, or needed luck (benchmarks/find_lr.py).
+DEFAULT = "minimum"
 # More digits than the next seed would agree with.
 _DIGITS = 3
 _ENDINGS: Mapping[Ending, str] = {
@@ -180,7 +181,8 @@ def range_test(
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
-        TrainingError: If not even the first loss is a number.
+        TrainingError: If not even the first loss is a number, or it was asked to stop.
+        KeyboardInterrupt: For Ctrl-C where it is alone.
     """
     world = read_launch(os.environ).world
     recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
@@ -193,7 +195,7 @@ def range_test(
             run.recorder.flush()
             run.collectives.barrier()
     if taken.ending == "signal":
-        _end_by(stop)
+        _end_by(stop, taken, alone=world.world_size == 1)
     check_any(taken)
     return _result(loaded, sweep, taken, facts)
 
@@ -210,17 +212,19 @@ def _scratch(world: World) -> Iterator[Path | None]:
         yield Path(folder) / "run"
 
 
-def _end_by(name: str | None) -> None:
-    """End as this process would have ended by the signal that the run took for a request to stop.
+def _end_by(name: str | None, taken: Taken, *, alone: bool) -> None:
+    """End as the signal asked for that the run took for a request to stop.
 
     Raises:
-        KeyboardInterrupt: For SIGINT.
-        SystemExit: For others, and if another process was asked.
+        KeyboardInterrupt: For SIGINT to a process that is alone.
+        TrainingError: Else.
     """
-    number = signal.SIGTERM if name is None else signal.Signals[name]
-    if number is signal.SIGINT:
+    if alone and name == signal.SIGINT.name:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    raise TrainingError(
+        f"the range test was ended by {name or 'another process'} after {len(taken.losses)} steps; it has no result, "
+        "and has changed nothing."
+    )
 
 
 def _facts(run: Run, asked: Recipe) -> dict[str, Any]:
