@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--grid", type=float, nargs="+", default=GRID)
     parser.add_argument("--subset", type=int, nargs=2, metavar=("TRAIN", "TEST"))
+    parser.add_argument("--name", help="of the result files, where it is not the recipe's")
     parser.add_argument("--lowest", type=float)
     parser.add_argument("--steps", type=int)
     options = parser.parse_intermixed_args(arguments)
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result, lines = summarised(seeds, options.grid)
     print("\n".join(lines))
     said = {"overrides": options.overrides, "subset": options.subset, "settings": settings}
-    print(write_result(f"find-lr-{options.recipe}", {**said, **result, "seeds": seeds}, lines))
+    print(write_result(f"find-lr-{options.name or options.recipe}", {**said, **result, "seeds": seeds}, lines))
 
 
 def _read(pairs: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline.formulas.lr_range import RULES, minimum, slide, smoothed, steepest, suggest, valley
+from paceline.formulas.lr_range import RULES, minimum, slide, smoothed, steepest, suggest, trough, valley
 
 RATES = [float(each) for each in np.geomspace(1e-7, 10, 100)]
 
@@ -40,9 +40,17 @@ def test_rules_on_a_curve_that_can_be_read_by_eye() -> None:
 def test_rules_are_those_of_fastai() -> None:
     """Values of fastai's own functions on this curve, whose first tenth and last five points it leaves out."""
     rates, averages = RATES[10:-5], smoothed(curve(noise=0.05), 0.9)[10:-5]
-    index = {name: rates.index(rule.choose(rates, averages)) for name, rule in RULES.items() if name != "minimum"}
+    index = {name: rates.index(RULES[name].choose(rates, averages)) for name in ("valley", "steepest", "slide")}
     assert index == {"valley": 57, "steepest": 64, "slide": 31}
     assert minimum(rates, averages) == rates[int(np.argmin(averages))] / 10
+
+
+def test_a_trough_is_where_the_loss_is_lowest_and_its_average_is_not() -> None:
+    losses, ratio = curve(noise=0.02), RATES[1] / RATES[0]
+    lowest = RATES[int(np.argmin(curve()))]
+    # Half a window at most, as the loss rises more sharply there than it fell.
+    assert lowest / ratio**5 < trough(RATES, losses) < lowest * 1.01
+    assert RATES[int(np.argmin(smoothed(losses, 0.98)))] > lowest * ratio**2.5
 
 
 def test_a_window_that_slides_needs_room_and_a_place_to_rest() -> None:
