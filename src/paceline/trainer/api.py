@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.telemetry.display import choose_display
-from paceline.trainer.precision import keeping_float32_matmul
+from paceline.trainer.bystander import torch_as_it_was
 from paceline.trainer.train import Options, Reporter, TaskMaker, TrainResult, train_recipe
 
 
@@ -47,21 +43,5 @@ def train(
     run_dir = None if run_dir is None else Path(run_dir)
     options = Options(run_dir=run_dir, resume=resume, display=display, task=task, report=report)
     loaded = load_recipe(recipe, overrides)
-    with _torch_as_it_was():
+    with torch_as_it_was():
         return train_recipe(loaded, options)
-
-
-@contextlib.contextmanager
-def _torch_as_it_was() -> Iterator[None]:
-    """Give back what a run sets for the whole process; a command ends after it, a caller goes on."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        with keeping_float32_matmul():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.cudnn.benchmark = benchmark
-        if torch.are_deterministic_algorithms_enabled() != deterministic[0]:
-            # Only then: the call imports torch's compiler, which takes seconds.
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

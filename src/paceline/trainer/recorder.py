@@ -75,7 +75,7 @@ class Recorder:
         self._report_slow(run, slowest)
         if any(each[-1] for each in drained.seconds):
             self._report_recompiles(run, surprises)
-        self._report_broken(run, drained.broken)
+        self.report_broken(run, drained.broken)
         self.flush()
         check_finite(drained.loss, progress.step)
 
@@ -96,7 +96,7 @@ class Recorder:
                 )
             )
         self._write_kept(run, evaluation)
-        self._report_broken(run, list(evaluation.broken), training=False)
+        self.report_broken(run, list(evaluation.broken), training=False)
         self.flush()
 
     def _write_kept(self, run: Run, evaluation: Evaluation) -> None:
@@ -190,7 +190,12 @@ class Recorder:
         details = {"rank": slowest.rank, "phase": slowest.phase}
         self.write(IncidentEvent(**run.progress.here, incident="slow_rank", message=message, details=details))
 
-    def _report_broken(self, run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
+    def report_broken(self, run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
+        """Write down unreadable samples that were left out.
+
+        Raises:
+            DataError: If there are more than ``data.max_broken``.
+        """
         known = run.progress.broken_evaluation_ids
         new = broken if training else [each for each in broken if each.id not in known]
         if not training:

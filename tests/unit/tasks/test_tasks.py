@@ -60,6 +60,7 @@ def test_the_public_names_are_there() -> None:
         "Task",
         "TrainResult",
         "__version__",
+        "find_lr",
         "load_recipe",
         "train",
     }

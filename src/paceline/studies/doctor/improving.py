@@ -44,13 +44,21 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> tuple
         overrides |= finding.advice.overrides
     head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
     head += [f"#   {_said(each.advice.overrides)}  {_why(each)}" for each in met]
-    text = "\n".join(head) + "\n" + to_yaml(changed(diagnosis.loaded.recipe, overrides))
+    write_new(path, "\n".join(head) + "\n" + to_yaml(changed(diagnosis.loaded.recipe, overrides)))
+    return met
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a recipe to a file that is not there yet.
+
+    Raises:
+        RecipeError: If it cannot be written.
+    """
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise RecipeError(f"--apply {path}: cannot be written ({error.strerror}).") from error
-    return met
 
 
 def _said(overrides: Mapping[str, Any]) -> str:

@@ -1,0 +1,180 @@
+"""`paceline find-lr`: a learning rate, from how the loss goes as the rate rises."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.cli.ending import ends_in_order
+from paceline.cli.options import (
+    choose_processes,
+    is_first_process,
+    is_one_of_several,
+    json_option,
+    launch,
+    overrides_argument,
+    present_gpus,
+    processes_option,
+    usable_gpus,
+)
+from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.recipe.load import load_recipe
+from paceline.units import format_count
+
+if TYPE_CHECKING:
+    from paceline.recipe.schema import Recipe
+    from paceline.studies.lr_range.study import RangeTest
+
+_SUGGESTIONS = ("trough", "valley", "steepest", "minimum", "slide")
+_SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
+
+
+@click.command("find-lr", short_help="Find a learning rate by a range test.")
+@click.argument("recipe")
+@overrides_argument
+@processes_option
+@click.option("--lowest", type=float, default=1e-7, show_default=True, help="Learning rate of the first step.")
+@click.option("--highest", type=float, default=10.0, show_default=True, help="Learning rate of the last step.")
+@click.option("--steps", type=int, default=100, show_default=True, help="Optimizer steps of the test.")
+@click.option(
+    "--shape",
+    type=click.Choice(["exponential", "linear"]),
+    default="exponential",
+    show_default=True,
+    help="How the rate rises.",
+)
+@click.option(
+    "--smoothing", type=float, default=0.98, show_default=True, help="Weight of the past in the loss looked at."
+)
+@click.option(
+    "--divergence",
+    type=float,
+    default=4.0,
+    show_default=True,
+    metavar="FACTOR",
+    help="End where that loss is above so many times its best.",
+)
+@click.option(
+    "--suggestion",
+    type=click.Choice(_SUGGESTIONS),
+    default="minimum",
+    show_default=True,
+    help="Which suggestion --apply writes.",
+)
+@click.option(
+    "--apply",
+    "apply_to",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the recipe with that learning rate.",
+)
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Write JSON and a page there.")
+@json_option
+def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_json: bool, **chosen: Any) -> int:
+    """Find a learning rate for RECIPE: a shipped name, a YAML file, or a run directory, whose recipe is tested.
+
+    Trains some steps as a run begins, with a learning rate that rises from step to step, until the loss diverges. Four
+    rules read a rate off the curve. Nothing else is touched: it is a run of its own in a temporary directory.
+
+    From trained weights, add model.initialize_from=RUN.
+
+    Exit code 1 if the curve has no such point as --suggestion names, 0 otherwise.
+
+    \b
+    Examples:
+      paceline find-lr digits
+      paceline find-lr image_folder data.path=photos model.pretrained=true --highest 1 --output lr
+      paceline find-lr mine.yaml --processes 2 --suggestion steepest --apply better.yaml
+    """
+    from paceline.studies.lr_range.sweep import Sweep
+
+    sweep = Sweep(**{name: chosen[name] for name in _SETTINGS})
+    loaded = load_recipe(recipe, overrides)
+    if is_first_process():
+        _check_files(chosen)
+    if not is_one_of_several(processes):
+        launched = _launch(loaded.recipe, [recipe, *overrides], processes, chosen, as_json=as_json)
+        if launched is not None:
+            return launched
+    from paceline.studies.lr_range.study import range_test
+
+    # The user's code runs in this process, and may print.
+    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
+        found = range_test(loaded, sweep, say=lambda line: click.echo(line, err=True))
+    if is_first_process():
+        written = _write(found, chosen)
+        if as_json:
+            print_json(found.to_json())
+        else:
+            _show(found, chosen["suggestion"])
+            for line in written:
+                click.echo(line)
+    return 0 if found.suggestion(chosen["suggestion"]).lr is not None else 1
+
+
+def _check_files(chosen: dict[str, Any]) -> None:
+    from paceline.studies.bench.report import check_folder
+    from paceline.studies.doctor.improving import check_new
+
+    if chosen["apply_to"] is not None:
+        check_new(chosen["apply_to"])
+    if chosen["output"] is not None:
+        check_folder(chosen["output"])
+
+
+def _launch(
+    recipe: Recipe, words: list[str], processes: int | None, chosen: dict[str, Any], *, as_json: bool
+) -> int | None:
+    """Start several ranks of the same command, if there are to be several; None if this process is enough."""
+    gpus = usable_gpus(recipe.parallel.device, present_gpus()) if processes is None else 0
+    count = choose_processes(processes, gpus, recipe)
+    if count.notice:
+        click.echo(f"note: {count.notice}", err=True)
+    options = {("apply" if name == "apply_to" else name): value for name, value in chosen.items() if value is not None}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return launch(count, ["find-lr", *words, *arguments, *["--json"] * as_json])
+
+
+def _write(found: RangeTest, chosen: dict[str, Any]) -> list[str]:
+    """Write what was asked for; what to say of it."""
+    from paceline.studies.doctor.improving import write_new
+    from paceline.studies.lr_range.report import write_report
+
+    lines, rule, applied = [], chosen["suggestion"], chosen["apply_to"]
+    if chosen["output"] is not None:
+        lines += [f"written: {path}" for path in write_report(chosen["output"], found)]
+    if applied is not None and found.suggestion(rule).lr is None:
+        lines.append(f"{applied} was not written: there is no suggestion by '{rule}'")
+    elif applied is not None:
+        write_new(applied, found.improved(rule))
+        lines.append(f"{applied}: the recipe with optimizer.lr={found.lr(rule):g}")
+    return lines
+
+
+def _show(found: RangeTest, chosen: str) -> None:
+    from paceline.studies.lr_range.report import sparkline
+
+    facts, sweep = found.facts, found.sweep
+    several = f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""
+    click.echo(f"Range test of {found.name} on {facts['device_name']}{several}")
+    print_pairs(
+        {
+            "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, {format_count(sweep.steps)} steps of "
+            f"{format_count(facts['global_batch_size'])} samples, {facts['precision']}",
+            "ended": f"after {format_count(len(found.rates))} steps at {found.rates[-1]:.3g}: {found.ending_in_words}",
+            "loss": f"{sparkline(found)}  {found.averages[0]:.3g} at first, {min(found.averages):.3g} at best",
+            "now": f"optimizer.lr={facts['optimizer_lr']:g}",
+        }
+    )
+    click.echo()
+    rows = []
+    for name, each in found.suggestions.items():
+        rate = "none" if each.lr is None else f"{found.lr(name):g}"
+        rows.append((f"{name}{' *' * (name == chosen)}", rate, each.why_not or each.rule))
+    print_table(("suggestion", "optimizer.lr", "why"), rows)
+    for note in found.notes:
+        click.echo(f"  note: {note}")

@@ -1,0 +1,88 @@
+"""`paceline find-lr` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import load_recipe
+
+QUICK = ("--lowest", "1e-4", "--highest", "3", "--steps", "80")
+
+
+def test_a_range_test_is_told_and_applied(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = paceline_here("find-lr", "digits", *tiny, *QUICK, "--apply", "better.yaml", "--output", "lr")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Range test of digits on ")
+    for said in ("optimizer.lr=0.1", "valley", "steepest", "minimum", "slide", "written: lr/lr_range.html"):
+        assert said in done.out
+    assert "step 80 of 80" in done.err
+    document = json.loads((tmp_path / "lr" / "lr_range.json").read_text())
+    applied = load_recipe(tmp_path / "better.yaml").recipe.optimizer.lr
+    assert applied == pytest.approx(document["suggestions"]["minimum"]["lr"], rel=0.01)
+    assert f"better.yaml: the recipe with optimizer.lr={applied:g}" in done.out
+
+
+def test_another_suggestion_is_one_document(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = ("--suggestion", "steepest", "--apply", "better.yaml", "--json")
+    done = paceline_here("find-lr", "digits", *tiny, *QUICK, *words)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["recipe"] == "digits"
+    assert len(found["lrs"]) == len(found["losses"]) == len(found["smoothed"]) == found["stop"]["steps"]
+    assert found["settings"]["steps"] == 80
+    applied = load_recipe(tmp_path / "better.yaml").recipe.optimizer.lr
+    assert applied == pytest.approx(found["suggestions"]["steepest"]["lr"], rel=0.01)
+
+
+def test_no_suggestion_is_exit_code_1_and_no_file(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    nothing = ("--lowest", "1e-12", "--highest", "1e-10", "--steps", "40")
+    done = paceline_here("find-lr", "digits", *tiny, *nothing, "--apply", "better.yaml")
+    assert done.code == 1
+    assert "does not fall beyond its own noise" in done.out
+    assert "better.yaml was not written: there is no suggestion by" in done.out
+    assert not (tmp_path / "better.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--lowest", "1", "--highest", "0.1"), "a range test from 1 to 0.1 cannot be"),
+        (("--steps", "3"), "3 steps says nothing"),
+        (("--suggestion", "vally"), "'vally' is not one of"),
+        (("optimiser.lr=1",), "optimiser"),
+        (("--apply", "there.yaml"), "there is a file of that name already"),
+        (("--output", "there.yaml"), "is a file; name a folder"),
+        (("--lr", "0.1"), "optimizer.lr=0.1"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    paceline_here: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "there.yaml").write_text("mine")
+    done = paceline_here("find-lr", "digits", *words)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+def test_a_trained_run_can_be_tested_from_its_weights(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    words = (*QUICK[:4], "--steps", "20", "--json")
+    trained = json.loads(paceline_here("find-lr", finished, f"model.initialize_from={finished}", *words).out)
+    new = json.loads(paceline_here("find-lr", finished, *words).out)
+    assert trained["losses"][0] != new["losses"][0]
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
