@@ -110,5 +110,8 @@ class Telemetry:
     """Time between step records; the only moments the host waits for the device."""
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Where records go beside events.jsonl."""
+    noise_scale: Annotated[Length | None, Off] = None
+    """Time between steps whose gradient noise scale is measured, from the gradients of their micro-batches, without
+    another pass, or `off`. It says how large a batch still pays (McCandlish et al. 2018)."""
     profile: Profile = Profile()
     """Some steps looked at closely."""
