@@ -1,0 +1,185 @@
+"""What stands between a page's charts: paragraphs, tables, headline figures, pictures.
+
+Every text is plain: it is escaped where it is written, wherever it came from. Only `backticks` mean something in a
+paragraph: code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal, Protocol
+
+_CODE = re.compile(r"`([^`]+)`")
+_NUMBER = re.compile(r"^[−+-]?[\d,.]+(e[+-]?\d+)?( ?(%|[a-zA-Zµ/]{1,12}))?$")
+_MISSING = "–"
+# Pictures come from files; only these can be nothing but pictures.
+_PICTURE = re.compile(r"^data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+$")
+
+
+class Block(Protocol):
+    """Something that a section is made of."""
+
+    def html(self) -> Iterator[str]:
+        """Its elements, in order."""
+
+
+class Marked(str):
+    """A table's cell, or a part of a recipe, that is to be noticed."""
+
+    __slots__ = ()
+
+
+class Text:
+    """Paragraphs; `backticks` make code."""
+
+    def __init__(self, *paragraphs: str, kind: Literal["plain", "good", "warning", "bad"] = "plain") -> None:
+        """Take paragraphs; a kind other than plain sets them apart, with a word and not by colour alone."""
+        self.paragraphs = paragraphs
+        self.kind = kind
+
+    def html(self) -> Iterator[str]:
+        """One element for each paragraph."""
+        told = {"plain": "", "good": "Good: ", "warning": "Note: ", "bad": "Failed: "}[self.kind]
+        for paragraph in self.paragraphs:
+            word = f"<strong>{told}</strong>" if told else ""
+            yield f'<p class="{self.kind}">{word}{inline(paragraph)}</p>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows under named columns.
+
+    Attributes:
+        columns: Their headings.
+        rows: Cells: texts, numbers, or None for what is not known. The first of a row names it.
+        caption: What the table tells.
+        folded: Shown only when its caption is opened.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    caption: str
+    folded: bool = False
+
+    def html(self) -> Iterator[str]:
+        """A table that scrolls sideways where it is too wide, by keyboard too."""
+        name = escape(self.caption, quote=True)
+        if self.folded:
+            yield f"<details><summary>{escape(self.caption)}</summary>"
+        yield f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>'
+        yield f"<caption{' class=hidden' * self.folded}>{escape(self.caption)}</caption>"
+        texts = [[cell_text(cell) for cell in row] for row in self.rows]
+        numeric = [_is_numeric(row[column] for row in texts) for column in range(len(self.columns))]
+        yield "<thead><tr>"
+        for heading, right in zip(self.columns, numeric, strict=True):
+            yield f'<th scope="col"{_class(right)}>{escape(heading)}</th>'
+        yield "</tr></thead><tbody>"
+        for row, cells in zip(self.rows, texts, strict=True):
+            yield f"<tr>{''.join(_cells(row, cells, numeric))}</tr>"
+        yield "</tbody></table></div>"
+        if self.folded:
+            yield "</details>"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One headline figure.
+
+    Attributes:
+        label: What it is.
+        value: The figure with its unit.
+        note: A few words beneath it.
+    """
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Headline figures side by side."""
+
+    tiles: Sequence[Tile]
+
+    def html(self) -> Iterator[str]:
+        """A list of terms."""
+        yield '<dl class="tiles">'
+        for tile in self.tiles:
+            note = f'<dd class="note">{escape(tile.note)}</dd>' if tile.note else ""
+            yield f"<div><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}</dd>{note}</div>"
+        yield "</dl>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A small picture with what is told of it.
+
+    Attributes:
+        data: A data URL of a PNG, JPEG, WebP or GIF.
+        caption: Beneath it.
+        alternative: What it shows, for who cannot see it.
+        is_wrong: Set apart, by a mark and not by colour alone.
+    """
+
+    data: str
+    caption: str
+    alternative: str
+    is_wrong: bool = False
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures side by side; one whose data is no picture is told by its words alone."""
+
+    pictures: Sequence[Picture]
+
+    def html(self) -> Iterator[str]:
+        """A list of figures."""
+        yield '<ul class="gallery">'
+        for each in self.pictures:
+            alternative = escape(each.alternative, quote=True)
+            image = (
+                f'<img src="{each.data}" alt="{alternative}" loading="lazy">'
+                if _PICTURE.match(each.data)
+                else f'<p class="note">{escape(each.alternative)}</p>'
+            )
+            mark = '<span class="cross" aria-hidden="true">✗</span> ' if each.is_wrong else ""
+            kind = ' class="wrong"' if each.is_wrong else ""
+            yield f"<li><figure{kind}>{image}<figcaption>{mark}{escape(each.caption)}</figcaption></figure></li>"
+        yield "</ul>"
+
+
+def inline(text: str) -> str:
+    """A paragraph's text with `backticks` as code, everything else escaped."""
+    return _CODE.sub(r"<code>\1</code>", escape(text, quote=True))
+
+
+def cell_text(cell: object) -> str:
+    """How a cell is written: numbers with six significant digits, whole ones with all of them."""
+    if cell is None:
+        return _MISSING
+    if isinstance(cell, bool) or not isinstance(cell, (int, float)):
+        return str(cell)
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.6g}"
+
+
+def _is_numeric(cells: Iterator[str]) -> bool:
+    found = [cell for cell in cells if cell not in (_MISSING, "")]
+    return bool(found) and all(_NUMBER.match(cell) for cell in found)
+
+
+def _class(right: bool) -> str:
+    return " class=number" if right else ""
+
+
+def _cells(row: Sequence[object], cells: Sequence[str], numeric: Sequence[bool]) -> Iterator[str]:
+    for column, (cell, text) in enumerate(zip(row, cells, strict=True)):
+        written = f"<mark>{escape(text)}</mark>" if isinstance(cell, Marked) else escape(text)
+        if column == 0:
+            yield f'<th scope="row"{_class(numeric[0])}>{written}</th>'
+        else:
+            yield f"<td{_class(numeric[column])}>{written}</td>"
