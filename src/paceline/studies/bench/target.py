@@ -145,14 +145,22 @@ def run_to_target(
     runs: list[TargetRun] = []
     with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
         for index in range(asked.runs):
-            runs.append(_run(asked, loaded, Path(scratch) / str(index), index))
+            runs.append(one_run(asked, loaded, Path(scratch) / str(index), index))
             say(f"run {index + 1} of {asked.runs}: {_in_words(runs[-1])}")
             if index == 0 and runs[0].trouble:
                 raise TrainingError(f"the first run failed: {runs[0].trouble}")
     return loaded, runs, summarise_runs(asked, runs)
 
 
-def _run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> TargetRun:
+def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> TargetRun:
+    """Train until the target, in processes of its own.
+
+    Args:
+        asked: Says what the target is, and how many processes train.
+        loaded: The recipe.
+        folder: A new folder, made here; what it holds is no longer needed afterwards.
+        index: Added to the recipe's seed.
+    """
     run = TargetRun(seed=loaded.recipe.seed + index)
     folder.mkdir()
     recipe = folder / "recipe.yaml"
