@@ -11,7 +11,7 @@ import numpy as np
 from paceline.formulas.batch_law import BatchLaw
 from paceline.pages.page import Chart, Page, Section, Table, Text, write_page
 from paceline.records.run_directory import write_json
-from paceline.studies.batch_sweep.report import RuleResult, SweepReport, knee_in_words
+from paceline.studies.batch_sweep.report import BatchRow, RuleResult, SweepReport, knee_in_words
 
 _LAW = (
     "One law in three spellings: (S / S_min - 1) (E / E_min - 1) = 1 for steps S and samples E, steps = S_min "
@@ -82,7 +82,7 @@ def _table(rule: RuleResult) -> Table:
     return Table(columns=COLUMNS, rows=tuple(map(tuple, table_rows(rule))), caption=f"Medians, {rule.rule} rule")
 
 
-COLUMNS = ("batch", "rate", "there", "steps", "95 % interval", "samples", "by the law")
+COLUMNS = ("batch", "rate", "there", "steps", "from, to", "samples", "by the law")
 
 
 def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
@@ -95,7 +95,7 @@ def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
             rows.append((*first, "-", "", "-", ""))
             continue
         law = "" if rule.law is None else f"{rule.law.examples(row.samples_per_step):,.0f}"
-        rows.append((*first, _count(row.steps.middle), _between(row.steps), _count(row.samples), law))
+        rows.append((*first, _count(row.steps.middle), _between(rule, row), _count(row.samples), law))
     return rows
 
 
@@ -103,5 +103,7 @@ def _count(value: float | None) -> str:
     return "-" if value is None or np.isinf(value) else f"{value:,.0f}"
 
 
-def _between(interval: Any) -> str:
-    return f"above {interval.low:,.0f}" if np.isinf(interval.high) else f"{interval.low:,.0f} to {interval.high:,.0f}"
+def _between(rule: RuleResult, row: BatchRow) -> str:
+    """The fewest and the most steps of the runs that got there; an interval of three runs would say less."""
+    steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
+    return f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""

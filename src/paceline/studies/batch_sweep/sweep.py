@@ -1,8 +1,9 @@
 """How many steps and samples do real runs take to a target, by batch size and learning rate rule?
 
-Each run is ``paceline train`` in processes of its own, in a scratch directory, until the first evaluation that is as
-good as asked or until the longest run allowed is over. Finished runs are written down one by one: a sweep that was
-killed goes on where it was, and runs that two rules have in common are made once.
+Each run is ``paceline train`` in a scratch directory, until the first evaluation that is as good as asked or until the
+longest run allowed is over: in this process, or where several train together, in processes of its own. Finished runs
+are written down one by one: a sweep that was killed goes on where it was, and runs that two rules have in common are
+made once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory, write_text
+from paceline.studies.batch_sweep.in_place import run_in_place
 from paceline.studies.batch_sweep.rates import Rule, rates_of
 from paceline.studies.bench.target import Target, TargetAsked, TargetRun, one_run
 from paceline.studies.launches import check_alone, check_can_watch
@@ -122,7 +124,8 @@ def sweep(asked: SweepAsked, say: Callable[[str], None] = lambda _: None) -> Swe
         TrainingError: If the first run cannot be made at all.
     """
     check_alone("sweep-batch")
-    check_can_watch()
+    if asked.processes > 1:
+        check_can_watch()
     loaded = load_recipe(asked.recipe, asked.overrides)
     recipe = _checked(loaded.recipe)
     asked = replace(asked, target=asked.target.of(recipe))
@@ -194,7 +197,11 @@ def _recipe_of(asked: SweepAsked, recipe: Recipe, batch: int, lr: float, seed: i
 
 def _run(asked: SweepAsked, loaded: LoadedRecipe, folder: Path) -> SweepRun:
     recipe = loaded.recipe
-    run = one_run(TargetAsked(recipe=asked.recipe, target=asked.target, processes=asked.processes), loaded, folder, 0)
+    if asked.processes == 1:
+        run = run_in_place(loaded, asked.target, folder / "run")
+    else:
+        each = TargetAsked(recipe=asked.recipe, target=asked.target, processes=asked.processes)
+        run = one_run(each, loaded, folder, 0)
     per_step = float(recipe.batch.global_size)
     if run.evaluations:
         plan = read_plan(RunDirectory(folder / "run"))

@@ -173,11 +173,11 @@ def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) 
     with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
         while launch.process.poll() is None and not (run.reached or run.trouble):
             time.sleep(_LOOK_SECONDS)
-            _follow(run, run_dir, asked.target)
+            follow(run, run_dir, asked.target)
         if run.reached and launch.process.poll() is None:
             launch.process.send_signal(signal.SIGTERM)
             launch.wait_alone(_END_SECONDS)
-        _follow(run, run_dir, asked.target)
+        follow(run, run_dir, asked.target)
         if not (run.reached or run.trouble) and (code := launch.process.poll()):
             run.trouble = said(launch) or f"exit code {code}"
     if run.evaluations:
@@ -188,7 +188,7 @@ def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) 
     return run
 
 
-def _follow(run: TargetRun, run_dir: Path, target: Target) -> None:
+def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     """Read on in the run's events; what follows the target counts no more."""
     events = run_dir / "events.jsonl"
     if not events.is_file() or run.reached:
