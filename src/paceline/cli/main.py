@@ -25,6 +25,8 @@ COMMANDS = {
     "doctor": "Find what holds a run back, and measure what each change is worth.",
     "roofline": "Say what holds each layer of a step back on a device: arithmetic or memory.",
     "bench": "Measure how fast a recipe trains or answers, and compare.",
+    "noise-scale": "Say how large a batch still pays, by the noise of the gradients.",
+    "sweep-batch": "Measure steps and samples to a target over batch sizes, and find the knee.",
     "scale": "Predict what more GPUs bring, and measure what can be measured here.",
     "plan": "Choose how many GPUs a training needs for a deadline or a budget.",
     "formulas": "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.",

@@ -270,6 +270,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "evaluation": evaluation,
         "checkpoint": _checkpoint_line(plan, every("checkpoint", plan.checkpoint_every_steps)),
         "step record": every("log", plan.log_every_steps),
+        **({"noise scale": every("noise_scale", each)} if (each := plan.noise_scale_every_steps) else {}),
         **_profile_line(plan),
     }
 

@@ -17,6 +17,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.batching import micro_batch_size, unused_ghosts
 from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
 from paceline.recipe.layers import applies_of
+from paceline.recipe.noise import check_noise_scale
 from paceline.recipe.phases import BatchPhase, Epochs
 from paceline.recipe.profile import plan_profile
 from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
@@ -26,7 +27,7 @@ from paceline.recipe.strategy import ParameterNumbers, check_sharding, choose_st
 from paceline.recipe.unused import unused_keys
 from paceline.units import Duration, TimeSpan
 
-Occasion = Literal["evaluate", "checkpoint", "log"]
+Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
 """What is done now and then."""
 
 
@@ -143,6 +144,7 @@ class Plan(Compiled, Rates):
     checkpoint_every_steps: int | None
     checkpoint_every_seconds: float | None
     log_every_steps: int
+    noise_scale_every_steps: int | None
     batch_phases: tuple[BatchPhase, ...]
     moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
@@ -214,6 +216,7 @@ def make_plan(
     rates = plan_schedule(recipe, lengths, total, reasons)
     most_parts = max(each.logical_ranks for each in epochs.phases)
     strategy = choose_strategy(recipe, world_size, most_parts, reasons)
+    check_noise_scale(recipe, strategy, fewest_parts=min(each.logical_ranks for each in epochs.phases))
     evaluation_batch = resolve_evaluation_batch(recipe, reasons)
     sizes = Sizes(
         train_samples=data.train_samples,
@@ -261,6 +264,7 @@ def make_plan(
         checkpoint_every_steps=lengths.interval("checkpoint.every", occasions["checkpoint"], total),
         checkpoint_every_seconds=_in_seconds(recipe.checkpoint, reasons),
         log_every_steps=lengths.interval("telemetry.log_every", occasions["log"], total) or 1,
+        noise_scale_every_steps=lengths.interval("telemetry.noise_scale", occasions["noise_scale"], total),
         batch_phases=epochs.phases,
         moments={each: found for each, every in occasions.items() if every and (found := epochs.moments(every, total))},
         unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
@@ -286,6 +290,7 @@ def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:
     choice = weigh(recipe, numbers, plan.world_size, plan.device_memory_bytes)
     if choice.strategy == "fsdp":
         check_sharding(recipe, plan.world_size)
+        check_noise_scale(recipe, choice.strategy, fewest_parts=plan.logical_ranks)
     keys = unused_by(recipe, plan.strategy).keys()
     unused = {key: why for key, why in plan.unused.items() if key not in keys}
     return replace(
@@ -319,6 +324,7 @@ def _occasions(recipe: Recipe) -> dict[Occasion, Duration | None]:
         "evaluate": recipe.evaluate.every,
         "checkpoint": _in_steps(recipe.checkpoint.every),
         "log": recipe.telemetry.log_every,
+        "noise_scale": recipe.telemetry.noise_scale,
     }
 
 

@@ -116,5 +116,8 @@ class Telemetry:
     MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""
     report: Switch = True
     """Write report.html into the run directory at every end of the run."""
+    noise_scale: Annotated[Length | None, Off] = None
+    """Time between steps whose gradient noise scale is measured, from the gradients of their micro-batches, without
+    another pass, or `off`. It says how large a batch still pays (McCandlish et al. 2018)."""
     profile: Profile = Profile()
     """Some steps looked at closely."""

@@ -106,7 +106,9 @@ class StepEvent(Event):
             told from others); ``data_wait_fraction`` and ``throughput_samples_per_second``. On a device with streams
             also ``launch_<phase>_seconds``, by the host's clock, and ``device_lag_seconds``; on one whose peak is known
             ``mfu``.
-        metrics: The task's own numbers, by name.
+        metrics: The task's own numbers, by name; where ``telemetry.noise_scale`` is on, ``noise_scale`` in samples with
+            ``noise_scale_low`` and ``noise_scale_high``, and what it is the ratio of, ``gradient_variance`` and
+            ``gradient_square``: averages over the measured steps, the last 50 or so (None where they tell nothing).
         details: With several processes, ``slowest_rank``, ``slowest_phase`` and ``slowest_factor``, and
             ``rank_seconds``: of each phase the least, the middle and the most over them.
     """
@@ -189,7 +191,7 @@ class IncidentEvent(Event):
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
             ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``,
-            ``not_kept``, ``tracker``.
+            ``linear_lr_rule``, ``not_kept``, ``tracker``.
         message: One sentence for a person.
     """
 

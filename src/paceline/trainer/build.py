@@ -38,6 +38,7 @@ from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.cadence import Cadence, job_ends_at
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.kept_answers import Keep
+from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
@@ -81,6 +82,7 @@ def build_run(setting: Setting) -> Run:
     optimizer = build_optimizer(network, recipe.optimizer, device)
     pulse = Pulse()
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
+    noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
         recipe=recipe,
         recipe_sha256=recipe_digest(recipe),
@@ -105,7 +107,8 @@ def build_run(setting: Setting) -> Run:
         ema=ema,
         evaluator=_evaluator(setting, precision, pulse),
         progress=Progress(begun=setting.started),
-        window=Window(setting.collectives, ledger, device),
+        window=Window(setting.collectives, ledger, device, noise),
+        noise=noise,
         clock=build_step_clock(device.type),
         pulse=pulse,
         watchdog=_watchdog(pulse, prepared),

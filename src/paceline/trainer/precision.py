@@ -48,6 +48,11 @@ class Precision:
         """Backward pass of the (scaled) loss."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
 
+    def unscaled(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of a gradient of this step, at its true size, before :meth:`unscale` brought gradients there."""
+        # What the scaler multiplies a one by is the scale, on its device: nobody waits for it.
+        return norm if self.scaler is None else norm / self.scaler.scale(torch.ones_like(norm))
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring gradients to their true size, before they are measured or clipped."""
         if self.scaler is not None:

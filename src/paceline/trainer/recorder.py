@@ -15,6 +15,7 @@ from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.telemetry.trackers import Guarded
 from paceline.trainer.kept_answers import write_kept
+from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
 from paceline.trainer.window import check_finite
 
@@ -68,13 +69,18 @@ class Recorder:
                 **{f"{phase}_seconds": None for phase in run.untold},
                 **run.mfu(timings["throughput_samples_per_second"]),
             },
-            metrics={"skipped_steps": progress.skipped} if run.may_skip else {},
+            metrics={
+                **({"skipped_steps": progress.skipped} if run.may_skip else {}),
+                **({} if plan.noise_scale_every_steps is None else run.noise.for_record()),
+            },
             details=details,
         )
         self.write(event)
         self._report_slow(run, slowest)
         if any(each[-1] for each in drained.seconds):
             self._report_recompiles(run, surprises)
+        if (message := linear_rule_warning(run)) is not None:
+            self.write(IncidentEvent(**run.progress.here, incident="linear_lr_rule", message=message))
         self.report_broken(run, drained.broken)
         self.flush()
         check_finite(drained.loss, progress.step)

@@ -35,6 +35,7 @@ from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
 from paceline.trainer.cadence import Cadence
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.progress import Progress
@@ -86,6 +87,7 @@ class Run:
     evaluator: Evaluator
     progress: Progress
     window: Window
+    noise: NoiseMeter
     clock: StepClock
     pulse: Pulse
     watchdog: Watchdog
@@ -109,6 +111,7 @@ class Run:
         self.guard.begin_step()
         self.pulse.begin_step(self.progress.position + 1)
         self.thawing.at(self.progress.step)
+        self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
 
     def wish(self) -> Wish:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""

@@ -32,7 +32,8 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
                 voting = run.strategy.with_vote(share, run.wish, is_last=is_last, spoiled=mark)
-                run.precision.backward(voting)
+                with run.noise.watching(batch):
+                    run.precision.backward(voting)
         run.window.add(loss, batch)
     with run.span("optimizer"):
         combined = run.strategy.combine()
@@ -75,8 +76,9 @@ def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
 
 def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
-    run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1))
+    run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1) or run.noise.is_measuring)
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
+    run.noise.end_step(run.window.grad_norm, stepped=stepped)
     run.optimizer.zero_grad(set_to_none=True)
     return stepped

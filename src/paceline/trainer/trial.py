@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
 # fp16 loses small numbers; by this much they are raised, in both of what is compared.
-_FP16_SCALE = 1024.0
+FP16_SCALE = 1024.0
 _ROUNDS = 5
 
 Gradients = dict[str, torch.Tensor]
@@ -79,7 +79,7 @@ class Trial:
         with run.precision.autocast() if autocast else ExitStack():
             loss = run.task.loss(model, self.batch)
         if run.precision.scaler is not None:
-            loss = loss * _FP16_SCALE
+            loss = loss * FP16_SCALE
         # Not backward(): nothing is added to anything, and no hook of a wrapper's hears of it.
         found = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
         return {name: each for name, each in zip(self._named, found, strict=True) if each is not None}

@@ -13,6 +13,7 @@ from paceline.data.batch import Batch, BrokenSample
 from paceline.distributed.collectives import Collectives
 from paceline.errors import TrainingError
 from paceline.records.ledger import LedgerWriter
+from paceline.trainer.noise import NoiseMeter
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,20 @@ class Window:
     Losses stay on the device as they are until a record is due, and are then added up one after the other in
     float64: the sum does not depend on where a checkpoint fell.
 
+    Args:
+        collectives: The processes.
+        ledger: Where the numbers of the samples go.
+        device: Where losses are.
+        noise: What measures the gradients' noise, whose numbers travel with the losses; None for none.
+
     Attributes:
         grad_norm: Gradient norm of the latest step, where it was measured.
     """
 
-    def __init__(self, collectives: Collectives, ledger: LedgerWriter, device: torch.device) -> None:
+    def __init__(
+        self, collectives: Collectives, ledger: LedgerWriter, device: torch.device, noise: NoiseMeter | None = None
+    ) -> None:
+        self._noise = noise
         self._collectives = collectives
         self._ledger = ledger
         self._device = device
@@ -86,9 +96,10 @@ class Window:
         """
         self._add_up()
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        world, width = self._collectives.world, len(seconds)
+        own = [*seconds, *([] if self._noise is None else self._noise.take())]
+        world, width = self._collectives.world, len(own)
         # Zero in the others' places: so one sum is a gathering too.
-        measured = [0.0] * (world.rank * width) + [*seconds] + [0.0] * ((world.world_size - world.rank - 1) * width)
+        measured = [0.0] * (world.rank * width) + own + [0.0] * ((world.world_size - world.rank - 1) * width)
         sums = torch.tensor(
             [self._sum, self._samples, len(self.new_broken), *measured], dtype=dtype, device=self._device
         )
@@ -100,17 +111,23 @@ class Window:
         self.new_broken = []
         self.broken_ids.update(each.id for each in found)
         everyones = [measured[rank * width : (rank + 1) * width] for rank in range(world.world_size)]
-        return Drained(total / samples if samples else None, found, everyones)
+        if self._noise is not None:
+            self._noise.fold([each[len(seconds) :] for each in everyones])
+        told = [each[: len(seconds)] for each in everyones]
+        return Drained(total / samples if samples else None, found, told)
 
     def gather(self) -> None:
         """Collect every rank's sums for :meth:`state_dict`; a collective."""
         self._add_up()
         mine = (self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids))
         self._gathered = [list(each) for each in self._collectives.gather(mine)]
+        if self._noise is not None:
+            self._noise.gather(self._collectives)
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank's sums, as they were last gathered."""
-        return {"ranks": self._gathered}
+        noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
+        return {"ranks": self._gathered, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's sums; in another world the first rank takes them all."""
@@ -123,6 +140,8 @@ class Window:
         self._samples = sum(each[1] for each in mine)
         self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
         self.broken_ids = {sample for each in ranks for sample in each[3]}
+        if self._noise is not None and "noise" in state:
+            self._noise.load_state_dict(state["noise"])
 
     def _add_up(self) -> None:
         if self._combined:

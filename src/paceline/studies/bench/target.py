@@ -145,14 +145,22 @@ def run_to_target(
     runs: list[TargetRun] = []
     with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
         for index in range(asked.runs):
-            runs.append(_run(asked, loaded, Path(scratch) / str(index), index))
+            runs.append(one_run(asked, loaded, Path(scratch) / str(index), index))
             say(f"run {index + 1} of {asked.runs}: {_in_words(runs[-1])}")
             if index == 0 and runs[0].trouble:
                 raise TrainingError(f"the first run failed: {runs[0].trouble}")
     return loaded, runs, summarise_runs(asked, runs)
 
 
-def _run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> TargetRun:
+def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> TargetRun:
+    """Train until the target, in processes of its own.
+
+    Args:
+        asked: Says what the target is, and how many processes train.
+        loaded: The recipe.
+        folder: A new folder, made here; what it holds is no longer needed afterwards.
+        index: Added to the recipe's seed.
+    """
     run = TargetRun(seed=loaded.recipe.seed + index)
     folder.mkdir()
     recipe = folder / "recipe.yaml"
@@ -165,11 +173,11 @@ def _run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> 
     with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
         while launch.process.poll() is None and not (run.reached or run.trouble):
             time.sleep(_LOOK_SECONDS)
-            _follow(run, run_dir, asked.target)
+            follow(run, run_dir, asked.target)
         if run.reached and launch.process.poll() is None:
             launch.process.send_signal(signal.SIGTERM)
             launch.wait_alone(_END_SECONDS)
-        _follow(run, run_dir, asked.target)
+        follow(run, run_dir, asked.target)
         if not (run.reached or run.trouble) and (code := launch.process.poll()):
             run.trouble = said(launch) or f"exit code {code}"
     if run.evaluations:
@@ -180,7 +188,7 @@ def _run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> 
     return run
 
 
-def _follow(run: TargetRun, run_dir: Path, target: Target) -> None:
+def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     """Read on in the run's events; what follows the target counts no more."""
     events = run_dir / "events.jsonl"
     if not events.is_file() or run.reached:

@@ -1,0 +1,285 @@
+"""How many steps and samples do real runs take to a target, by batch size and learning rate rule?
+
+Each run is ``paceline train`` in a scratch directory, until the first evaluation that is as good as asked or until the
+longest run allowed is over: in this process, or where several train together, in processes of its own. Finished runs
+are written down one by one: a sweep that was killed goes on where it was, and runs that two rules have in common are
+made once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
+from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from paceline.recipe.rates import lr_factor
+from paceline.recipe.running import Checkpoint
+from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_plan
+from paceline.records.run_directory import RunDirectory, write_text
+from paceline.studies.batch_sweep.in_place import run_in_place
+from paceline.studies.batch_sweep.rates import Rule, rates_of
+from paceline.studies.bench.target import Target, TargetAsked, TargetRun, one_run
+from paceline.studies.launches import check_alone, check_can_watch
+from paceline.units import Duration
+
+RUNS_FILE = "runs.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepAsked:
+    """What to measure.
+
+    Attributes:
+        recipe: A shipped recipe's name or the path of a YAML file.
+        overrides: Changes to it.
+        target: Where to get to.
+        batch_sizes: Global ones, ascending.
+        rules: How the learning rate follows the batch; the recipe's own batch and rate are where it starts from.
+        seeds: Runs of each.
+        longest: After so long a run is ended; None for the recipe's own duration.
+        processes: Of each run.
+        output: Where finished runs are written down; None for nowhere.
+    """
+
+    recipe: str
+    target: Target
+    batch_sizes: tuple[int, ...]
+    overrides: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ("linear",)
+    seeds: int = 3
+    longest: Duration | None = None
+    processes: int = 1
+    output: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        batch: Its ``batch.global_size``.
+        lr: Its ``optimizer.lr``.
+        seed: Its ``seed``.
+        reached: Whether it got to the target.
+        steps: Optimizer steps until then, on the line between the evaluations before and after; or until its end.
+        samples_per_step: On average over an epoch, whose last step may have fewer than the batch.
+        evaluations: How often it was looked at; where that is once, it may have got there long before.
+        seconds: In training steps.
+        trouble: Why it failed; empty if it did not.
+    """
+
+    batch: int
+    lr: float
+    seed: int
+    reached: bool
+    steps: float
+    samples_per_step: float
+    evaluations: int
+    seconds: float
+    trouble: str = ""
+
+    @property
+    def key(self) -> tuple[int, float, int]:
+        """What it was asked to be."""
+        return self.batch, self.lr, self.seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """What was measured.
+
+    Attributes:
+        asked: What was to be.
+        loaded: The recipe.
+        base_rate: Its learning rate with its own batch.
+        runs: By batch, rate and seed.
+    """
+
+    asked: SweepAsked
+    loaded: LoadedRecipe
+    base_rate: float
+    runs: dict[tuple[int, float, int], SweepRun]
+
+    def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
+        """The runs of a rule with a batch, by rate."""
+        recipe = self.loaded.recipe
+        rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
+        seeds = range(recipe.seed, recipe.seed + self.asked.seeds)
+        return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
+
+
+def sweep(asked: SweepAsked, say: Callable[[str], None] = lambda _: None) -> Swept:
+    """Make all runs that have not been made yet.
+
+    Raises:
+        PacelineError: If the recipe is wrong, never evaluates, does not know the metric, or the output holds another
+            sweep.
+        TrainingError: If the first run cannot be made at all.
+    """
+    check_alone("sweep-batch")
+    if asked.processes > 1:
+        check_can_watch()
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    recipe = _checked(loaded.recipe)
+    asked = replace(asked, target=asked.target.of(recipe))
+    book = _Book(asked, recipe)
+    base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
+    wanted = list(_wanted(asked, recipe, base_rate))
+    missing = [each for each in wanted if each not in book.runs]
+    if len(missing) < len(wanted):
+        say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
+    book.open()
+    with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
+        for number, (batch, lr, seed) in enumerate(missing, start=1):
+            changed = replace(loaded, recipe=_recipe_of(asked, recipe, batch, lr, seed), origins={})
+            found = _run(asked, changed, Path(scratch) / str(number))
+            if not book.runs and found.trouble:
+                raise TrainingError(f"the first run failed: {found.trouble}")
+            book.add(found)
+            say(f"run {number} of {len(missing)}: {in_words(found)}")
+    chosen = {key: book.runs[key] for key in wanted}
+    return Swept(asked=asked, loaded=loaded, base_rate=base_rate, runs=chosen)
+
+
+def in_words(run: SweepRun) -> str:
+    """A run as one line."""
+    what = f"batch {run.batch}, rate {run.lr:.3g}, seed {run.seed}"
+    if run.trouble:
+        return f"{what}: {run.trouble}"
+    return f"{what}: {run.steps:.0f} steps to the target" if run.reached else f"{what}: not there after {run.steps:.0f}"
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """The recipe, if batches can be swept with it.
+
+    Raises:
+        RecipeError: If it grows its batch, or never evaluates.
+    """
+    if recipe.batch.growth:
+        raise RecipeError("batch.growth changes the batch on the way, and a sweep compares fixed ones; leave it out.")
+    if recipe.evaluate.every is None:
+        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
+    return recipe
+
+
+def _wanted(asked: SweepAsked, recipe: Recipe, base_rate: float) -> Iterator[tuple[int, float, int]]:
+    """Seed by seed, so that a sweep that is killed has something of every batch."""
+    keys = [
+        (batch, rate, recipe.seed + index)
+        for index in range(asked.seeds)
+        for batch in asked.batch_sizes
+        for rule in asked.rules
+        for rate in rates_of(rule, batch, recipe.batch.global_size, base_rate)
+    ]
+    yield from dict.fromkeys(keys)
+
+
+def _recipe_of(asked: SweepAsked, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
+    micro = recipe.batch.micro_size
+    return replace(
+        recipe,
+        seed=seed,
+        # A micro-batch that is larger than the batch is the batch.
+        batch=replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch)),
+        optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
+        train=recipe.train if asked.longest is None else replace(recipe.train, duration=asked.longest),
+        checkpoint=replace(Checkpoint(), every=None, keep_best=False),
+        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None),
+    )
+
+
+def _run(asked: SweepAsked, loaded: LoadedRecipe, folder: Path) -> SweepRun:
+    recipe = loaded.recipe
+    if asked.processes == 1:
+        run = run_in_place(loaded, asked.target, folder / "run")
+    else:
+        each = TargetAsked(recipe=asked.recipe, target=asked.target, processes=asked.processes)
+        run = one_run(each, loaded, folder, 0)
+    per_step = float(recipe.batch.global_size)
+    if run.evaluations:
+        plan = read_plan(RunDirectory(folder / "run"))
+        per_step = min(per_step, plan["train_samples"] / plan["steps_per_epoch"])
+    return SweepRun(
+        batch=recipe.batch.global_size,
+        lr=recipe.optimizer.lr,
+        seed=recipe.seed,
+        reached=run.reached,
+        steps=steps_to(run, asked.target),
+        samples_per_step=per_step,
+        evaluations=len(run.evaluations),
+        seconds=run.train_seconds,
+        trouble=run.trouble,
+    )
+
+
+def steps_to(run: TargetRun, target: Target) -> float:
+    """Steps until a run reached the target, or until its last evaluation.
+
+    Between the evaluation that was not good enough and the one that was, the metric is taken to change evenly: to count
+    up to the latter would put half an interval on every run.
+    """
+    if not run.evaluations:
+        return 0.0
+    last = run.evaluations[-1]
+    if not run.reached or len(run.evaluations) < 2:
+        return float(last["step"])
+    before = run.evaluations[-2]
+    was, now = before[target.metric], last[target.metric]
+    share = 1.0 if was is None or now == was else (target.value - was) / (now - was)
+    return float(before["step"] + min(max(share, 0.0), 1.0) * (last["step"] - before["step"]))
+
+
+class _Book:
+    """Finished runs, on the disk if there is a place for them.
+
+    Raises:
+        RunDirectoryError: If the place holds those of another sweep.
+    """
+
+    def __init__(self, asked: SweepAsked, recipe: Recipe) -> None:
+        self.runs: dict[tuple[int, float, int], SweepRun] = {}
+        self._path = None if asked.output is None else asked.output / RUNS_FILE
+        self._head = {"sweep": _identity(asked, recipe), "target": f"{asked.target.metric}={asked.target.value:g}"}
+        if self._path is not None and self._path.exists():
+            self._read(self._path)
+
+    def _read(self, path: Path) -> None:
+        # The last line of a killed sweep may be a part of one.
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        try:
+            head, *rows = [json.loads(line) for line in lines] or [self._head]
+            runs = [SweepRun(**row) for row in rows]
+        except (ValueError, TypeError) as error:
+            raise RunDirectoryError(f"'{path}' is not what sweep-batch has written ({error}); remove it.") from error
+        if head != self._head:
+            raise RunDirectoryError(
+                f"'{path}' holds the runs of another sweep (to {head.get('target')}, or of a recipe that was changed "
+                "since); name another --output, or remove it."
+            )
+        self.runs = {run.key: run for run in runs}
+
+    def open(self) -> None:
+        """Begin the file, without what a killed sweep may have left at its end."""
+        if self._path is not None:
+            rows = [self._head, *(asdict(run) for run in self.runs.values())]
+            write_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def add(self, run: SweepRun) -> None:
+        """Write a run down."""
+        self.runs[run.key] = run
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(run)) + "\n")
+
+
+def _identity(asked: SweepAsked, recipe: Recipe) -> str:
+    """What two sweeps must have in common so that one may use the other's runs."""
+    plain: dict[str, Any] = {"recipe": to_yaml(recipe), "processes": asked.processes, "longest": str(asked.longest)}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

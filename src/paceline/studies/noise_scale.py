@@ -1,0 +1,248 @@
+"""How noisy are a recipe's gradients at given weights, and so up to which batch does a larger one pay?
+
+The weights stay where they are: fresh ones, or those of each of a run's checkpoints, which gives the course over its
+training. Each step's batch is cut into micro-batches whose gradients are taken one by one and then averaged, over all
+processes. All of a run's checkpoints see the same batches, so that what differs is the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.weights import read_weights
+from paceline.data.batch import Batch
+from paceline.distributed.strategy import Replicas
+from paceline.errors import RecipeError
+from paceline.formulas.batch import examples_ratio, steps_ratio
+from paceline.formulas.noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.running import Checkpoint
+from paceline.recipe.schema import Recipe
+from paceline.trainer.preparation import without_initial_weights
+from paceline.trainer.run import Run
+from paceline.trainer.step import micro_batches
+from paceline.trainer.train import Options, opened_run
+from paceline.trainer.trial import FP16_SCALE, Trial
+
+# Micro-batches that a step is cut into unless the recipe says so: each new one helps less.
+_PARTS = 4
+# Fewer samples than this leave BatchNorm little to normalise by.
+_FEW = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseAsked:
+    """What to measure.
+
+    Attributes:
+        target: A shipped recipe's name, the path of a YAML file, or a run directory.
+        overrides: Changes to the recipe.
+        steps: Batches at each set of weights.
+        processes: Of the world this one is in.
+        scratch: A folder that all processes see; None where there is one process, which makes its own.
+    """
+
+    target: str
+    overrides: tuple[str, ...] = ()
+    steps: int = 50
+    processes: int = 1
+    scratch: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisePoint:
+    """What was measured at one set of weights.
+
+    Attributes:
+        step: Of the checkpoint; 0 for fresh weights.
+        averages: Of the estimates.
+        steps: Batches.
+    """
+
+    step: int
+    averages: NoiseAverages
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The point as one JSON object."""
+        found = self.averages.noise_scale()
+        low, high = (None, None) if found is None else critical_range(found)
+        return {
+            "step": self.step,
+            "steps_measured": self.steps,
+            "noise_scale": None if found is None else found.to_json(),
+            "critical_batch": {"low": low, "high": high},
+            "gradient_variance": self.averages.mean_variance,
+            "gradient_square": self.averages.mean_square,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseReport:
+    """The whole result.
+
+    Attributes:
+        name: Of the recipe or run.
+        global_batch_size: The recipe's.
+        micro_batch_size: What its batch was cut into.
+        processes: Over how many.
+        points: By step.
+    """
+
+    name: str
+    global_batch_size: int
+    micro_batch_size: int
+    processes: int
+    points: Sequence[NoisePoint]
+
+    def costs(self) -> dict[str, float] | None:
+        """What the recipe's own batch costs beside the best, by the last point; None where that is not known."""
+        found = self.points[-1].averages.noise_scale()
+        if found is None:
+            return None
+        batch = self.global_batch_size
+        return {
+            "steps_ratio": steps_ratio(found.middle, batch),
+            "examples_ratio": examples_ratio(found.middle, batch),
+            "linear_rate_excess": linear_rate_excess(found.middle, batch),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as one JSON object."""
+        facts = {key: value for key, value in vars(self).items() if key != "points"}
+        return {**facts, "points": [each.to_json() for each in self.points], "costs": self.costs()}
+
+
+def measure_noise(asked: NoiseAsked, say: Callable[[str], None] = lambda _: None) -> NoiseReport:
+    """Measure the noise scale; a collective of all processes of the world this one is in.
+
+    Raises:
+        PacelineError: For mistakes in the recipe or the data, and where weights are spread over processes.
+    """
+    loaded = load_recipe(asked.target, asked.overrides)
+    checkpoints = _checkpoints(Path(asked.target))
+    recipe = _cut(loaded.recipe, asked.processes)
+    if checkpoints:
+        recipe = without_initial_weights(recipe)
+    points = []
+    with _scratch(asked) as folder, opened_run(_quiet(loaded, recipe), Options(run_dir=Path(folder) / "run")) as run:
+        if not isinstance(run.strategy, Replicas):
+            raise RecipeError(
+                "the noise scale is measured on whole gradients, and here the weights are spread over processes "
+                "(fsdp); measure it with parallel.strategy=ddp, or with one process."
+            )
+        steps = min(asked.steps, run.plan.total_steps)
+        for step, path in checkpoints or [(0, None)]:
+            if path is not None:
+                _take_weights(run, path)
+            points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
+            say(in_words(points[-1]))
+        plan = run.plan
+    return NoiseReport(
+        name=loaded.name,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        processes=plan.world_size,
+        points=points,
+    )
+
+
+def in_words(point: NoisePoint) -> str:
+    """A point as one line."""
+    found = point.averages.noise_scale()
+    if found is None:
+        return f"step {point.step}: the gradient cannot be told from noise in {point.steps} batches; give more --steps"
+    high = f"{found.high:.3g}" if math.isfinite(found.high) else "beyond all bounds"
+    return f"step {point.step}: noise scale {found.middle:.3g} samples ({found.low:.3g} to {high})"
+
+
+def _checkpoints(target: Path) -> list[tuple[int, Path]]:
+    folder = target / "checkpoints"
+    if not folder.is_dir():
+        return []
+    store = CheckpointStore(folder)
+    return [(step, store.path(step)) for step in store.steps()]
+
+
+def _scratch(asked: NoiseAsked) -> AbstractContextManager[str]:
+    if asked.scratch is not None:
+        return nullcontext(str(asked.scratch))
+    return tempfile.TemporaryDirectory(prefix="paceline-noise-")
+
+
+def _cut(recipe: Recipe, processes: int) -> Recipe:
+    """The recipe with two micro-batches a step at least, by its own numbers where it gives any.
+
+    Raises:
+        RecipeError: If its batch cannot be cut.
+    """
+    batch = recipe.batch.global_size
+    open_ = recipe.batch.micro_size == "auto" and recipe.parallel.logical_ranks == "auto"
+    if not open_ or batch % processes:
+        return recipe
+    counts = [count for count in range(max(2, processes), batch + 1) if batch % count == 0 and count % processes == 0]
+    if not counts:
+        raise RecipeError(f"batch.global_size={batch} cannot be cut into micro-batches to compare; use a larger one.")
+    large = [count for count in counts if batch // count >= _FEW]
+    count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
+    return replace(recipe, batch=replace(recipe.batch, micro_size=batch // count))
+
+
+def _quiet(loaded: LoadedRecipe, recipe: Recipe) -> LoadedRecipe:
+    telemetry = replace(recipe.telemetry, trackers=(), noise_scale=None)
+    kept = replace(recipe, telemetry=telemetry, checkpoint=replace(Checkpoint(), every=None))
+    return replace(loaded, recipe=kept, origins={})
+
+
+def _take_weights(run: Run, path: Path) -> None:
+    run.network.load_state_dict(read_weights(path, "model").state)
+
+
+def _estimates(run: Run, steps: int) -> Iterator[Estimate]:
+    batches = run.train_batches()
+    for _ in range(steps):
+        found = _of_step(run, list(micro_batches(run, batches)))
+        if found is not None:
+            yield found
+
+
+def _of_step(run: Run, batches: Sequence[Batch]) -> Estimate | None:
+    assert isinstance(run.strategy, Replicas)
+    parts: list[tuple[int, float]] = []
+    total = [torch.zeros_like(each) for each in run.network.parameters() if each.requires_grad]
+    for batch in batches:
+        if not batch.weight:
+            continue
+        gradients = _gradients(Trial(run, run.strategy, batch))
+        torch._foreach_add_(total, gradients, alpha=batch.weight)
+        parts.append((batch.weight, _square(gradients)))
+    everyones = [each for part in run.collectives.gather(parts) for each in part]
+    samples = sum(weight for weight, _ in everyones)
+    if not samples:
+        return None
+    for each in total:
+        run.collectives.reduce_sum(each)
+    # fp16's gradients were raised by this much, so that none is lost.
+    scale = FP16_SCALE**2 if run.precision.scaler is not None else 1.0
+    small = math.fsum(weight * square for weight, square in everyones) / samples
+    return estimate(samples / len(everyones), small / scale, samples, _square(total) / samples**2 / scale)
+
+
+def _gradients(trial: Trial) -> list[torch.Tensor]:
+    with trial.without_a_trace():
+        found = trial.gradients(trial.run.network)
+    trained = ((name, each) for name, each in trial.run.network.named_parameters() if each.requires_grad)
+    return [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
+
+
+def _square(tensors: Sequence[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors)) ** 2

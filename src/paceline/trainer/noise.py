@@ -1,0 +1,241 @@
+"""How noisy are a run's gradients, as its own micro-batches tell on the way?
+
+The gradient of a step is there twice: as each micro-batch, or each process, leaves its part, and as the whole. Norms of
+both are all that the noise scale takes; no pass is made for it. They stay on the device until a record is due, and are
+then gathered with the numbers that are gathered anyway. Nothing here writes to a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.distributed.collectives import Collectives
+from paceline.formulas.noise import Estimate, NoiseAverages, estimate, rate_ratio
+from paceline.recipe.plan import Plan
+from paceline.trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+# In measured steps: long enough for estimates that scatter widely, short enough to see the noise grow.
+HALF_LIFE = 50
+# As many measured steps, before anything is concluded from them.
+ENOUGH = 20
+
+
+@dataclass
+class _Step:
+    """What this process holds of a measured step.
+
+    Attributes:
+        planned: Samples of the step over all processes, whose gradient's mean is taken over so many.
+        entries: Squared norms that each process gives.
+        used: Samples of this process that count, which are fewer where some could not be read.
+        whole: The whole gradient's norm.
+        parts: Of micro-batches: their samples, and their gradient's norm.
+    """
+
+    planned: int = 0
+    entries: int = 0
+    used: int = 0
+    whole: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    parts: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+
+class NoiseMeter:
+    """Measures some steps' gradient noise; part of the window's state in a checkpoint.
+
+    Exact runs give every logical rank's norm, so that any number of processes tells the same. Otherwise each process
+    gives that of its first micro-batch: where it is also its last, DDP has put the whole batch's gradient in its place
+    by the end of the backward pass, and so each parameter's is looked at when it is computed, before DDP takes it.
+
+    Args:
+        network: Whose gradients.
+        plan: Says how processes work together.
+        precision: May have scaled the loss.
+        averages_over: By which the reduction divides what it adds up.
+    """
+
+    def __init__(self, network: nn.Module, plan: Plan, precision: Precision, averages_over: int) -> None:
+        self._parameters = list(network.parameters())
+        self._every_part = plan.strategy == "exact"
+        self._reduces = plan.strategy == "ddp"
+        self._world_size = plan.world_size
+        self._precision = precision
+        self._averages_over = averages_over
+        self._open: _Step | None = None
+        self._pending: list[_Step] = []
+        self.averages = NoiseAverages(half_life=HALF_LIFE)
+        self.has_warned = False
+
+    def begin_step(self, *, is_due: bool) -> None:
+        """A step begins; it is measured if that is due."""
+        self._open = _Step() if is_due else None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether this step is measured."""
+        return self._open is not None
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self.averages.weight > 0
+
+    def watching(self, batch: Batch) -> AbstractContextManager[None]:
+        """Around the backward pass of a micro-batch."""
+        step = self._open
+        if step is None:
+            return nullcontext()
+        step.planned = batch.slice.step_weight
+        step.entries = batch.slice.logical_ranks // self._world_size if self._every_part else 1
+        step.used += batch.weight
+        if not batch.weight or (step.parts and not self._every_part):
+            return nullcontext()
+        return self._watched(step, batch)
+
+    @contextmanager
+    def _watched(self, step: _Step, batch: Batch) -> Iterator[None]:
+        if self._reduces and batch.slice.is_last:
+            with self._computed_norms() as norms:
+                yield
+            found = [norms[index] for index in sorted(norms)]
+        else:
+            yield
+            # In an exact run a micro-batch's own gradient, else the first one's share of the step's.
+            found = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
+        # The loss was multiplied by this (trainer/step.py), and perhaps by fp16's scale.
+        share = batch.weight * self._averages_over / batch.slice.step_weight
+        step.parts.append((batch.weight, self._precision.unscaled(_norm(found)) / share))
+
+    @contextmanager
+    def _computed_norms(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Norms of the gradients as this process computes them; the hooks are called before those of DDP."""
+        norms: dict[int, torch.Tensor] = {}
+
+        def note(index: int, parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                norms[index] = torch.linalg.vector_norm(parameter.grad)
+
+        handles = [
+            each.register_post_accumulate_grad_hook(partial(note, index))
+            for index, each in enumerate(self._parameters)
+            if each.requires_grad
+        ]
+        try:
+            yield norms
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def end_step(self, norm: torch.Tensor | None, *, stepped: bool) -> None:
+        """Close the step.
+
+        Args:
+            norm: The whole gradient's, before it was clipped.
+            stepped: False if the optimizer did not move, since gradients were no numbers.
+        """
+        step, self._open = self._open, None
+        if step is None or norm is None or not stepped:
+            return
+        step.whole = norm.detach().float()
+        self._pending.append(step)
+
+    def take(self) -> list[float]:
+        """What this process has measured since the last time, as many numbers as every other; waits for the device."""
+        pending, self._pending = self._pending, []
+        norms = [each for step in pending for each in (step.whole, *(norm for _, norm in step.parts))]
+        if not norms:
+            return []
+        values = iter(torch.stack(norms).tolist())
+        told: list[float] = []
+        for step in pending:
+            told += [step.planned, step.entries, step.used, next(values)]
+            found = [number for weight, _ in step.parts for number in (weight, next(values))]
+            told += found + [0.0] * (2 * step.entries - len(found))
+        return told
+
+    def fold(self, everyones: Sequence[Sequence[float]]) -> None:
+        """Average what all processes have measured; the same on each of them."""
+        rows = [iter(each) for each in everyones]
+        while (row := [list(islice(each, 4)) for each in rows])[0]:
+            planned, entries, _, whole = row[0]
+            parts = [list(islice(each, round(2 * entries))) for each in rows]
+            found = _estimate(planned, sum(each[2] for each in row), whole, parts)
+            if found is not None:
+                self.averages.add(found)
+
+    def gather(self, collectives: Collectives) -> None:
+        """Average what is still pending, before the state is saved; a collective."""
+        if self._pending:
+            self.fold(collectives.gather(self.take()))
+
+    def for_record(self) -> dict[str, float | None]:
+        """What a step record says of it."""
+        found = self.averages.noise_scale()
+        return {
+            "noise_scale": None if found is None else found.middle,
+            "noise_scale_low": None if found is None else found.low,
+            "noise_scale_high": None if found is None or math.isinf(found.high) else found.high,
+            "gradient_variance": self.averages.mean_variance,
+            "gradient_square": self.averages.mean_square,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, the same on every process."""
+        return {"averages": self.averages.to_json(), "has_warned": self.has_warned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved averages."""
+        self.averages.load(state["averages"])
+        self.has_warned = bool(state["has_warned"])
+
+
+def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms)).float()
+
+
+def _estimate(planned: float, used: float, whole: float, parts: Sequence[Sequence[float]]) -> Estimate | None:
+    pairs = [(each[at], each[at + 1]) for each in parts for at in range(0, len(each), 2) if each[at]]
+    weight = math.fsum(samples for samples, _ in pairs)
+    if not weight or not used:
+        return None
+    # The mean over the samples that were planned is smaller than that over those which could be read. fsum: whoever
+    # holds a part, the sum has the same bits.
+    square = math.fsum(samples * norm * norm for samples, norm in pairs) / weight
+    return estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2)
+
+
+def linear_rule_warning(run: Run) -> str | None:
+    """One sentence, once in a run, where a rate in proportion to the batch exceeds what the gradients' noise bears.
+
+    Before the warm-up is over nothing is said: the noise scale is smallest at the beginning, which is what a warm-up
+    is for.
+    """
+    asked, noise, plan = run.recipe.optimizer, run.noise, run.plan
+    if asked.lr_scaling != "linear" or asked.lr_reference_batch is None or noise.has_warned:
+        return None
+    batch = plan.epochs.phase_at(run.progress.position - 1).global_batch_size
+    found = noise.averages.noise_scale()
+    is_known = found is not None and found.count >= ENOUGH and run.progress.step > plan.warmup_steps
+    if found is None or not is_known or batch <= max(found.high, asked.lr_reference_batch):
+        return None
+    noise.has_warned = True
+    ratio = batch / asked.lr_reference_batch
+    best = rate_ratio(found.middle, batch, asked.lr_reference_batch)
+    return (
+        f"optimizer.lr_scaling=linear has multiplied the learning rate by {ratio:.3g} for a batch of {batch}, but the "
+        f"noise scale of the gradients is {found.middle:.3g} samples ({found.low:.3g} to {found.high:.3g}), and the "
+        "best rate grows with the batch only far below it. By eps_max / (1 + B_noise / B) it would be "
+        f"{best:.3g} times; use optimizer.lr_scaling=sqrt, a smaller batch, or a rate found by trying."
+    )

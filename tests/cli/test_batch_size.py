@@ -1,0 +1,80 @@
+"""`paceline noise-scale` and `paceline sweep-batch` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_the_noise_scale_is_told_with_a_range(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    done = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--output", "noise")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Gradient noise of digits, batches of 128 in 4 parts\n")
+    assert "critical batch" in done.out
+    assert "written: noise/noise-scale.html" in done.out
+
+
+def test_the_noise_scale_is_one_document(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    done = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--json")
+    found = json.loads(done.out)
+    (point,) = found["points"]
+    scale = point["noise_scale"]
+    assert scale["low"] < scale["middle"] < scale["high"]
+    assert point["critical_batch"]["low"] == pytest.approx(scale["low"] / 10)
+    assert found["costs"]["examples_ratio"] == pytest.approx(1 + 128 / scale["middle"])
+
+
+@pytest.mark.thorough
+def test_processes_share_the_batch_of_a_noise_scale(paceline: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    done = paceline("noise-scale", "digits", *tiny, "--steps", "4", "--processes", "2", "--json")
+    assert done.code == 0, done.err
+    two = json.loads(done.out)
+    one = json.loads(paceline("noise-scale", "digits", *tiny, "--steps", "4", "--json").out)
+    assert (two["processes"], one["processes"]) == (2, 1)
+    assert two["points"][0]["gradient_variance"] == pytest.approx(one["points"][0]["gradient_variance"], rel=1e-4)
+
+
+def test_a_run_that_measures_its_noise_says_so_in_plan_and_records(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (*tiny, "telemetry.noise_scale=2 steps")
+    refused = paceline_here("train", "digits", *words)
+    assert refused.code == 2
+    assert "set batch.micro_size=64" in refused.err
+    done = paceline_here("train", "digits", *words, "batch.micro_size=32", "--plan-only")
+    assert "every 2 steps" in next(line for line in done.out.splitlines() if "noise scale" in line)
+
+
+def test_a_sweep_prints_each_rule_and_goes_on(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = ("sweep-batch", "digits", *tiny, "--batch-sizes", "64,128", "--to", "top1_accuracy=10")
+    done = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep")
+    assert done.code == 0, done.err
+    assert done.out.startswith("digits to top1_accuracy=10, 1 runs each\n")
+    assert "linear rule: no knee: the target was reached with 2 batch sizes" in done.out
+    again = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep", "--json")
+    assert "3 of 3 runs are there already" in again.err
+    assert [each["rule"] for each in json.loads(again.out)["rules"]] == ["linear", "sqrt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--batch-sizes", "16,x", "--to", "loss=1"), "no list of batch sizes"),
+        (("--batch-sizes", "16,16", "--to", "loss=1"), "names 16 twice"),
+        (("--batch-sizes", "16", "--to", "94"), "METRIC=VALUE"),
+        (("--batch-sizes", "16", "--to", "top1_acuracy=94"), "Did you mean 'top1_accuracy'"),
+        (("--batch-sizes", "16", "--to", "loss=1", "--lr-rules", "cubic"), "'cubic' is no rule"),
+        (("--batch-sizes", "16", "--to", "loss=1", "--max", "3"), "found '3'"),
+    ],
+)
+def test_mistakes_are_one_sentence(paceline_here: Callable[..., Any], words: tuple[str, ...], said: str) -> None:
+    done = paceline_here("sweep-batch", "digits", *words)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err

@@ -1,0 +1,167 @@
+"""A sweep over batch sizes: real tiny runs, each made once, that end at the target; and what they come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import PacelineError, RecipeError
+from paceline.recipe.load import load_recipe
+from paceline.studies.batch_sweep.page import table_rows, write_sweep
+from paceline.studies.batch_sweep.rates import rates_of
+from paceline.studies.batch_sweep.report import conclude, knee_in_words
+from paceline.studies.batch_sweep.sweep import RUNS_FILE, SweepAsked, SweepRun, Swept, steps_to, sweep
+from paceline.studies.bench.target import Target, TargetRun
+
+QUICK = (
+    "model.options.width=4",
+    "model.options.stages=1",
+    "schedule.name=constant",
+    "schedule.warmup=0%",
+    "train.ema=off",
+    "evaluate.every=5 steps",
+)
+TARGET = Target("top1_accuracy", 40)
+
+
+def asked(tmp_path: Path, **changes: Any) -> SweepAsked:
+    base = SweepAsked(
+        recipe="digits", overrides=QUICK, target=TARGET, batch_sizes=(32, 64), rules=("linear", "sqrt"), seeds=1
+    )
+    return replace(base, output=tmp_path, **changes)
+
+
+def test_rules_start_from_the_recipes_own() -> None:
+    assert rates_of("constant", 256, 64, 0.2) == (0.2,)
+    assert rates_of("linear", 256, 64, 0.2) == (0.8,)
+    assert rates_of("sqrt", 256, 64, 0.2) == (0.4,)
+    assert rates_of("tuned", 256, 64, 0.2) == (0.1, 0.2, 0.4, 0.8, 1.6)
+    assert all(rates_of(rule, 64, 64, 0.2)[0] == 0.2 for rule in ("constant", "linear", "sqrt"))
+
+
+def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    swept = sweep(asked(tmp_path), said.append)
+    # Both rules have the recipe's own batch in common.
+    assert [(run.batch, run.lr) for run in swept.runs.values()] == [(32, 0.1), (32, 0.141421), (64, 0.2)]
+    assert all(run.reached and 0 < run.steps < 100 for run in swept.runs.values())
+    assert len(said) == 3
+
+    # Killed while it wrote the last line: that run is made again, and the others are not.
+    book = tmp_path / RUNS_FILE
+    lines = book.read_text().splitlines()
+    book.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
+    again = sweep(asked(tmp_path), said.append)
+    assert said[3] == "2 of 3 runs are there already"
+    assert len(said) == 5
+    same = [replace(run, seconds=0) for run in again.runs.values()]
+    assert same == [replace(run, seconds=0) for run in swept.runs.values()]
+
+    with pytest.raises(PacelineError, match="another sweep"):
+        sweep(asked(tmp_path, target=Target("top1_accuracy", 41)))
+
+
+@pytest.mark.thorough
+def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
+    both = (*QUICK, "parallel.exact=true", "parallel.logical_ranks=2")
+    here, there = (
+        sweep(asked(tmp_path / str(count), overrides=both, batch_sizes=(32,), processes=count))
+        for count in (1, 2)
+        if not (tmp_path / str(count)).mkdir()
+    )
+    assert [run.steps for run in here.runs.values()] == [run.steps for run in there.runs.values()]
+
+
+def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
+    from paceline.units import Duration
+
+    changes: dict[str, Any] = {"batch_sizes": (64,), "rules": ("constant",), "longest": Duration(10, "steps")}
+    swept = sweep(asked(tmp_path, **changes, target=Target("top1_accuracy", 99.9)))
+    (run,) = swept.runs.values()
+    assert (run.reached, run.steps, run.evaluations, run.trouble) == (False, 10, 2, "")
+    report = conclude(swept)
+    assert report.rules[0].law is None
+    assert "0 batch sizes" in knee_in_words(report.rules[0])
+    assert table_rows(report.rules[0])[0][2:4] == ("0 of 1", "-")
+
+
+def test_the_first_run_that_fails_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="cannot be cut"):
+        sweep(asked(tmp_path, overrides=(*QUICK, "parallel.logical_ranks=3")))
+    with pytest.raises(RecipeError, match=r"evaluate\.every"):
+        sweep(asked(tmp_path, overrides=(*QUICK, "evaluate.every=off")))
+    with pytest.raises(RecipeError, match=r"batch\.growth"):
+        sweep(asked(tmp_path, overrides=(*QUICK, "batch.growth.2=128")))
+
+
+@pytest.mark.parametrize(
+    ("scores", "reached", "steps"),
+    [((20, 60), True, 7.5), ((60,), True, 5), ((20, 30), False, 10), ((40.0, 40.0), True, 10)],
+)
+def test_steps_lie_between_two_evaluations(scores: Sequence[float], reached: bool, steps: float) -> None:
+    evaluations = [{"step": 5 * number, "top1_accuracy": score} for number, score in enumerate(scores, start=1)]
+    run = TargetRun(seed=0, reached=reached, evaluations=evaluations)
+    assert steps_to(run, TARGET) == steps
+
+
+def made_up(knee: float = 100) -> Swept:
+    """A sweep whose linear rule follows the law, and whose constant rule never gets there."""
+    import math
+
+    loaded = load_recipe("digits", ("schedule.name=constant",))
+    runs = {}
+    for batch in (16, 64, 256, 1024):
+        for seed in range(3):
+            for rule in ("linear", "constant"):
+                (rate,) = rates_of("linear" if rule == "linear" else "constant", batch, 64, 0.2)
+                steps = 50 * (1 + knee / batch) * math.exp(0.02 * (seed - 1))
+                there = rule == "linear" or batch == 64
+                run = SweepRun(
+                    batch=batch,
+                    lr=rate,
+                    seed=seed,
+                    reached=there,
+                    steps=steps if there else 500,
+                    samples_per_step=batch,
+                    evaluations=9,
+                    seconds=1,
+                )
+                runs[run.key] = run
+    request = SweepAsked(
+        recipe="digits", target=TARGET, batch_sizes=(16, 64, 256, 1024), rules=("linear", "constant"), seeds=3
+    )
+    return Swept(asked=request, loaded=loaded, base_rate=0.2, runs=runs)
+
+
+def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
+    report = conclude(made_up())
+    linear, constant = report.rules
+    assert linear.law is not None
+    assert linear.law.critical_batch.middle == pytest.approx(100, rel=0.01)
+    assert 100 in linear.law.critical_batch
+    assert knee_in_words(linear).startswith("knee at 100 samples (")
+    assert constant.law is None
+    assert "1 batch sizes" in constant.why
+    written = write_sweep(tmp_path, report)
+    document = json.loads(written[0].read_text())
+    assert document["rules"][0]["law"]["critical_batch"]["middle"] == pytest.approx(100, rel=0.01)
+    assert "linear: law" in written[1].read_text()
+
+
+def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
+    swept = made_up()
+    runs = {}
+    for rate in rates_of("tuned", 64, 64, 0.2):
+        for seed in range(3):
+            there = rate in (0.2, 0.4) or (rate == 0.05 and seed == 0)
+            steps = {0.05: 10.0, 0.2: 80.0, 0.4: 60.0}.get(rate, 500.0)
+            run = replace(swept.runs[64, 0.2, 0], lr=rate, seed=seed, reached=there, steps=steps)
+            runs[run.key] = run
+    tuned = replace(swept, asked=replace(swept.asked, batch_sizes=(64,), rules=("tuned",)), runs=runs)
+    (row,) = conclude(tuned).rules[0].rows
+    assert (row.lr, row.reached) == (0.4, 3)

@@ -1,0 +1,83 @@
+"""The noise scale at given weights: of a fresh recipe, and of each checkpoint of a run that stays as it is."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import RecipeError
+from paceline.recipe.load import load_recipe
+from paceline.studies.noise_page import write_noise
+from paceline.studies.noise_scale import NoiseAsked, in_words, measure_noise
+from paceline.telemetry.display import SilentDisplay
+from paceline.trainer.run import Run
+from paceline.trainer.train import Options, opened_run, train_recipe
+
+SMALL = ("model.options.width=4", "model.options.stages=1", "batch.global_size=32", "parallel.device=cpu")
+
+
+def gradients(run: Run, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """By hand: of the mean loss of some samples, flat."""
+    loss = torch.nn.functional.cross_entropy(run.network(images), targets)
+    found = torch.autograd.grad(loss, list(run.network.parameters()))
+    return torch.cat([each.reshape(-1) for each in found])
+
+
+def test_it_is_what_gradients_computed_by_hand_say(tmp_path: Path) -> None:
+    plain = (*SMALL, "batch.micro_size=8", "train.label_smoothing=0", "train.precision=fp32")
+    report = measure_noise(NoiseAsked(target="digits", overrides=plain, steps=3))
+    (point,) = report.points
+    assert (report.global_batch_size, report.micro_batch_size, point.steps) == (32, 8, 3)
+
+    variances, squares = [], []
+    with opened_run(load_recipe("digits", plain), Options(run_dir=tmp_path / "run", display=SilentDisplay())) as run:
+        stream = run.train_batches()
+        for _ in range(3):
+            parts = [next(stream) for _ in range(4)]
+            each = [gradients(run, part.inputs, part.targets) for part in parts]
+            small = sum(float(one @ one) for one in each) / 4
+            mean = torch.stack(each).mean(0)
+            large = float(mean @ mean)
+            variances.append((small - large) / (1 / 8 - 1 / 32))
+            squares.append((32 * large - 8 * small) / 24)
+    assert point.averages.mean_variance == pytest.approx(sum(variances) / 3, rel=1e-3)
+    assert point.averages.mean_square == pytest.approx(sum(squares) / 3, rel=1e-3)
+
+
+def digest(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = ("checkpoint.every=4 steps", "checkpoint.keep=3", "train.duration=8 steps", "train.ema=0.5")
+    train_recipe(load_recipe("digits", (*SMALL, *changes)), Options(run_dir=run))
+    before = digest(run)
+    told: list[str] = []
+    report = measure_noise(NoiseAsked(target=str(run), steps=5), told.append)
+    assert digest(run) == before
+    assert [point.step for point in report.points] == [4, 8]
+    assert len(told) == 2
+    one, other = (point.averages.mean_variance for point in report.points)
+    assert one != other
+    # The batch is cut for itself: one process, one micro-batch in the recipe.
+    assert report.micro_batch_size == 8
+    (tmp_path / "out").mkdir()
+    written = write_noise(tmp_path / "out", report)
+    assert [path.name for path in written] == ["noise-scale.json", "noise-scale.html"]
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(RecipeError, match="larger one"):
+        measure_noise(NoiseAsked(target="digits", overrides=(*SMALL[:2], "batch.global_size=1"), steps=2))
+
+
+def test_a_gradient_lost_in_noise_is_said_to_be() -> None:
+    report = measure_noise(NoiseAsked(target="digits", overrides=(*SMALL, "batch.global_size=2"), steps=2))
+    assert report.points[0].step == 0
+    assert in_words(report.points[0])
+    assert report.to_json()["points"][0]["steps_measured"] == 2
