@@ -51,7 +51,7 @@ def test_one_document(paceline_here: Callable[..., Any]) -> None:
         "overrides": {"train.precision": "auto"},
         "keeps": "rounding",
     }
-    assert document["check_seconds"] < 0.5
+    assert document["check_seconds"] < document["seconds"]
 
 
 def test_the_improved_recipe_trains_the_same(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
