@@ -1,4 +1,4 @@
-"""Twelve mistakes, each planted alone, and the command as a user calls it: which finding comes first, as the guide says?"""
+"""Twelve mistakes, each planted alone, and the command as a user calls it: which finding comes first?"""
 
 from __future__ import annotations
 

@@ -132,7 +132,9 @@ def _show_finding(console: Console, finding: Finding) -> None:
     console.print(f"        {finding.why} ({finding.source})", markup=False)
     console.print(f"        change: {finding.advice.words}{_kept(finding)}", markup=False)
     if finding.gain is None:
-        console.print(f"        expected, not measured: {finding.expected}", markup=False)
+        # What is said of sizes says itself that it is a prediction.
+        label = "" if finding.expected.startswith("predicted: ") else "expected, not measured: "
+        console.print(f"        {label}{finding.expected}", markup=False)
     else:
         console.print(f"        measured: {finding.gain}; expected was: {finding.expected}", markup=False)
 
