@@ -51,12 +51,16 @@ def test_one_document(paceline_here: Callable[..., Any]) -> None:
         "overrides": {"train.precision": "auto"},
         "keeps": "rounding",
     }
-    assert document["check_seconds"] < 0.5
+    assert document["check_seconds"] < document["seconds"]
 
 
 def test_the_improved_recipe_trains_the_same(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
     done = paceline_here("doctor", "digits", *SLOW, "batch.global_size=1024", "--apply", "better.yaml")
-    assert "better.yaml: the recipe with precision, log_every_step changed" in done.out, done.out
+    _, _, shown = done.out.partition("better.yaml: the recipe with precision, log_every_step changed:\n")
+    assert shown.splitlines() == [
+        *("  - train.precision=fp32", "  + train.precision=auto"),
+        *('  - telemetry.log_every="1 step"', '  + telemetry.log_every="10 steps"'),
+    ], done.out
     text = (tmp_path / "better.yaml").read_text()
     assert "train.precision=auto  (precision; the same training but for rounding; not measured)" in text
     better = load_recipe(tmp_path / "better.yaml").recipe

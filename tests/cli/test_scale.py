@@ -162,5 +162,4 @@ def test_predicted_beside_measured_here(paceline: Callable[..., Any]) -> None:
     # How near it comes is for benchmarks/scaling.py, on a machine of its own; here, that the two are held together.
     measured = two["measured_samples_per_second"]["middle"]
     assert two["error"] == pytest.approx(two["samples_per_second"] / measured - 1)
-    assert 0.2 < two["samples_per_second"] / measured < 5
     assert "measured here" in document["basis"]

@@ -42,7 +42,9 @@ def test_a_sum_over_a_slow_link_takes_what_the_model_says(size: int, tmp_path: P
         network_latency_seconds=shaped.LATENCY_SECONDS,
         algorithm="ring",
     )
-    assert fabric.all_reduce_seconds(message) == pytest.approx(measured, rel=0.1)
+    # Cores that others use too only make it slower; the shaped link cannot be faster than its rate.
+    # benchmarks/scaling_shaped.py says how near it comes on a machine of its own.
+    assert 0.5 * measured < fabric.all_reduce_seconds(message) < 1.1 * measured
 
 
 @pytest.mark.thorough

@@ -22,14 +22,17 @@ pytestmark = [
 
 # One start of the processes for many runs: a list of names with what each changes.
 PROGRAM = """
-import datetime, json, os, sys
+import datetime, gc, json, os, sys
 import torch
 import paceline
 
 torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 for name, overrides in json.loads(open("runs.json").read()):
     paceline.train("recipe.yaml", overrides=overrides, run_dir=name)
+gc.collect()
 torch.distributed.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # threads of a group that something still holds would abort the interpreter's own end
 """
 MODELS = """
 import os

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.studies.doctor.findings import Finding
+    from paceline.studies.doctor.improving import Improved
     from paceline.studies.doctor.study import Diagnosis
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
@@ -29,6 +30,12 @@ _MOST_PLACES = 5
 @click.option(
     "--device", metavar="NAME", help="Judge for this device (a100, t4, cpu, …), also where it is not; default: here."
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Judge a run of N processes; default: 1, or 2 where parallel.strategy needs several.",
+)
 @click.option("--measure", "measured", is_flag=True, help="Measure the gain of each change, in short bursts in turns.")
 @click.option(
     "--rounds", type=click.IntRange(min=4), default=8, show_default=True, help="Turns of each change with --measure."
@@ -38,13 +45,15 @@ _MOST_PLACES = 5
     "improved",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the recipe with the changes that train the same thing; with --measure, those that gained.",
+    help="Write the recipe with the changes that train the same thing and go together; with --measure, those that "
+    "gained.",
 )
 @json_option
 def command(
     recipe: str,
     overrides: tuple[str, ...],
     device: str | None,
+    processes: int | None,
     measured: bool,
     rounds: int,
     improved: Path | None,
@@ -74,18 +83,18 @@ def command(
         raise click.UsageError(
             f"--measure measures on the device that is here, not on '{device}'; leave one of them out."
         )
-    asked = Asked(recipe=recipe, overrides=overrides, device=device)
+    asked = Asked(recipe=recipe, overrides=overrides, device=device, processes=processes)
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         diagnosis = examine(asked, lambda line: click.echo(line, err=True))
         if measured:
             diagnosis = measure(diagnosis, Pace(rounds=rounds), lambda line: click.echo(line, err=True))
-    met = () if improved is None else write_improved(improved, diagnosis, measured=measured)
+        made = None if improved is None else write_improved(improved, diagnosis, measured=measured)
     if as_json:
-        print_json(diagnosis.to_json() | {"applied": [each.name for each in met]})
+        print_json(diagnosis.to_json() | _applied(made))
     else:
         _show(diagnosis)
-        _show_applied(improved, met)
+        _show_applied(improved, made)
     return 0 if diagnosis.is_healthy else 1
 
 
@@ -95,7 +104,8 @@ def _show(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{diagnosis.recipe} on {diagnosis.device}{'' if diagnosis.is_here else ' (not here: predictions)'}: "
-        f"{diagnosis.precision}, {diagnosis.global_batch} samples a step",
+        f"{diagnosis.precision}, {diagnosis.global_batch} samples a step"
+        f"{f' on {diagnosis.processes} processes' if diagnosis.processes > 1 else ''}",
         markup=False,
     )
     for finding in diagnosis.findings:
@@ -122,7 +132,9 @@ def _show_finding(console: Console, finding: Finding) -> None:
     console.print(f"        {finding.why} ({finding.source})", markup=False)
     console.print(f"        change: {finding.advice.words}{_kept(finding)}", markup=False)
     if finding.gain is None:
-        console.print(f"        expected, not measured: {finding.expected}", markup=False)
+        # What is said of sizes says itself that it is a prediction.
+        label = "" if finding.expected.startswith("predicted: ") else "expected, not measured: "
+        console.print(f"        {label}{finding.expected}", markup=False)
     else:
         console.print(f"        measured: {finding.gain}; expected was: {finding.expected}", markup=False)
 
@@ -133,10 +145,20 @@ def _kept(finding: Finding) -> str:
     ]
 
 
-def _show_applied(path: Path | None, met: tuple[Finding, ...]) -> None:
-    if path is None:
+def _applied(made: Improved | None) -> dict[str, Any]:
+    if made is None:
+        return {"applied": [], "left_out": {}, "changes": []}
+    return {"applied": [each.name for each in made.met], "left_out": made.left_out, "changes": made.lines}
+
+
+def _show_applied(path: Path | None, made: Improved | None) -> None:
+    if path is None or made is None:
         return
-    if met:
-        click.echo(f"{path}: the recipe with {', '.join(each.name for each in met)} changed")
-    else:
+    for name, why in made.left_out.items():
+        click.echo(f"not changed: {name}: {why}")
+    if not made.met:
         click.echo(f"{path} was not written: there is no change to make")
+        return
+    click.echo(f"{path}: the recipe with {', '.join(each.name for each in made.met)} changed:")
+    for line in made.lines:
+        click.echo(f"  {line}")

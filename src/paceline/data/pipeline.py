@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -55,3 +56,16 @@ class Pipeline(Protocol):
     def close(self) -> None:
         """Stop workers and release memory."""
         ...
+
+
+class TimedPipeline(Pipeline, Protocol):
+    """One that tells when a training step waits for a batch that is being brought to the device."""
+
+    def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter what ``moving`` gives where that is so."""
+        ...
+
+
+def as_timed(pipeline: Pipeline) -> TimedPipeline | None:
+    """The same pipeline, if it tells; those of the user's own need not."""
+    return cast("TimedPipeline", pipeline) if hasattr(pipeline, "timed_by") else None

@@ -80,7 +80,11 @@ def _typical(evidence: Evidence, phase: str) -> float:
 
 def _data(plan: Mapping[str, Any]) -> str:
     data = plan.get("data", {})
-    if data.get("backend") in ("pytorch", "dali"):
+    if data.get("backend") is None:
+        advice = (
+            "the task's own pipeline makes them (its open_pipeline): let it read ahead, in processes beside this one"
+        )
+    elif data["backend"] in ("pytorch", "dali"):
         advice = f"use more than data.workers={data.get('workers')}, or packed data (paceline pack)"
     else:
         advice = "vary images less, or let loader processes do it: data.backend=pytorch with data.workers"

@@ -44,19 +44,25 @@ class _Rank:
         self.answers, theirs = os.pipe()
         self._errors, self._read = errors, b""
         try:
-            with errors.open("wb") as err:
-                # A session of its own: what a terminal's Ctrl-C ends is this process, which then ends the others.
-                self.process = subprocess.Popen(
-                    command_line(orders(theirs)),
-                    stdin=subprocess.PIPE,
-                    stdout=err,
-                    stderr=err,
-                    pass_fds=(theirs,),
-                    start_new_session=True,
-                    env=environment,
-                )
+            self.process = self._begun(orders(theirs), environment, theirs)
+        except OSError as error:
+            os.close(self.answers)
+            raise MemberError(f"a process cannot be started ({error.strerror})") from error
         finally:
             os.close(theirs)
+
+    def _begun(self, orders: Orders, environment: Mapping[str, str], theirs: int) -> subprocess.Popen[bytes]:
+        with self._errors.open("wb") as err:
+            # A session of its own: what a terminal's Ctrl-C ends is this process, which then ends the others.
+            return subprocess.Popen(
+                command_line(orders),
+                stdin=subprocess.PIPE,
+                stdout=err,
+                stderr=err,
+                pass_fds=(theirs,),
+                start_new_session=True,
+                env=environment,
+            )
 
     def grant(self, lead: int, steps: int) -> None:
         assert self.process.stdin is not None
@@ -108,6 +114,9 @@ class Member:
         processes: How many train together.
         folder: Where everything of it is written; it exists.
         scratch: What is to be removed if this process cannot do it any more.
+
+    Raises:
+        MemberError: If they cannot be started; none is left then.
     """
 
     def __init__(self, recipe: Path, part: str, *, processes: int, folder: Path, scratch: Path) -> None:
@@ -146,18 +155,16 @@ class Member:
         return self._answers(limit_seconds)[0]
 
     def turn(self, *, lead: int, steps: int, limit_seconds: float) -> dict[str, Any]:
-        """Let it take some steps that are not timed, and then some that are; what the first process measured.
+        """Let it take some steps that are not timed, and then some that are; what the slowest process measured.
 
-        The peak of memory is that of the process that needed most.
+        The peak of memory is that of the process that needed most, and the energy that of all their devices.
 
         Raises:
             MemberError: If it fails.
         """
         for rank in self._ranks:
             rank.grant(lead, steps)
-        found = self._answers(limit_seconds)
-        peaks = [each["peak_memory_bytes"] for each in found if each["peak_memory_bytes"] is not None]
-        return {**found[0], "peak_memory_bytes": max(peaks, default=None)}
+        return of_all(self._answers(limit_seconds))
 
     def leave(self) -> None:
         """Let its processes end in order, and see to it that they do."""
@@ -201,6 +208,22 @@ class Member:
             time.sleep(_LOOK_SECONDS / 4)
         ended = [rank for rank in self._ranks if rank.process.poll() is not None]
         return _cause(said, [rank.ending for rank in ended])
+
+
+def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One answer for a block of steps that several processes took, each of which measured itself."""
+    # A step is done when the last one has done it; where nothing is exchanged, as with `data`, they are not as fast.
+    found = dict(max(answers, key=lambda each: float(each["seconds"])))
+    peaks = [each["peak_memory_bytes"] for each in answers if each["peak_memory_bytes"] is not None]
+    # Processes on one machine's processors read one counter; those with a GPU each, as many.
+    used = {each["energy_counter"]: each["joules"] for each in answers}
+    del found["energy_counter"]
+    known = [each for each in used.values() if each is not None]
+    return {
+        **found,
+        "peak_memory_bytes": max(peaks, default=None),
+        "joules": sum(known) if len(known) == len(used) else None,
+    }
 
 
 def _cause(said: Sequence[dict[str, Any]], endings: Sequence[str]) -> MemberError:

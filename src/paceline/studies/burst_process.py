@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from paceline.data.batch import Batch
+from paceline.data.image.feeding import remembered
 from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
@@ -118,6 +119,7 @@ class _Turns(SilentDisplay):
             "seconds": seconds,
             "phases": {name: (now - self._phases[name]) / steps for name, now in self._phase_seconds().items()},
             "joules": None if joules is None or self._joules is None else joules - self._joules,
+            "energy_counter": self._energy.identity,
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
         }
 
@@ -137,6 +139,9 @@ class _Turns(SilentDisplay):
                 "compile": plan.compile,
                 "backend": plan.data.get("backend"),
                 "workers": plan.data.get("workers", 0),
+                "workers_asked": self._run.recipe.data.workers,
+                "workers_reason": plan.reasons.get("data.workers", ""),
+                "workers_measured": remembered(self._run.recipe, self._run.world) is not None,
                 "prefetch": self._run.recipe.data.prefetch,
                 "parameters": plan.parameters,
                 "energy_of": self._energy.of,

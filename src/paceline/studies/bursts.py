@@ -58,9 +58,9 @@ class Round:
     Attributes:
         steps: Optimizer steps.
         samples: Training samples they used, over all processes.
-        seconds: From the first one's begin to the last one's end on the device.
-        phases: Mean seconds per step in each phase of the step clock, on the first process.
-        joules: Energy that the device used meanwhile; None if it cannot be read.
+        seconds: From the first one's begin to the last one's end on the device, on the process that took longest.
+        phases: Mean seconds per step in each phase of the step clock, on that process.
+        joules: Energy that the devices of all processes used meanwhile; None if it cannot be read.
     """
 
     steps: int
@@ -123,7 +123,7 @@ class Measured:
 
     @property
     def data_wait_fraction(self) -> float | None:
-        """Share of the time that the first process waited for data, in [0, 1]; None without rounds."""
+        """Share of the time that the slowest process waited for data, in [0, 1]; None without rounds."""
         waited = sum(each.phases["data_wait"] * each.steps for each in self.rounds)
         return waited / sum(each.seconds for each in self.rounds) if self.rounds else None
 
@@ -136,7 +136,7 @@ class Measured:
 
     @property
     def joules_per_sample(self) -> float | None:
-        """Energy of the device for each training sample; None if it cannot be read."""
+        """Energy of the devices for each training sample; None if it cannot be read."""
         used = [each.joules for each in self.rounds]
         if not used or any(each is None for each in used):
             return None
@@ -218,7 +218,18 @@ class _Player:
         folder.mkdir()
         recipe = folder / "recipe.yaml"
         recipe.write_text(to_yaml(for_bursts(variant.recipe)), encoding="utf-8")
-        self.member = Member(recipe, variant.part, processes=variant.processes, folder=folder, scratch=scratch)
+        self._member: Member | None = None
+        self._try(lambda: self._start(recipe, scratch))
+
+    def _start(self, recipe: Path, scratch: Path) -> None:
+        variant = self.measured.variant
+        self._member = Member(recipe, variant.part, processes=variant.processes, folder=recipe.parent, scratch=scratch)
+
+    @property
+    def member(self) -> Member:
+        """Its processes, which were started."""
+        assert self._member is not None
+        return self._member
 
     def open(self) -> None:
         """Wait for its run."""
@@ -239,7 +250,17 @@ class _Player:
             act()
         except MemberError as error:
             self.measured.trouble, self.measured.out_of_memory = str(error), error.out_of_memory
-            self.member.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """End its processes, if there are any."""
+        if self._member is not None:
+            self._member.kill()
+
+    def leave(self) -> None:
+        """Let its processes end in order."""
+        if self._member is not None:
+            self._member.leave()
 
     def _open(self) -> None:
         self.measured.facts = self.member.opened(limit_seconds=_OPEN_SECONDS)
@@ -278,7 +299,7 @@ def _in_turns(variants: Mapping[str, Variant], pace: _Pace) -> dict[str, Measure
         players: dict[str, _Player] = {}
         for index, (name, variant) in enumerate(variants.items()):
             players[name] = _Player(variant, scratch, index, pace)
-            held.callback(players[name].member.kill)
+            held.callback(players[name].kill)
         pace.say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
         for each in players.values():
             each.open()
@@ -287,7 +308,7 @@ def _in_turns(variants: Mapping[str, Variant], pace: _Pace) -> dict[str, Measure
             pace.say(f"{name}: {_in_words(each.measured)}")
         _play(list(players.values()), pace)
         for each in players.values():
-            each.member.leave()
+            each.leave()
         return {name: each.measured for name, each in players.items()}
 
 

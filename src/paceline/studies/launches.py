@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,9 @@ class Launch:
             pipe open.
         limit_seconds: What takes longer than this is ended.
         variables: Environment variables beside this process's own.
+
+    Raises:
+        LaunchError: If it cannot be started.
     """
 
     def __init__(
@@ -52,21 +56,28 @@ class Launch:
         self._deadline = time.monotonic() + limit_seconds
         self._limit = limit_seconds
         self._out, self._err = log.with_name(f"{log.name}.out"), log.with_name(f"{log.name}.err")
+        self._begin(arguments, log, variables or {})
+
+    def _begin(self, arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
         # A short name: sockets of loader processes lie in it, and the path of one has at most 108 bytes.
         temporary = tempfile.mkdtemp(prefix="t", dir=log.parent)
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCH}
         name, _, value = self._mark.partition("=")
-        environment = {**inherited, "TMPDIR": temporary, **(variables or {}), name: value}
+        environment = {**inherited, "TMPDIR": temporary, **variables, name: value}
         self.begun = time.monotonic()
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                env=environment,
-            )
+        try:
+            with self._out.open("wb") as out, self._err.open("wb") as err:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "paceline", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    env=environment,
+                )
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise LaunchError(f"a process cannot be started ({error.strerror}).") from error
 
     @property
     def out(self) -> str:

@@ -23,11 +23,12 @@ class EnergyCounter:
 
     Attributes:
         of: What is counted, in words.
+        identity: Which counter it is: two processes may share one, or have one each. Empty if there is none.
         why_not: Why it cannot be read; empty if it can.
     """
 
     def __init__(self, device: torch.device, *, rapl: Path = _RAPL) -> None:
-        self.of, self.why_not = "", ""
+        self.of, self.identity, self.why_not = "", "", ""
         self._zones: list[Path] = []
         self._nvml: ctypes.CDLL | None = None
         self._handle = ctypes.c_void_p()
@@ -72,7 +73,7 @@ class EnergyCounter:
         except (OSError, ValueError):
             self.why_not = "the RAPL counter can be read by root only (/sys/class/powercap)"
             return
-        self._zones, self.of = zones, "processor packages (RAPL)"
+        self._zones, self.of, self.identity = zones, "processor packages (RAPL)", str(rapl)
 
     def _find_board(self, device: torch.device) -> None:
         import torch
@@ -89,4 +90,4 @@ class EnergyCounter:
             if self.joules() is None:
                 self._nvml = None
                 return
-            self.of, self.why_not = "the GPU's board (NVML)", ""
+            self.of, self.identity, self.why_not = "the GPU's board (NVML)", identity.decode(), ""

@@ -124,8 +124,8 @@ def build_run(setting: Setting) -> Run:
     _register(run)
     run.clock = with_profile(run)
     run.strategy.timed_by(run.clock)
-    if hasattr(run.pipeline, "timed_by"):  # pipelines of the user's own need not tell
-        run.pipeline.timed_by(partial(run.clock.span, "h2d"))
+    if run.timed_pipeline is not None:
+        run.timed_pipeline.timed_by(partial(run.clock.span, "h2d"))
     return run
 
 

@@ -24,7 +24,8 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
-from paceline.errors import CheckpointError, DataError, ModelError, RecipeError
+from paceline.errors import CheckpointError, DataError, ModelError, RecipeError, did_you_mean
+from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
 from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
@@ -132,12 +133,25 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     # The class is part of what a run is: weights of one task are not another's.
     named = replace(facts, description={"task": task_name(task), **facts.description})
     plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
-    names = [metric.name for metric in task.metrics]
-    if recipe.evaluate.metric not in names:
-        raise RecipeError(
-            f"evaluate.metric={recipe.evaluate.metric} is not measured; choose one of: {', '.join(names)}."
-        )
+    find_metric(task, recipe.evaluate.metric, f"evaluate.metric={recipe.evaluate.metric}")
     return replace(plan, learning_rates=LearningRate.of(recipe.schedule, plan).phases())
+
+
+def find_metric(task: Task, name: str, asked: str) -> Metric:
+    """The metric of this name that a task measures, once it knows its data (:meth:`Task.data_facts`).
+
+    Args:
+        task: The run's.
+        name: The metric's.
+        asked: What asks for it, for the message.
+
+    Raises:
+        RecipeError: If there is none.
+    """
+    known = {metric.name: metric for metric in task.metrics}
+    if name not in known:
+        raise RecipeError(f"{asked} is not measured; choose one of: {', '.join(known)}.{did_you_mean(name, known)}")
+    return known[name]
 
 
 def without_initial_weights(recipe: Recipe) -> Recipe:

@@ -15,7 +15,7 @@ from paceline.checkpoint.components import Registry
 from paceline.checkpoint.store import SavedCheckpoint
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Pipeline
+from paceline.data.pipeline import Pipeline, TimedPipeline, as_timed
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import NO_SAMPLES, Pulse
@@ -119,9 +119,14 @@ class Run:
         return Wish(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property
+    def timed_pipeline(self) -> TimedPipeline | None:
+        """The pipeline, if it tells when it brings batches to the device."""
+        return as_timed(self.pipeline)
+
+    @property
     def untold(self) -> frozenset[str]:
         """Phases whose time cannot be told from others' here."""
-        parts = {"communication": self.strategy.tells_communication, "h2d": hasattr(self.pipeline, "timed_by")}
+        parts = {"communication": self.strategy.tells_communication, "h2d": self.timed_pipeline is not None}
         return frozenset(phase for phase, is_told in parts.items() if not is_told)
 
     @property

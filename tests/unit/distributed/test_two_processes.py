@@ -22,10 +22,14 @@ launch = read_launch(os.environ)
 rank = launch.world.rank
 answer = {}
 """
+# Threads of a group that something still holds would abort the interpreter's own end.
 END = """
+import gc, os
+gc.collect()
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
-print(json.dumps(answer))
+print(json.dumps(answer), flush=True)
+os._exit(0)
 """
 
 

@@ -146,6 +146,13 @@ def test_the_sentence_names_the_largest_avoidable_part(phases: dict[str, float],
     assert answer.endswith(".")
 
 
+def test_a_pipeline_of_ones_own_has_no_key_to_change() -> None:
+    said = said_of([{"data_wait": 0.41, "forward": 0.59}] * 4, plan=PLAN | {"data": {}})
+    assert said is not None
+    assert "open_pipeline" in said
+    assert "data.workers" not in said
+
+
 def test_no_sentence_without_clear_evidence() -> None:
     slow, quick = {"data_wait": 0.5, "forward": 0.5}, {"data_wait": 0.02, "forward": 0.5, "optimizer": 0.25}
     assert said_of([slow] * 2) is None  # two records are none

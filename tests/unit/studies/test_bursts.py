@@ -23,19 +23,19 @@ import torch
 from paceline.tasks.image_classification import ImageClassification
 
 class Slow(ImageClassification):
-    """Each step takes 20 ms more."""
+    """Each step takes 50 ms more, many times what a busy machine makes of a step of this network."""
     def loss(self, model, batch):
-        time.sleep(0.02)
+        time.sleep(0.05)
         return super().loss(model, batch)
 
 class Starved(ImageClassification):
-    """Each batch comes 20 ms late."""
+    """Each batch comes 50 ms late."""
     def open_pipeline(self, placement):
         pipeline = super().open_pipeline(placement)
         stream = pipeline.train_batches
         def late(*order):
             for batch in stream(*order):
-                time.sleep(0.02)
+                time.sleep(0.05)
                 yield batch
         pipeline.train_batches = late
         return pipeline
@@ -89,13 +89,13 @@ def test_what_takes_longer_is_told_apart(measured: dict[str, Any]) -> None:
     plain, slow = measured["plain"], measured["slow"]
     assert [plain.trouble, slow.trouble] == ["", ""]
     assert len(plain.rounds) == len(slow.rounds) == 4
-    found = slow.slower_than(plain)
-    assert found.low > 1.05
-    # The twenty milliseconds are in the forward pass, and nowhere else; a busy machine adds to both.
-    assert 0.015 < slow.phases["forward"] - plain.phases["forward"] < 0.04
-    assert abs(slow.phases["backward"] - plain.phases["backward"]) < 0.015
-    for each in slow.rounds:
-        assert sum(each.phases.values()) == pytest.approx(each.step_seconds, rel=0.1)
+    assert slow.slower_than(plain).middle > 1.5
+    # The fifty milliseconds are in the forward pass of every round, and nowhere else. A busy machine adds to both, and
+    # holds up now and then what lies between two readings of the clock: so the middle round, and wide limits.
+    assert all(each.phases["forward"] >= 0.05 for each in slow.rounds)
+    assert statistics.median(each.phases["backward"] for each in slow.rounds) < 0.05
+    accounted = [sum(each.phases.values()) / each.step_seconds for each in slow.rounds]
+    assert statistics.median(accounted) == pytest.approx(1, abs=0.1)
     assert plain.warm_up_seconds >= 0.2
     assert plain.warm_up_steps > 3
     assert plain.peak_memory_bytes > 2**26
@@ -105,12 +105,13 @@ def test_what_takes_longer_is_told_apart(measured: dict[str, Any]) -> None:
 def test_parts_are_measured_by_themselves(measured: dict[str, Any]) -> None:
     starved, computing, data = (measured[f"starved{part}"] for part in ("", ", computing", ", data"))
     assert [starved.trouble, computing.trouble, data.trouble] == ["", "", ""]
-    assert starved.data_wait_fraction > 0.5
-    assert computing.data_wait_fraction < 0.1
+    assert all(each.phases["data_wait"] >= 0.05 for each in (*starved.rounds, *data.rounds))
+    # The same batches again: nothing is late. A median, as a busy machine may hold up any one of them.
+    assert statistics.median(each.phases["data_wait"] for each in computing.rounds) < 0.025
     assert computing.phases["forward"] > 0
-    assert data.data_wait_fraction > 0.9
+    assert data.data_wait_fraction > 0.5
     assert data.phases["forward"] == 0
-    assert min(data.step_seconds) >= 0.02
+    assert min(data.step_seconds) >= 0.05
     assert statistics.median(computing.step_seconds) < statistics.median(starved.step_seconds)
     # Samples are counted where the epoch's last step is smaller, and where there is no epoch.
     assert all(each.samples <= 16 * each.steps for each in starved.rounds)
@@ -209,8 +210,8 @@ def test_nothing_is_left_behind(tiny_recipe: Path, runs: Path, number: signal.Si
         # The two runs, each with a loader process, and what helps these.
         assert len(of_folder(folder)) >= 5
         process.send_signal(number)
-        process.communicate(timeout=20)
-        deadline = time.monotonic() + 20
+        process.communicate(timeout=60)
+        deadline = time.monotonic() + 60
         while (of_folder(folder) or list(folder.iterdir())) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert of_folder(folder) == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -65,8 +66,39 @@ class Sleeper:
         return statistics.fmean(self.slept[name][skip:])
 
 
+def least_excess(clock: StepClock, step: Callable[[Sleeper], None], *, times: int = 6) -> dict[str, float]:
+    """By how much the clock says more than was slept in each phase, in the step where that is least.
+
+    A busy machine may come between two readings of the clock in any step, but hardly in all of them.
+    """
+    excess: dict[str, list[float]] = {}
+    for _ in range(times):
+        sleeper = Sleeper()
+        step(sleeper)
+        clock.end_step(samples=1)
+        timings = clock.drain()
+        for name, slept in sleeper.slept.items():
+            excess.setdefault(name, []).append((timings[f"{name}_seconds"] or 0.0) - sum(slept))
+    assert all(each >= -1e-9 for found in excess.values() for each in found)
+    return {name: min(found) for name, found in excess.items()}
+
+
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
-def test_known_sleeps_are_recovered_within_one_percent(kind: int) -> None:
+def test_known_sleeps_are_recovered(kind: int) -> None:
+    def step(sleeper: Sleeper) -> None:
+        for phase, seconds in SLEEPS.items():
+            with nullcontext() if phase == "host" else clock.span(phase):
+                sleeper.sleep(phase, seconds)
+
+    clock = clocks(warmup_steps=0)[kind]
+    clock.start()
+    excess = least_excess(clock, step)
+    assert set(excess) == set(PHASES)
+    assert max(excess.values()) < 5e-4
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
+def test_only_training_counts_and_warm_up_in_no_rate(kind: int) -> None:
     clock = clocks(warmup_steps=2)[kind]
     sleeper = Sleeper()
     time.sleep(0.02)  # building; no training
@@ -80,10 +112,11 @@ def test_known_sleeps_are_recovered_within_one_percent(kind: int) -> None:
         sleeper.slept.setdefault("step", []).append(time.perf_counter() - begun)
         if step % 4 == 3:
             with clock.paused():
-                time.sleep(0.03)  # an evaluation
+                time.sleep(0.1)  # an evaluation
     timings = clock.drain()
+    # Wide, for a busy machine; the evaluations would be 25 ms a step, and a warm-up step is five times as long.
     for name in (*PHASES, "step"):
-        assert timings[f"{name}_seconds"] == pytest.approx(sleeper.mean(name, skip=2), rel=0.01, abs=1e-3)
+        assert timings[f"{name}_seconds"] == pytest.approx(sleeper.mean(name, skip=2), abs=5e-3)
     step_seconds, data_wait_seconds = timings["step_seconds"], timings["data_wait_seconds"]
     assert step_seconds is not None
     assert data_wait_seconds is not None
@@ -93,49 +126,45 @@ def test_known_sleeps_are_recovered_within_one_percent(kind: int) -> None:
     totals = clock.totals
     assert totals.steps == 12
     assert sum(totals.phase_fractions.values()) == pytest.approx(1)
-    assert totals.train_seconds == pytest.approx(sum(sleeper.slept["step"]), rel=0.01, abs=5e-3)
+    assert totals.train_seconds == pytest.approx(sum(sleeper.slept["step"]), abs=0.1)
     assert totals.throughput_samples_per_second == timings["throughput_samples_per_second"]
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
 def test_a_phase_may_come_several_times_in_a_step(kind: int) -> None:
+    def step(sleeper: Sleeper) -> None:
+        for _ in range(3):
+            with clock.span("forward"):
+                sleeper.sleep("forward", 0.003)
+            with clock.span("backward"):
+                sleeper.sleep("backward", 0.001)
+
     clock = clocks(warmup_steps=0)[kind]
-    sleeper = Sleeper()
     clock.start()
-    for _ in range(3):
-        with clock.span("forward"):
-            sleeper.sleep("forward", 0.003)
-        with clock.span("backward"):
-            sleeper.sleep("backward", 0.001)
-    clock.end_step(samples=3)
-    timings = clock.drain()
-    assert timings["forward_seconds"] == pytest.approx(3 * sleeper.mean("forward"), rel=0.01, abs=1e-3)
-    assert timings["backward_seconds"] == pytest.approx(3 * sleeper.mean("backward"), rel=0.01, abs=1e-3)
+    assert max(least_excess(clock, step).values()) < 5e-4
     with pytest.raises(KeyError):
         clock.span("lunch")
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
 def test_a_phase_within_another_takes_its_time_out_of_it(kind: int) -> None:
+    def step(sleeper: Sleeper) -> None:
+        with clock.span("data_wait"):
+            sleeper.sleep("data_wait", 0.006)
+            with clock.span("h2d"):
+                sleeper.sleep("h2d", 0.004)
+            sleeper.sleep("data_wait", 0.002)
+        with suppress(ArithmeticError), clock.span("backward"):
+            sleeper.sleep("backward", 0.005)
+            clock.switch("communication")
+            sleeper.sleep("communication", 0.007)
+            raise ArithmeticError
+        sleeper.sleep("host", 0.003)
+
     clock = clocks(warmup_steps=0)[kind]
-    sleeper = Sleeper()
     clock.switch("communication")  # a rehearsal before the first step
     clock.start()
-    with clock.span("data_wait"):
-        sleeper.sleep("data_wait", 0.006)
-        with clock.span("h2d"):
-            sleeper.sleep("h2d", 0.004)
-        sleeper.sleep("data_wait", 0.002)
-    with suppress(ArithmeticError), clock.span("backward"):
-        sleeper.sleep("backward", 0.005)
-        clock.switch("communication")
-        sleeper.sleep("communication", 0.007)
-        raise ArithmeticError
-    sleeper.sleep("host", 0.003)
-    clock.end_step(samples=1)
-    timings = clock.drain()
-    for name, slept in sleeper.slept.items():
-        assert timings[f"{name}_seconds"] == pytest.approx(sum(slept), rel=0.01, abs=5e-3)
+    assert max(least_excess(clock, step).values()) < 5e-4
     with pytest.raises(KeyError):
         clock.switch("lunch")
 
@@ -158,12 +187,17 @@ def test_beside_the_device_s_time_there_is_the_host_s() -> None:
     clock.start()
     for _ in range(2):
         with clock.span("forward"):
-            sleeper.sleep("forward", 0.01)
+            sleeper.sleep("forward", 0.03)
         clock.end_step(samples=1)
     timings = clock.drain()
-    assert timings["launch_forward_seconds"] == pytest.approx(sleeper.mean("forward"), rel=0.01, abs=5e-3)
-    assert timings["forward_seconds"] == pytest.approx(3 * sleeper.mean("forward"), rel=0.01, abs=15e-3)
-    assert timings["device_lag_seconds"] == pytest.approx(waits[0], abs=5e-3)
+    launched, ran = timings["launch_forward_seconds"], timings["forward_seconds"]
+    assert launched is not None
+    assert ran is not None
+    assert launched >= sleeper.mean("forward")
+    # Two readings of one clock, one after the other: a busy machine may come between them, but this is three times.
+    assert ran == pytest.approx(3 * launched, rel=0.5)
+    assert timings["device_lag_seconds"] is not None
+    assert timings["device_lag_seconds"] >= waits[0] >= 0.02
     clock.end_step(samples=1)
     assert clock.totals.steps == 3  # a checkpoint waits too; the record after it has nothing to wait for
     assert clock.drain()["device_lag_seconds"] is not None
@@ -253,7 +287,7 @@ def test_events_are_used_again() -> None:
     assert len(made) <= 10 * (2 * len(PHASES) + 1) + 1
 
 
-def test_a_span_costs_less_than_one_and_a_half_microseconds() -> None:
+def test_a_span_costs_a_few_microseconds_at_most() -> None:
     clock = build_step_clock("cpu")
     assert isinstance(clock, HostStepClock)
     clock.start()
@@ -264,7 +298,8 @@ def test_a_span_costs_less_than_one_and_a_half_microseconds() -> None:
             with clock.span("forward"):
                 pass
         costs.append((time.perf_counter() - begun) / 1000)
-    assert min(costs) < 1.5e-6
+    # Half of one here; benchmarks/step_clock.py measures it. A slow machine is no reason to fail, a lock would be one.
+    assert min(costs) < 6e-6
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ class Sleeper(SilentDisplay):
     As the run's display it also knows which step it is, and when each has ended by a clock of its own.
     """
 
-    def __init__(self, *phases: str) -> None:
+    def __init__(self, *phases: str, times: float = 1.0) -> None:
         self.phases = phases
+        self.times = times
         self.step = 1
         self.slept: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self.ended: list[float] = []
@@ -60,7 +62,7 @@ class Sleeper(SilentDisplay):
     def sleep(self, phase: str, share: float = 1.0) -> None:
         if phase in self.phases and self.step > WARMUP_STEPS:
             begun = time.perf_counter()
-            time.sleep(SLEEPS[phase] * share)
+            time.sleep(SLEEPS[phase] * share * self.times)
             self.slept[phase][self.step] += time.perf_counter() - begun
 
     def advance(self, step: int) -> None:
@@ -178,18 +180,23 @@ def test_a_planted_sleep_is_found_in_its_phase(phase: str, slow: tuple[Sleeper, 
         for step in range(WARMUP_STEPS + 1, STEPS + 1 - late)
     ]
     assert all(measured >= slept >= SLEEPS[phase] for measured, slept in pairs)
-    # What the tiny network does there by itself comes on top, a fraction of a millisecond. On a busy machine some steps
-    # are held up in the midst of it; not most of them.
-    beyond = statistics.median(measured - slept for measured, slept in pairs)
+    # What the tiny network does there by itself comes on top, a fraction of a millisecond. A busy machine holds steps
+    # up in the midst of it, perhaps most, but not every one; another phase's sleep would be in all.
+    beyond = min(measured - slept for measured, slept in pairs)
     assert beyond < 0.05 * SLEEPS[phase] + 5e-4
 
 
 def test_the_phases_add_up_to_the_time_that_another_clock_has_measured(slow: tuple[Sleeper, Attribution]) -> None:
     sleeper, found = slow
-    wall = (sleeper.ended[-1] - sleeper.ended[WARMUP_STEPS - 1]) / (STEPS - WARMUP_STEPS)
     assert found.steps == found.records == STEPS - WARMUP_STEPS
-    assert sum(each.seconds for each in found.phases) == pytest.approx(wall, rel=0.02)
-    assert found.step_seconds == pytest.approx(wall, rel=0.02)
+    assert sum(each.seconds for each in found.phases) == pytest.approx(found.step_seconds, rel=1e-6)
+    # Of each step, what its record says over what the other clock does. The two are read one after the other: a busy
+    # machine may come between them, and does not in most steps.
+    events = [each["step_seconds"] for each in read_events(found.run_dir / "events.jsonl", kinds=("step",))]
+    walls = [later - earlier for earlier, later in pairwise(sleeper.ended)]
+    ratios = [told / wall for told, wall in zip(events[1:], walls, strict=True)][WARMUP_STEPS:]
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.02)
+    assert found.step_seconds == pytest.approx(statistics.fmean(events[WARMUP_STEPS:]), rel=1e-6)
     assert [each.name for each in found.phases] == list(PHASES)
     assert found.rest_seconds == 0
 
@@ -211,7 +218,8 @@ def test_a_step_that_is_slow_everywhere_is_bound_by_nothing_but_its_largest_part
 def test_what_is_slow_is_named(
     phase: str, said: str, runs: Path, tiny_recipe: Path, tiny_task: Callable[..., Any]
 ) -> None:
-    found = attribute_run(train(Sleeper(phase), runs, tiny_recipe, tiny_task))
+    # So long that what a busy machine adds to the other phases is no share worth naming.
+    found = attribute_run(train(Sleeper(phase, times=6.0), runs, tiny_recipe, tiny_task))
     assert found.bottleneck is not None
     assert found.bottleneck.startswith(said)
 

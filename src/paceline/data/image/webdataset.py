@@ -182,8 +182,8 @@ def _samples(file: MappedFile, index: TarIndex) -> list[tuple[int, dict[str, int
         members = groups.setdefault(f"{folder}/{stem}", {})
         if suffix.lower() in members:
             raise DataError(
-                f"{file.path!r} holds {index.names[member]!r} twice, and which of the two is meant cannot be told: "
-                "give each sample a name of its own."
+                f"{file.path!r} holds {_both(index.names[members[suffix.lower()]], index.names[member])}, and which of "
+                "the two is meant cannot be told: give each sample a name of its own."
             )
         members[suffix.lower()] = member
     found = []
@@ -193,6 +193,13 @@ def _samples(file: MappedFile, index: TarIndex) -> list[tuple[int, dict[str, int
             raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
         found += [(members[suffix], members) for suffix in images]
     return found
+
+
+def _both(one: str, other: str) -> str:
+    """Two members of a sample that would be the same one, by their names."""
+    if one == other:
+        return f"{one!r} twice"
+    return f"both {one!r} and {other!r}, which are one sample's (its name ends at the first dot, whatever the case)"
 
 
 def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str, int]]]) -> list[int | str]:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError
 from paceline.formulas.intervals import rate_interval
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.studies.bursts import PARTS, Measured, Part, Variant, run_bursts
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import plan_run
+from paceline.world import World
 
 # Each waits with its data and its network in memory while another has its turn.
 _AT_ONCE = 4
@@ -62,6 +66,7 @@ class Cell:
         recipe: With all of that; None if there is none.
         refusal: Why there is none.
         measured: What each launch found.
+        same: Other combinations that come to this one here, as ``auto`` does to what it stands for; measured once.
     """
 
     device: str
@@ -72,7 +77,8 @@ class Cell:
     processes: int
     recipe: Recipe | None
     refusal: str
-    measured: list[Measured]
+    measured: list[Measured] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -81,13 +87,13 @@ class Cell:
 
 
 def measure_grid(asked: Asked, say: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
-    """Measure every combination; the recipe, and one row for each.
+    """Measure every combination; the recipe, and one row for each that is another run than those before it.
 
     Raises:
         PacelineError: If the recipe itself is wrong, or this process may not start others.
     """
     loaded = load_recipe(asked.recipe, asked.overrides)
-    cells = list(_cells(asked, loaded.recipe))
+    cells = _once_each(list(_cells(asked, loaded.recipe)), asked)
     able = [cell for cell in cells if cell.recipe is not None]
     for launch in range(asked.launches):
         for start in range(0, len(able), _AT_ONCE):
@@ -138,8 +144,40 @@ def _cells(asked: Asked, recipe: Recipe) -> Iterator[Cell]:
                 processes=asked.processes,
                 recipe=made,
                 refusal=refusal,
-                measured=[],
             )
+
+
+def _once_each(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
+    """The cells without those that come to the same run as another, which has their names."""
+    choices = (asked.devices, asked.precisions, asked.backends)
+    if not any(len(names) > 1 and "auto" in names for names in choices):
+        return list(cells)  # each says something else than the others
+    kept: list[Cell] = []
+    first: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        run = _comes_to(cell)
+        if run is not None and run in first:
+            first[run].same.append(cell.name)
+            continue
+        kept.append(cell)
+        if run is not None:
+            first[run] = cell
+    return kept
+
+
+def _comes_to(cell: Cell) -> tuple[Any, ...] | None:
+    """What a cell's ``auto`` values are here; None where it cannot be planned, which the row will say."""
+    if cell.recipe is None:
+        return None
+    world = World(world_size=cell.processes, local_world_size=cell.processes)
+    try:
+        device = choose_device(cell.recipe.parallel.device, world)
+        machine = describe_machine(device, processes=cell.processes)
+        plan = plan_run(cell.recipe, build_task(cell.recipe), machine, world)
+    except PacelineError:
+        return None
+    data = (plan.data.get("backend"), plan.data.get("workers"))
+    return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
 
 
 def _recipe(asked: Asked, changed: Mapping[str, Any]) -> tuple[Recipe | None, str]:
@@ -167,7 +205,12 @@ def _row(cell: Cell) -> dict[str, Any]:
     told = {
         "trouble": trouble or None,
         "out_of_memory": any(each.out_of_memory for each in cell.measured),
+        "asked": cell.name,
+        "same": cell.same,
         "workers": facts.get("workers"),
+        "workers_asked": facts.get("workers_asked"),
+        "workers_reason": facts.get("workers_reason"),
+        "workers_measured": facts.get("workers_measured"),
         "threads": facts.get("threads_per_process"),
         "parameters": facts.get("parameters"),
         "compile": facts.get("compile"),

@@ -122,7 +122,28 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"each warmed up for {min(warm):.1f} to {max(warm):.1f} s before its first round")
     if any(row.get("alone") for row in rows):
         notes.append("some were measured by themselves, as there was not enough memory beside the others")
-    return [*notes, *_energy_notes(rows), *_memory_notes(rows)]
+    notes += [f"measured once, as they come to the same run here: {', '.join(each)}" for each in _same(rows)]
+    return [*notes, *_worker_notes(rows), *_energy_notes(rows), *_memory_notes(rows)]
+
+
+def _same(rows: Sequence[Row]) -> list[list[str]]:
+    """Combinations that were one run, by their names as asked for."""
+    return [[row["asked"], *row["same"]] for row in rows if row.get("same")]
+
+
+def _worker_notes(rows: Sequence[Row]) -> list[str]:
+    """How many loader processes ``auto`` came to, and whether a run would take as many."""
+    chosen = [
+        row for row in rows if row.get("workers") and row.get("workers_asked") == "auto" and row["part"] != "compute"
+    ]
+    told = sorted({(row["workers"], row["workers_reason"]) for row in chosen})
+    notes = [f"data.workers=auto: {workers} ({why})" for workers, why in told]
+    if any(row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in chosen):
+        notes.append(
+            "a run of 200,000 images or more on one process would first measure which data.workers are best, and "
+            "remember it; that was not done yet for these, and is not done here"
+        )
+    return notes
 
 
 def latency_notes(rows: Sequence[Row]) -> list[str]:
@@ -236,6 +257,7 @@ _COLUMNS: dict[str, dict[str, Any]] = {
         "part": lambda row: str(row["part"]),
         "samples/s": lambda row: _interval(row["samples_per_second"]),
         "ms/step": lambda row: _milliseconds(row.get("step_seconds", {}).get("median")),
+        "workers": lambda row: str(row["workers"]) if row.get("workers") and row["part"] != "compute" else "",
         "data wait": lambda row: _share(row.get("data_wait_fraction")),
         "peak memory": _peak,
         "J/sample": _energy,

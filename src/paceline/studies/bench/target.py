@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
-from paceline.errors import RecipeError, TrainingError, did_you_mean
+from paceline.errors import RecipeError, TrainingError
 from paceline.formulas.intervals import Interval, time_to_event
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
@@ -28,6 +28,8 @@ from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.studies.launches import Launch, check_alone, check_can_watch, said
 from paceline.tasks.build import build_task
+from paceline.trainer.preparation import find_metric
+from paceline.world import World
 
 _HOUR = 3600.0
 _LIMIT_SECONDS = 30 * 24 * _HOUR
@@ -59,20 +61,15 @@ class Target:
         raise RecipeError(f"--to {text}: a target is METRIC=VALUE, for example top1_accuracy=94.")
 
     def of(self, recipe: Recipe) -> Target:
-        """The target with the direction that the recipe's task gives the metric.
+        """The target with the direction that the recipe's task gives the metric. Opens the data, which some depend on.
 
         Raises:
-            RecipeError: If its task has no such metric.
+            PacelineError: If its task has no such metric, or its data cannot be opened.
         """
-        known = {each.name: each.higher_is_better for each in build_task(recipe).metrics}
-        # How many of the likeliest classes count is chosen by the data.
-        of_classes = re.fullmatch(r"top\d+_accuracy", self.metric) and "top1_accuracy" in known
-        if self.metric not in known and not of_classes:
-            raise RecipeError(
-                f"--to {self.metric}={self.value:g}: the task has no metric '{self.metric}'."
-                f"{did_you_mean(self.metric, known)} It has {', '.join(known)}."
-            )
-        return replace(self, less_is_better=not known.get(self.metric, True))
+        task = build_task(recipe)
+        task.data_facts(World())
+        found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
+        return replace(self, less_is_better=not found.higher_is_better)
 
     def is_met(self, value: float) -> bool:
         """Whether a value is as good."""

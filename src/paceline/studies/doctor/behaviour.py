@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import nn
 from torch.backends import cudnn
@@ -53,7 +49,7 @@ class Behaviour:
 def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Behaviour]:
     """Send a few samples of the recipe's own data through its own task, forward and backward, and look.
 
-    To be called within :func:`untouched`.
+    To be called within :func:`~paceline.studies.doctor.untouched.untouched`.
 
     Raises:
         PacelineError: If the recipe cannot be run.
@@ -85,33 +81,6 @@ def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
     )
 
 
-@contextlib.contextmanager
-def untouched() -> Iterator[None]:
-    """Put back, at the end, every state of the process that a look into a task may change.
-
-    Inside, cuDNN is set as a run on a GPU sets it, so that it shows when code of the user's own sets it otherwise.
-    """
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002  # the state that old code shares
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    anomaly, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    kernels = (cudnn.benchmark, cudnn.enabled, cudnn.deterministic)
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of code that is only looked at
-        try:
-            cudnn.benchmark, cudnn.enabled, cudnn.deterministic = True, True, False
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)  # noqa: NPY002
-            torch.set_num_threads(threads)
-            torch.set_default_dtype(dtype)
-            torch.autograd.set_detect_anomaly(mode=anomaly, check_nan=checks)
-            cudnn.benchmark, cudnn.enabled, cudnn.deterministic = kernels
-            if torch.are_deterministic_algorithms_enabled() != strict:
-                torch.use_deterministic_algorithms(mode=strict, warn_only=warns)
-
-
 def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
     network, task = prepared.network.train(), prepared.task
     watcher = CallWatcher(
@@ -140,7 +109,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
 
 
 def _states(files: list[str]) -> dict[str, Place | None]:
-    """The settings of cuDNN that are not as :func:`untouched` set them."""
+    """The settings of cuDNN that are not as :func:`~paceline.studies.doctor.untouched.untouched` set them."""
     return {
         f"torch.backends.{name}={value}": find_setting(files, name)
         for name, value in _AUTOTUNE.items()

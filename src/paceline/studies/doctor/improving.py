@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError
-from paceline.recipe.load import to_yaml
+from paceline.recipe.layers import set_keys, spelled
+from paceline.recipe.load import to_tree, to_yaml
+from paceline.recipe.schema import Recipe
+from paceline.studies.doctor.changes import Plans, changed
 from paceline.studies.doctor.findings import Finding
-from paceline.studies.doctor.measuring import changed, worthwhile
+from paceline.studies.doctor.measuring import worthwhile
 from paceline.studies.doctor.study import Diagnosis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improved:
+    """What was written.
+
+    Attributes:
+        met: The findings whose change was made.
+        left_out: Those whose change was not, by name, with the reason.
+        lines: What of the recipe is otherwise: ``- key=before`` and ``+ key=now``.
+    """
+
+    met: tuple[Finding, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
 
 def check_new(path: Path) -> None:
@@ -25,8 +44,8 @@ def check_new(path: Path) -> None:
         raise RecipeError(f"--apply {path}: there is no folder '{path.absolute().parent}'; make it, or name another.")
 
 
-def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> tuple[Finding, ...]:
-    """Write the recipe with every change that trains the same thing, and return the findings that are met so.
+def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Improved:
+    """Write the recipe with every change that trains the same thing and that its plan takes, beside those before it.
 
     Args:
         path: A new file; nothing is written if nothing is to be changed.
@@ -34,18 +53,17 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> tuple
         measured: Whether only changes are made that were measured to gain.
 
     Raises:
-        RecipeError: If the changes do not go together, or the file cannot be written.
+        RecipeError: If the file cannot be written.
     """
-    met = worthwhile(diagnosis.findings, measured=measured)
+    met, overrides, left_out = _that_go_together(diagnosis, worthwhile(diagnosis.findings, measured=measured))
     if not met:
-        return ()
-    overrides: dict[str, Any] = {}
-    for finding in reversed(met):  # of two that change one key, the first finding's stands
-        overrides |= finding.advice.overrides
+        return Improved(left_out=left_out)
+    before = diagnosis.loaded.recipe
+    after = changed(before, overrides)
     head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
     head += [f"#   {_said(each.advice.overrides)}  {_why(each)}" for each in met]
-    write_new(path, "\n".join(head) + "\n" + to_yaml(changed(diagnosis.loaded.recipe, overrides)))
-    return met
+    write_new(path, "\n".join(head) + "\n" + to_yaml(after))
+    return Improved(met=met, left_out=left_out, lines=tuple(_differences(before, after)))
 
 
 def write_new(path: Path, text: str) -> None:
@@ -59,6 +77,32 @@ def write_new(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise RecipeError(f"--apply {path}: cannot be written ({error.strerror}).") from error
+
+
+def _that_go_together(
+    diagnosis: Diagnosis, findings: tuple[Finding, ...]
+) -> tuple[tuple[Finding, ...], dict[str, Any], dict[str, str]]:
+    """Findings whose changes a plan takes, one after the other: their overrides, and the others with the reason."""
+    plans = Plans(diagnosis)
+    met: list[Finding] = []
+    overrides: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for finding in findings:
+        asked = finding.advice.overrides
+        if other := next((key for key, value in asked.items() if overrides.get(key, value) != value), None):
+            left_out[finding.name] = f"{other} is changed to {overrides[other]} already"
+        elif why := plans.refusal(overrides | dict(asked)):
+            left_out[finding.name] = why
+        else:
+            met.append(finding)
+            overrides |= asked
+    return tuple(met), overrides, left_out
+
+
+def _differences(before: Recipe, after: Recipe) -> list[str]:
+    keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])
+    pairs = [(key, spelled(before, key), spelled(after, key)) for key in keys]
+    return [line for _, old, new in pairs if old != new for line in (f"- {old}", f"+ {new}")]
 
 
 def _said(overrides: Mapping[str, Any]) -> str:

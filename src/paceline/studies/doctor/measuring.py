@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.errors import TrainingError
-from paceline.recipe.load import stored_recipe, to_tree
 from paceline.recipe.schema import Recipe
 from paceline.studies.bursts import Measured, run_bursts
+from paceline.studies.doctor.changes import Plans, changed
 from paceline.studies.doctor.findings import Finding, Gain, ranked
 from paceline.studies.doctor.study import Diagnosis
 
 _NOW = "now"
-# Bursts neither evaluate nor have several processes: a gain there would be none, and say nothing.
-_NOT_IN_BURSTS = frozenset({"evaluation_often", "unused_parameter_search", "affinity"})
+# Bursts do not evaluate: a gain there would be none, and say nothing. Nor would one of several processes in one.
+_NOT_IN_BURSTS = frozenset({"evaluation_often"})
+_OF_SEVERAL = frozenset({"unused_parameter_search", "affinity"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,20 @@ def measure(diagnosis: Diagnosis, pace: Pace, tell: Callable[[str], None]) -> Di
     Raises:
         TrainingError: If the recipe cannot be run here as it is.
     """
-    changes = {
-        each.name: each.advice.overrides
-        for each in diagnosis.findings
-        if each.advice.overrides and each.name not in _NOT_IN_BURSTS
-    }
-    if not changes or not diagnosis.is_here:
-        return diagnosis
+    left_out = _NOT_IN_BURSTS if diagnosis.processes > 1 else _NOT_IN_BURSTS | _OF_SEVERAL
+    changes = {each.name: each.advice.overrides for each in diagnosis.findings if each.name not in left_out}
     variants: dict[str, Recipe] = {_NOW: diagnosis.loaded.recipe}
+    plans = Plans(diagnosis)
     for name, overrides in changes.items():
-        variants[name] = changed(diagnosis.loaded.recipe, overrides)
-    found = run_bursts(variants, rounds=pace.rounds, block_seconds=pace.block_seconds, say=tell)
+        if overrides and not (refusal := plans.refusal(overrides)):
+            variants[name] = changed(diagnosis.loaded.recipe, overrides)
+        elif overrides:
+            tell(f"{name}: not measured: {refusal}")
+    if len(variants) == 1 or not diagnosis.is_here:
+        return diagnosis
+    found = run_bursts(
+        variants, rounds=pace.rounds, block_seconds=pace.block_seconds, processes=diagnosis.processes, say=tell
+    )
     now = found.pop(_NOW)
     if now.trouble:
         raise TrainingError(f"the run as it is could not be measured: {now.trouble}")
@@ -78,15 +81,6 @@ def gain_of(now: Measured, changed: Measured) -> Gain | None:
         return None
     low, high = ((each / ratio.middle) ** math.sqrt(2) * ratio.middle for each in (ratio.low, ratio.high))
     return Gain(middle=ratio.middle, low=low, high=high, rounds=ratio.count)
-
-
-def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """A recipe with overrides on top.
-
-    Raises:
-        RecipeError: If they do not go together.
-    """
-    return stored_recipe(to_tree(recipe), "the improved recipe", overrides)
 
 
 def worthwhile(findings: tuple[Finding, ...], *, measured: bool) -> tuple[Finding, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -11,18 +12,20 @@ from typing import Any
 
 from paceline.distributed.affinity import read_topology
 from paceline.errors import PacelineError
-from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.recipe.plan import Plan
+from paceline.recipe.load import LoadedRecipe, load_recipe, named_code
+from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
+from paceline.references import load_reference
 from paceline.studies.doctor.anatomy import Anatomy, look_at
-from paceline.studies.doctor.behaviour import Behaviour, behave, untouched
+from paceline.studies.doctor.behaviour import Behaviour, behave
 from paceline.studies.doctor.findings import Finding, ranked
 from paceline.studies.doctor.loaders import watching_loaders
 from paceline.studies.doctor.registry import CHECKS
 from paceline.studies.doctor.subject import Subject
 from paceline.studies.doctor.target import Target, choose_target
+from paceline.studies.doctor.untouched import untouched
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run
@@ -38,11 +41,13 @@ class Asked:
         recipe: A name, a path or a run directory.
         overrides: ``KEY=VALUE``.
         device: Which device it is judged for; the one here unless given.
+        processes: Of how many processes; None: one, or two where the recipe's strategy needs several.
     """
 
     recipe: str
     overrides: tuple[str, ...] = ()
     device: str | None = None
+    processes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +61,14 @@ class Diagnosis:
         is_here: Whether that is in this machine.
         precision: In which numbers the run would compute.
         global_batch: Samples of a step.
+        processes: How many would share it.
         findings: The worst first.
         checks: How many things were looked for.
         check_seconds: How long that took by itself.
         seconds: How long everything took.
         unseen: What could not be looked at, and why.
         loaded: The recipe.
+        machine: What a plan must know of that device.
     """
 
     recipe: str
@@ -70,12 +77,14 @@ class Diagnosis:
     is_here: bool
     precision: str
     global_batch: int
+    processes: int
     findings: tuple[Finding, ...]
     checks: int
     check_seconds: float
     seconds: float
     unseen: dict[str, str]
     loaded: LoadedRecipe = field(repr=False)
+    machine: MachineFacts = field(repr=False)
 
     @property
     def is_healthy(self) -> bool:
@@ -85,7 +94,7 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as one JSON object."""
         tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
-        del tree["loaded"]
+        del tree["loaded"], tree["machine"]
         return {"healthy": self.is_healthy, **tree}
 
 
@@ -105,12 +114,15 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
     loaded = load_recipe(asked.recipe, asked.overrides)
     recipe, assumed = with_stand_in_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
-    target = choose_target(asked.device, recipe)
+    world = world_of(recipe, asked.processes)
+    target = choose_target(asked.device, recipe, processes=world.world_size)
     with untouched(), watching_loaders() as loaders:
+        _import(recipe)
         tell("looking at the network")
-        plan, anatomy, why = _anatomy(recipe, target)
+        plan, anatomy, why = _anatomy(recipe, target, world)
         tell("looking at the code")
         seen, behaviour, trouble = _behaviour(recipe, plan)
+        environment = dict(os.environ)  # with what code of the user's own has set
     if anatomy is None and seen is None:
         unseen["network"] = why
     if trouble:
@@ -122,7 +134,7 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
         anatomy=anatomy or seen or Anatomy(),
         behaviour=behaviour,
         loaders=tuple(dict.fromkeys(loaders)),
-        environment=dict(os.environ),
+        environment=environment,
         sockets=_sockets(),
         run=_events(asked.recipe),
     )
@@ -136,26 +148,41 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
         is_here=target.is_here,
         precision=plan.precision,
         global_batch=plan.global_batch_size,
+        processes=world.world_size,
         findings=findings,
         checks=len(CHECKS),
         check_seconds=ended - looked,
         seconds=ended - begun,
         unseen=unseen,
         loaded=loaded,
+        machine=target.machine,
     )
 
 
-def _anatomy(recipe: Recipe, target: Target) -> tuple[Plan, Anatomy | None, str]:
+def _import(recipe: Recipe) -> None:
+    """Import the user's code before a network is built of shapes: torch mixes up what is set for the process within."""
+    for name in named_code(recipe):
+        with contextlib.suppress(PacelineError):  # said where it is needed
+            load_reference(name, PacelineError)
+
+
+def world_of(recipe: Recipe, processes: int | None) -> World:
+    """The first of so many processes on this machine; unless given, of as few as the recipe's strategy takes."""
+    least = 2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1
+    return World(world_size=processes or least, local_world_size=processes or least)
+
+
+def _anatomy(recipe: Recipe, target: Target, world: World) -> tuple[Plan, Anatomy | None, str]:
     """The plan and the network, on fake tensors; where the network or its loss needs numbers, why it was not seen."""
     plan: Plan | None = None
     try:
-        with fake_run(recipe, machine=target.machine) as step:
+        with fake_run(recipe, machine=target.machine, processes=world.world_size) as step:
             plan = step.plan
             return plan, look_at(step.network, step.batch, lambda: step.backward(step.forward())), ""
     except PacelineError as error:
         if plan is None:
             # A mistake in the recipe is raised again here.
-            plan = plan_run(recipe, build_task(recipe), target.machine, World())
+            plan = plan_run(recipe, build_task(recipe), target.machine, world)
         return plan, None, str(error)
 
 

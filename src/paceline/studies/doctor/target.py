@@ -61,8 +61,13 @@ class Target:
         return None if peak is None or self.device is None else ridge_point(peak, self.device.bytes_per_second)
 
 
-def choose_target(name: str | None, recipe: Recipe) -> Target:
+def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Target:
     """The device named, or the one that a run would take here.
+
+    Args:
+        name: Its short name; None for the one here.
+        recipe: The run's.
+        processes: How many share the machine, each with such a device of its own unless that is the CPU.
 
     Raises:
         RecipeError: If there is none of this name, or the recipe's is not here.
@@ -70,11 +75,11 @@ def choose_target(name: str | None, recipe: Recipe) -> Target:
     if name is None:
         found = choose_device(recipe.parallel.device, World())
         known = recognise(torch.cuda.get_device_name(found)) if found.type == "cuda" else None
-        return Target(machine=describe_machine(found), device=known)
+        return Target(machine=describe_machine(found, processes=processes), device=known)
     if name.lower() == "cpu":
-        return Target(machine=describe_machine(torch.device("cpu")))
+        return Target(machine=describe_machine(torch.device("cpu"), processes=processes))
     try:
         device = find_device(name)
     except RecipeError as error:
         raise RecipeError(f"{error} Or cpu, for this machine's processor.") from None
-    return Target(machine=machine_with(device), device=device, is_here=False)
+    return Target(machine=machine_with(device, processes=processes), device=device, is_here=False)

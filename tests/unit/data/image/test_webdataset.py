@@ -115,7 +115,13 @@ def test_where_nothing_can_be_remembered_it_is_read_anyway(tmp_path: Path, monke
 def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     """Or half of the samples would be missed without a word."""
     path = write_tar(tmp_path / "x.tar", [*samples(range(4)), *samples(range(2))])
-    with pytest.raises(DataError, match=r"holds '000000\.jpg' twice"):
+    with pytest.raises(DataError, match=r"holds '000000\.jpg' twice, and which of the two"):
+        open_webdataset(path, channels=None, validation_fraction=0.5)
+
+
+def test_names_that_differ_in_their_case_alone_are_one_samples(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [*samples(range(4)), ("000003.JPG", jpeg(3))])
+    with pytest.raises(DataError, match=r"holds both '000003\.jpg' and '000003\.JPG', which are one sample's"):
         open_webdataset(path, channels=None, validation_fraction=0.5)
 
 

@@ -91,7 +91,9 @@ def test_only_what_trains_the_same_is_worthwhile() -> None:
 def test_a_file_that_is_there_stays(examined: Callable[..., Any], tmp_path: Path) -> None:
     diagnosis = examined({"telemetry.log_every": "1 step"}, device="a100")
     path = tmp_path / "better.yaml"
-    assert [each.name for each in write_improved(path, diagnosis, measured=False)] == ["log_every_step"]
+    made = write_improved(path, diagnosis, measured=False)
+    assert [each.name for each in made.met] == ["log_every_step"]
+    assert made.lines == ('- telemetry.log_every="1 step"', '+ telemetry.log_every="10 steps"')
     before = path.read_text()
     for refused in (check_new, lambda path: write_improved(path, diagnosis, measured=False)):
         with pytest.raises(RecipeError, match=r"better\.yaml"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.backends import cudnn
+from torch.backends import cuda, cudnn, mkldnn
 from torch.utils.data import DataLoader
 
 RUDE = """
+import os
 import random
 
 import numpy as np
@@ -24,6 +26,8 @@ import paceline
 
 torch.autograd.set_detect_anomaly(True)
 cudnn.benchmark = False
+os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+os.environ.pop("PACELINE_TEST_STAYS")
 
 
 class Task(paceline.ImageClassification):
@@ -34,10 +38,44 @@ class Task(paceline.ImageClassification):
         random.seed(1)
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(2)
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_default_dtype(torch.float32)
+        np.seterr(all="raise")
+        torch.set_autocast_enabled("cpu", True)
         return super().loss(model, batch)
+
+    def build_model(self):
+        network = super().build_model()
+        {switches}
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        return network
 """
+SWITCHES = {
+    "old names": """
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        cudnn.allow_tf32 = False
+        torch.backends.mkldnn.deterministic = True
+""",
+    "new names": """
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"
+        cudnn.conv.fp32_precision = "ieee"
+        torch.backends.cuda.enable_flash_sdp(False)
+""",
+    "both": """
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.backends.fp32_precision = "tf32"
+""",
+}
+
+
+_WITH_A_PRECISION: tuple[Any, ...] = (
+    *(torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn),
+    *(mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn),
+)
 
 
 def state() -> tuple[Any, ...]:
@@ -50,26 +88,50 @@ def state() -> tuple[Any, ...]:
         torch.is_anomaly_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_grad_enabled(),
-        (cudnn.benchmark, cudnn.enabled, cudnn.deterministic),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_default_device(),
+        (cudnn.benchmark, cudnn.enabled, cudnn.deterministic, cudnn.allow_tf32),
+        (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32),
+        [each.fp32_precision for each in _WITH_A_PRECISION],
+        (mkldnn.deterministic, cuda.flash_sdp_enabled(), cuda.matmul.allow_bf16_reduced_precision_reduction),
+        (torch.is_autocast_enabled("cpu"), np.geterr()),
+        dict(os.environ),
+        Path.cwd(),
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         DataLoader.__init__,
     )
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_a_rude_task_changes_nothing(examined: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_a_rude_task_changes_nothing(
+    examined: Callable[..., Any], tmp_path: Path, switches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TEST_STAYS", "yes")
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     before, files = state(), set(tmp_path.iterdir())
-    diagnosis = examined({"task": "mine:Task"}, code=RUDE, device="a100")
+    asked = {"task": "mine:Task"}
+    diagnosis = examined(asked, code=RUDE.replace("        {switches}\n", SWITCHES[switches]), device="a100")
     assert state() == before
     assert diagnosis.findings[0].name == "anomaly_mode"
     assert "autotune_off" in {each.name for each in diagnosis.findings}
+    assert "debug_environment" in {each.name for each in diagnosis.findings}
     (place,) = next(each.places for each in diagnosis.findings if each.name == "autotune_off")
-    assert (place.line, place.what) == (11, "cudnn.benchmark = False")
+    assert (place.line, place.what) == (12, "cudnn.benchmark = False")
     assert {path.name for path in set(tmp_path.iterdir()) - files} <= {"__pycache__", *tmp_path_code(tmp_path)}
 
 
 def tmp_path_code(tmp_path: Path) -> set[str]:
     """What the test itself has written."""
     return {path.name for path in tmp_path.glob("mine_*.py")}
+
+
+def test_a_network_that_sets_the_default_device_when_it_is_imported(examined: Callable[..., Any]) -> None:
+    before = state()
+    code = "import torch\ntorch.set_default_device('meta')\nfrom torch import nn\ndef net(num_classes):\n"
+    code += "    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes))\n"
+    examined({"model.name": "mine:net", "model.options": "{}"}, code=code, device="a100")
+    assert state() == before
 
 
 def test_a_task_that_fails_is_no_reason_to_say_nothing(examined: Callable[..., Any]) -> None:

@@ -320,15 +320,21 @@ class DaliBackend:
         shape = (len(rows), self._view.channels, *work.shape)
         inputs = torch.empty(shape, dtype=torch.uint8, device=self._settings.device)
         if work.images is not None:
-            by_dali = torch.tensor([at for at, row in enumerate(rows) if isinstance(row, Asked)])
-            inputs[by_dali.to(inputs.device)] = work.images
+            inputs[self._rows([at for at, row in enumerate(rows) if isinstance(row, Asked)])] = work.images
         if made:
-            pictures = torch.stack([picture for _, picture in made])
-            if self._pin_memory and inputs.device.type != "cpu":
-                pictures = pictures.pin_memory()  # or the copy would make the host wait for the GPU
-            by_us = torch.tensor([at for at, _ in made])
-            inputs[by_us.to(inputs.device)] = pictures.to(inputs.device, non_blocking=True)
+            pictures = self._there(torch.stack([picture for _, picture in made]))
+            inputs[self._rows([at for at, _ in made])] = pictures
         return inputs
+
+    def _rows(self, numbers: list[int]) -> torch.Tensor:
+        """Some rows of a batch, as an index that is where the batch is."""
+        return self._there(torch.tensor(numbers))
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host where the batch is; from pageable memory, the copy would make the host wait for it."""
+        device = self._settings.device
+        on_gpu = self._pin_memory and device.type != "cpu"
+        return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
 
     def _named(self, sample: int) -> str:
         return f"{sample} ({self._source.path(sample)})"

@@ -165,7 +165,8 @@ def unfused_optimizer(subject: Subject) -> Iterator[Finding]:
 
 def threads(subject: Subject) -> Iterator[Finding]:
     """A CPU computes on fewer cores than there are."""
-    plan, cores = subject.plan, subject.target.machine.cores
+    plan = subject.plan
+    cores = subject.target.machine.cores // plan.local_world_size
     if subject.target.is_gpu or subject.recipe.parallel.exact or _too_small(subject):
         return
     if plan.threads_per_process >= cores:
