@@ -24,6 +24,8 @@ from paceline.formulas.overlap import Gradient, Passes, Timeline, Unit, buckets,
 
 Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
 Strategy = Literal["ddp", "fsdp"]
+Compiled = Literal["no", "fused", "graphs"]
+_GRAPHS = 2  # a forward and a backward one
 
 BACKWARD_SHARE = 2 / 3
 """Of a step's computing: the backward pass has two products for each of the forward's (with respect to inputs and to
@@ -46,6 +48,30 @@ DOUBT = 2.0
 MODEL_DOUBT = 0.08
 """Relative error of a step of several devices beyond that: the mean one on published tables that nobody had looked at
 when the other constants were fixed (benchmarks/scaling.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Kernels that a host launches for one forward and backward pass.
+
+    Attributes:
+        eager: Operator by operator; 0 if unknown.
+        products: Of these, products: a compiler leaves each of them a kernel of its own.
+    """
+
+    eager: int = 0
+    products: int = 0
+
+    def share(self, compiled: Compiled) -> float:
+        """What is left of the time of launching them all, in [0, 1].
+
+        A compiler fuses what lies between two products into one kernel, at the most; a recorded graph of a pass is
+        launched as a whole. Nothing is taken off where the operators are not known.
+        """
+        if compiled == "no" or not self.eager:
+            return 1.0
+        left = 2 * self.products if compiled == "fused" else _GRAPHS
+        return min(1.0, left / self.eager)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +153,7 @@ class Way:
         units_per_device: Multiprocessors of a device; None if unknown.
         regathered: FSDP gathers weights for the backward pass again.
         taken: Share of computing that a message under way takes; None to work it out from the multiprocessors.
+        launched: What compiling leaves of the time that launching kernels takes, in [0, 1].
     """
 
     strategy: Strategy
@@ -136,6 +163,7 @@ class Way:
     units_per_device: int | None = None
     regathered: bool = True
     taken: float | None = None
+    launched: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +240,7 @@ def _computing(network: Network, one: OneDevice, host: Host, way: Way) -> tuple[
     seconds = one.seconds * way.micro_batch / one.samples
     if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
         return seconds, 0.0  # it was measured so
-    floor = LAUNCH_SECONDS * network.tensors
+    floor = LAUNCH_SECONDS * network.tensors * way.launched
     return max(seconds, floor), max(0.0, floor - seconds)
 
 

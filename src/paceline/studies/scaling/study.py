@@ -11,8 +11,11 @@ from paceline.devices import Device, find_device
 from paceline.errors import RecipeError
 from paceline.formulas.intervals import Interval
 from paceline.formulas.links import Fabric
-from paceline.formulas.parallel_step import OneDevice, Prediction, Strategy, Way, predict
+from paceline.formulas.parallel_step import Compiled, OneDevice, Prediction, Strategy, Way, predict
 from paceline.machine import available_cores
+from paceline.models.ceilings import Ceilings, tf32_of
+from paceline.models.flops import StepWork
+from paceline.recipe.compute import WITH_GRAPHS
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.studies.launches import check_alone
@@ -22,7 +25,6 @@ from paceline.studies.scaling.measure import Measurements, Trials, measure
 from paceline.studies.scaling.network import Subject, describe
 from paceline.studies.scaling.shares import Share, in_passes, shares_of
 
-_PASSES = 3  # a backward pass has two products for each of the forward's
 _HOUR = 3600
 
 _MOST_HERE = 16
@@ -289,6 +291,7 @@ class Scaling:
             regathered=self._recipe.parallel.reshard_after_forward,
             # On cores, sending is computing's competitor for all of them.
             taken=1.0 if self._host.shares_cores else None,
+            launched=self.subject.launches.share(_compiled(self._recipe)),
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, way)
         hours = self._samples(share) / found.rate / _HOUR
@@ -360,25 +363,39 @@ class Scaling:
         return said or self._shares[min(self._shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
-        """What the device cannot do better than: its arithmetic at its dense peak."""
-        device, flops = self.device, self.subject.flops_per_sample
-        if device is None or flops is None:
+        """What the device cannot do better than: its arithmetic at its dense peaks."""
+        device, work = self.device, self.subject.work
+        if device is None or work is None:
             raise RecipeError(
                 f"what one device of {self.cluster.title} does is not known; give --throughput SAMPLES-PER-SECOND or "
                 "--step-seconds SECONDS."
             )
-        peak, numbers = _peak(device, self.precision)
+        seconds, peaks = self._arithmetic(device, work)
         ones = {
             size: OneDevice(
-                seconds=_PASSES * flops * share.micro_batch / peak, samples=share.micro_batch, is_bound=True
+                seconds=seconds * share.micro_batch / self.subject.work_samples,
+                samples=share.micro_batch,
+                is_bound=True,
             )
             for size, share in self._shares.items()
         }
-        said = (
-            f"no figure for one {device.title}: its dense {numbers} peak of {peak / 1e12:.0f} TFLOP/s bounds it; real "
-            "rates are well below, and scale better"
-        )
+        said = f"no figure for one {device.title}: its dense {peaks} bounds it; real rates are well below, and scale better"
         return ones, said, True
+
+    def _arithmetic(self, device: Device, work: StepWork) -> tuple[float, str]:
+        """Least seconds of a pass's products, each at the peak of the numbers it is computed in, and which these are."""
+        ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))
+        flops = {self.precision: work.model_flops}
+        if self.precision == "fp32":
+            flops = ceilings.flops_by_precision(work.model_works)
+        told = [f"{name} peak of {ceilings.peak(name) / 1e12:.0f} TFLOP/s" for name in flops]
+        return sum(each / ceilings.peak(name) for name, each in flops.items()), " and ".join(told)
+
+
+def _compiled(recipe: Recipe) -> Compiled:
+    if not recipe.model.compile:
+        return "no"
+    return "graphs" if recipe.model.compile_mode in WITH_GRAPHS else "fused"
 
 
 def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabric:
@@ -407,11 +424,3 @@ def _precision(recipe: Recipe, device: Device | None) -> str:
     if asked != "auto":
         return asked
     return "bf16" if device is not None and device.peak("bf16") is not None else "fp32"
-
-
-def _peak(device: Device, precision: str) -> tuple[float, str]:
-    # Convolutions on CUDA multiply fp32 numbers in TF32 unless they are told not to.
-    for numbers in ("tf32", "fp32") if precision == "fp32" else (precision, "bf16", "fp16", "fp32"):
-        if (peak := device.peak(numbers)) is not None:
-            return peak, numbers
-    raise RecipeError(f"train.precision={precision}: {device.title} has no peak for it.")
