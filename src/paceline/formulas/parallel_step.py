@@ -9,8 +9,8 @@ The step of one device comes from a measurement. What the others add is worked o
 * *launching*: a host issues only so many kernels, however small they are;
 * *cores*: processes without accelerators share the machine's.
 
-The constants below are the same for every network, machine and size. docs/decisions/0039 says which were chosen with
-sight of which published figures.
+The constants below are the same for every network, machine and size, and none of them was fitted to the rate of several
+GPUs: docs/decisions/0039 says where each comes from, and how well published rates are met.
 """
 
 from __future__ import annotations
@@ -35,9 +35,15 @@ UNITS_OF_A_COLLECTIVE = 16
 around sixteen by itself (NCCL documentation, NCCL_MAX_CTAS)."""
 UNKNOWN_UNITS = 100
 """Multiprocessors of a device that nobody has named."""
-HOST_SECONDS = 40e-6
-"""Host work for one parameter tensor that DDP adds and that the device waits for, each time the host itself had waited
-for the device before: gradient hooks, copies between buckets and gradients, buffers."""
+KERNEL_SECONDS = 4e-6
+"""Host time to put one kernel into a stream: 1 to 3 microseconds of the driver's own, about 5 until it runs (Dalek,
+arXiv:2508.10481)."""
+HOST_SECONDS = 10e-6 + 3 * KERNEL_SECONDS
+"""Host work that DDP adds for one parameter tensor, and that the device waits for each time the host itself had waited
+for the device before: its hooks, and three copies (into the bucket, out of it, of a buffer). Time and copies are
+measured without any GPU (benchmarks/ddp_host.py), and launching a copy is :data:`KERNEL_SECONDS`."""
+OWN_HOST_SECONDS = 5e-6 + KERNEL_SECONDS
+"""The same as Paceline wraps networks: gradients lie in the buckets, and buffers are not sent."""
 LAUNCH_SECONDS = 200e-6
 """Host time to issue the forward, backward and update kernels of one parameter tensor and the operations around it,
 uncompiled: about twenty launches of ten microseconds."""
@@ -117,6 +123,7 @@ class Host:
 
     Attributes:
         waits: How often in a step the host waits for the device before it goes on.
+        seconds_per_tensor: What DDP adds to its work for one parameter tensor.
         seconds_per_sample: Time of one core for reading and varying a sample; 0 if that is done before.
         loaders_per_device: Loader processes of each device; None for as many as there are cores.
         cores_per_device: Physical cores for each device; None if unknown.
@@ -125,6 +132,7 @@ class Host:
     """
 
     waits: int = 0
+    seconds_per_tensor: float = HOST_SECONDS
     seconds_per_sample: float = 0.0
     loaders_per_device: int | None = None
     cores_per_device: float | None = None
@@ -266,12 +274,12 @@ def _step(
     if devices > 1:
         timeline = _timeline(network, fabric, way, pass_seconds + crowded, doubt)
         parts["communication"] = timeline.exposed_seconds + timeline.stretched_seconds
-        parts["host"] = network.tensors * HOST_SECONDS * host.waits * doubt
+        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * doubt
         noise = one.spread * (pass_seconds + crowded) * way.passes**0.5
         parts["waiting"] = noise * slowest_of(devices) * doubt
     supply = host.supply_per_second(devices, fabric.per_node)
     if supply is not None and devices > 1:
-        needed = way.micro_batch * way.passes * devices / supply * doubt**0.25
+        needed = way.micro_batch * way.passes * devices / supply * doubt
         parts["data"] = max(0.0, needed - sum(parts.values()))
     return parts
 

@@ -6,7 +6,7 @@ The network is built without memory (torch's ``meta`` device), called once and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Subject:
     work: StepWork | None
     decodes: bool
     work_samples: int = 1
-    launches: Launches = Launches()
+    launches: Launches = field(default_factory=Launches)
     notices: tuple[str, ...] = ()
 
     @property

@@ -379,11 +379,11 @@ class Scaling:
             )
             for size, share in self._shares.items()
         }
-        said = f"no figure for one {device.title}: its dense {peaks} bounds it; real rates are well below, and scale better"
-        return ones, said, True
+        bound = f"its dense {peaks} bounds it; real rates are well below, and scale better"
+        return ones, f"no figure for one {device.title}: {bound}", True
 
     def _arithmetic(self, device: Device, work: StepWork) -> tuple[float, str]:
-        """Least seconds of a pass's products, each at the peak of the numbers it is computed in, and which these are."""
+        """Least seconds of a pass's products, each at the peak of its numbers, and which these are."""
         ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))
         flops = {self.precision: work.model_flops}
         if self.precision == "fp32":
