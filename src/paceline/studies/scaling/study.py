@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -193,6 +193,13 @@ class Scaling:
         asked: What to predict.
         say: Told what goes on.
         subject: What is known of its network already.
+
+    Attributes:
+        cluster: Where.
+        device: Its accelerator; None if it is none of the table.
+        precision: In which numbers.
+        subject: What is known of the network.
+        shares: The part of a step that each of so many devices does; may be cut otherwise before :meth:`report`.
     """
 
     def __init__(
@@ -213,7 +220,7 @@ class Scaling:
         self._host = LOOPS[asked.loop].host(
             self.cluster, self.precision, decodes=self.subject.decodes, seconds_per_sample=asked.seconds_per_sample
         )
-        self._shares = self._cut()
+        self.shares: Mapping[int, Share] = self._cut()
 
     def _check(self) -> None:
         asked, cluster = self._asked, self.cluster
@@ -226,6 +233,11 @@ class Scaling:
             raise RecipeError(
                 f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
+            )
+        if cluster.shares_cores and asked.cluster is None and max(asked.sizes) > _MOST_HERE:
+            raise RecipeError(
+                f"--world-sizes {max(asked.sizes)}: without --cluster, the link between processes of this machine is "
+                f"measured with as many of them, {_MOST_HERE} at the most; name a cluster, or ask for fewer."
             )
         if asked.measure and asked.cluster is not None and not is_here(cluster.device):
             raise RecipeError(
@@ -249,7 +261,7 @@ class Scaling:
         links = self._links()
         price = asked.price if asked.price is not None else self.cluster.price_per_device_hour
         rows = []
-        for size, share in self._shares.items():
+        for size, share in self.shares.items():
             for strategy in asked.strategies if size > 1 else asked.strategies[:1]:
                 row = self._row(share, strategy, ones[size], links.get(size), price)
                 if found is not None and size in found.together and strategy == self._measured_strategy:
@@ -315,12 +327,6 @@ class Scaling:
     def _links(self) -> dict[int, Link]:
         if not self.cluster.shares_cores or self._asked.cluster is not None:
             return {}
-        most = max(self._asked.sizes)
-        if most > _MOST_HERE:
-            raise RecipeError(
-                f"--world-sizes {most}: without --cluster, the link between processes of this machine is measured with "
-                f"as many of them, {_MOST_HERE} at the most; name a cluster, or ask for fewer."
-            )
         return {size: probe(size) for size in self._asked.sizes if size > 1}
 
     def _measured(self) -> Measurements | None:
@@ -331,10 +337,10 @@ class Scaling:
         check_alone("measuring how a recipe scales")
         on_cores = self.cluster.shares_cores
         most = self.cluster.most_devices or max(asked.sizes)
-        together = {size: share for size, share in self._shares.items() if size <= most} if asked.measure else {}
+        together = {size: share for size, share in self.shares.items() if size <= most} if asked.measure else {}
         trials = Trials(
             recipe=self._recipe,
-            alone=self._shares if needs_figure else {},
+            alone=self.shares if needs_figure else {},
             together=together,
             threads={size: self._threads(size) for size in asked.sizes} if on_cores else {},
             rounds=asked.rounds,
@@ -344,7 +350,7 @@ class Scaling:
     def _basis(self, found: Measurements | None) -> tuple[dict[int, OneDevice], str, bool]:
         figure = self._asked.figure
         if figure.is_given:
-            return dict.fromkeys(self._shares, self._given()), "its figure as given", False
+            return dict.fromkeys(self.shares, self._given()), "its figure as given", False
         if found is not None and found.alone:
             return dict(found.alone), f"one process measured here, in {self._asked.rounds} rounds", False
         return self._bounds()
@@ -360,7 +366,7 @@ class Scaling:
     def _figure_batch(self) -> int:
         """Samples of the step that the given figure is of."""
         said = self._asked.figure.batch or self._asked.batch_per_device
-        return said or self._shares[min(self._shares)].micro_batch
+        return said or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
         """What the device cannot do better than: its arithmetic at its dense peaks."""
@@ -377,7 +383,7 @@ class Scaling:
                 samples=share.micro_batch,
                 is_bound=True,
             )
-            for size, share in self._shares.items()
+            for size, share in self.shares.items()
         }
         bound = f"its dense {peaks} bounds it; real rates are well below, and scale better"
         return ones, f"no figure for one {device.title}: {bound}", True
