@@ -21,8 +21,8 @@ from hardware import spread, write_result
 from torch import nn
 from torch.nn import functional as F
 
+from paceline.models.ceilings import Ceilings
 from paceline.models.flops import StepWork, WorkCounter
-from paceline.studies.roofline.bounds import Ceilings
 from paceline.studies.roofline.study import choose
 
 # Network, size of images, samples on a CPU and on a GPU.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from hardware import write_result
-from scaling_tables import CONVNETS, GOYAL_EFFICIENCY, GOYAL_STEP_SECONDS, SEEN, SHAPES, UNSEEN, Published
+from scaling_tables import CONVNETS, GOYAL_EFFICIENCY, GOYAL_STEP_SECONDS, LATER, SEEN, SHAPES, UNSEEN, Published
 
 from paceline.clusters import CLUSTERS
 from paceline.devices import find_device
@@ -26,6 +27,9 @@ from paceline.studies.scaling.study import fabric_of
 # PyTorch waits for the loss or a synchronize in each step, and once more for the scaler; TensorFlow's session hands
 # back the loss; MXNet's engine and Paddle's static graph wait for nothing.
 WAITS = {"PyTorch": (1, 2), "TensorFlow": (1, 1), "MXNet": (0, 0), "Paddle": (0, 0)}
+# What two constants are changed to, to see how much hangs on them.
+HOSTS = (10e-6, 15e-6, 22e-6, 30e-6, 40e-6, 50e-6)
+DECODINGS = (1.5e-3, 2.65e-3, 4e-3, 4.8e-3, 6e-3)
 DECODES = ("PyTorch ConvNets", "PyTorch EfficientNet", "TensorFlow 2 EfficientNet")
 
 
@@ -56,13 +60,16 @@ def host_of(row: Published) -> Host:
     )
 
 
-def predicted(row: Published) -> Prediction:
-    """What is predicted of a row by one GPU's rate and the cluster's datasheet."""
+def predicted(row: Published, **changed: float) -> Prediction:
+    """What is predicted of a row by one GPU's rate and the cluster's datasheet, with constants changed if asked for."""
     cluster = CLUSTERS[row.cluster]
     device = None if cluster.device is None else find_device(cluster.device).multiprocessors
     way = Way(strategy="ddp", micro_batch=row.batch, passes=row.passes, units_per_device=device)
     one = OneDevice(seconds=row.batch / row.one, samples=row.batch)
-    return predict(network_of(row.network), one, fabric_of(cluster, row.gpus), host_of(row), way)
+    host = host_of(row)
+    if host.seconds_per_sample == 0:
+        changed.pop("seconds_per_sample", None)
+    return predict(network_of(row.network), one, fabric_of(cluster, row.gpus), replace(host, **changed), way)
 
 
 def judged(row: Published) -> dict[str, Any]:
@@ -93,6 +100,37 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def errors(rows: Sequence[Published], **changed: float) -> list[float]:
+    """How far rows are missed, relative to what was published."""
+    return [abs(predicted(row, **changed).rate / row.rate - 1) for row in rows]
+
+
+def sensitivity() -> list[dict[str, float]]:
+    """Mean and largest error on the eighteen rows, if two constants were others."""
+    return [
+        {"host_seconds": host, "decoding_seconds": decoding, "mean": statistics.mean(found), "largest": max(found)}
+        for host in HOSTS
+        for decoding in DECODINGS
+        if (found := errors(CONVNETS, seconds_per_tensor=host, seconds_per_sample=decoding))
+    ]
+
+
+def fitted_elsewhere() -> list[dict[str, Any]]:
+    """Each network by constants that were fitted to the two others: what looking at eight GPUs would be worth."""
+    found = []
+    for network in dict.fromkeys(row.network for row in CONVNETS):
+        own = [row for row in CONVNETS if row.network == network]
+        others = [row for row in CONVNETS if row.network != network]
+        host, decoding = min(
+            ((host, decoding) for host in HOSTS for decoding in DECODINGS),
+            key=lambda each: statistics.mean(errors(others, seconds_per_tensor=each[0], seconds_per_sample=each[1])),
+        )
+        missed = errors(own, seconds_per_tensor=host, seconds_per_sample=decoding)
+        chosen = {"host_seconds": host, "decoding_seconds": decoding}
+        found.append({"network": network, **chosen, "mean": statistics.mean(missed), "largest": max(missed)})
+    return found
+
+
 def goyal() -> list[dict[str, float]]:
     """Efficiency beside one server of 8 GPUs, predicted and published."""
     cluster, network = CLUSTERS["big-basin"], network_of("resnet50")
@@ -110,14 +148,28 @@ def goyal() -> list[dict[str, float]]:
 
 def main() -> None:
     """Judge every table, and write the result."""
-    groups = {"calibration": CONVNETS, "seen": SEEN, "unseen": UNSEEN}
+    groups = {"convnets": CONVNETS, "seen": SEEN, "unseen": UNSEEN, "later": LATER}
     result: dict[str, Any] = {"host_seconds": HOST_SECONDS}
     lines = ["Predicted from one GPU's published rate and the cluster's datasheet, against the published rate.", ""]
     for name, rows in groups.items():
         found = [judged(row) for row in rows]
         result[name] = {**summary(found), "each": found}
         lines += [f"## {name}", "", *_summary_lines(found), "", *_row_lines(found), ""]
-    result["goyal"] = goyal()
+    result |= {"sensitivity": sensitivity(), "fitted_elsewhere": fitted_elsewhere(), "goyal": goyal()}
+    lines += ["## The eighteen rows of the convnets, if two constants were others", ""]
+    lines += ["| host work per tensor | decoding | mean error | largest |", "|---|---|---|---|"]
+    lines += [
+        f"| {each['host_seconds'] * 1e6:.0f} µs | {each['decoding_seconds'] * 1e3:.1f} ms | {each['mean']:.1%} | "
+        f"{each['largest']:.1%} |"
+        for each in result["sensitivity"]
+    ]
+    lines += ["", "## Each of their networks, by these constants fitted to the two others", ""]
+    lines += [
+        f"- {each['network']}: {each['host_seconds'] * 1e6:.0f} µs and {each['decoding_seconds'] * 1e3:.1f} ms: mean "
+        f"error {each['mean']:.1%}, largest {each['largest']:.1%}"
+        for each in result["fitted_elsewhere"]
+    ]
+    lines.append("")
     lines += ["## Goyal et al. 2017, beside 8 GPUs", ""]
     lines += [
         f"- {each['gpus']} GPUs: predicted {each['predicted']:.3f}, published {each['published']:.2f}"

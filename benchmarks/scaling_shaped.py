@@ -1,4 +1,4 @@
-"""What 1, 2 and 4 processes take over links of known rates, beside what is predicted. Linux, root, on a quiet machine.
+"""What 2 and 4 processes take over links of known rates, beside what is predicted. Linux, root, on a quiet machine.
 
 python benchmarks/scaling_shaped.py [MEGABITS ...]
 """
@@ -22,7 +22,7 @@ shaped = importlib.util.module_from_spec(_module)
 sys.modules[_module.name] = shaped
 _module.loader.exec_module(shaped)
 
-SIZES = (1, 2, 4)
+SIZES = (2, 4)
 MEGABITS = (100.0, 400.0, 1600.0)
 
 

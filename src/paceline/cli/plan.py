@@ -66,7 +66,9 @@ def command(
 
     It says the strategy, global batch, learning rate, hours and cost, and what of it is predicted. Deadline and budget
     are held against the upper end of the prediction's range. Nothing is changed: the recipe's batch and learning rate
-    stay unless you ask for a rule. Exit code 1 if nothing tried does it; the nearest is told.
+    stay unless you ask for a rule. Passes are as large as the GPU's memory allows, by what `paceline estimate` says.
+    Exit code 1 if nothing tried does it, the nearest is told; and without a figure of one GPU, whose peak decides
+    nothing.
 
     \b
     Examples:
@@ -96,7 +98,11 @@ def command(
 def _show(plan: TrainingPlan) -> None:
     header = ("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "hours", "at worst", "cost", "at worst")
     print_table((*header, "limited by"), [_row(each) for each in plan.choices])
-    if plan.chosen is None:
+    if plan.report.is_bound:
+        click.echo(
+            "Nothing is chosen by a bound that no GPU reaches; give one GPU's --throughput. The least that could:"
+        )
+    elif plan.chosen is None:
         click.echo("Nothing tried does it; this comes nearest:")
     choice = plan.chosen or plan.nearest
     found = choice.row.prediction
@@ -106,6 +112,7 @@ def _show(plan: TrainingPlan) -> None:
         {
             "GPUs": f"{choice.gpus} on {plan.report.cluster.title}; {-(-choice.gpus // per_node)} node(s)",
             "strategy": f"{choice.row.strategy}: {choice.reason}",
+            **({} if choice.room is None else {"memory": choice.room.why}),
             "global batch": f"{found.samples:,}" + f" in place of the recipe's {plan.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" in place of the recipe's {plan.recipe_lr:g}" * grown,
             "hours": f"{choice.row.hours:.3g}, at worst {choice.high_hours:.3g}",
@@ -116,8 +123,6 @@ def _show(plan: TrainingPlan) -> None:
     click.echo(f"  Not predicted: one GPU ({plan.report.basis}), batch, price. Everything else is predicted.")
     for notice in plan.report.notices:
         click.echo(f"  note: {notice}")
-    if plan.report.is_bound:
-        click.echo("  One GPU's rate is a bound that nothing reaches: take no decision on it; give --throughput.")
 
 
 def _cost(choice: Choice) -> dict[str, str]:
@@ -139,5 +144,5 @@ def _row(choice: Choice) -> tuple[object, ...]:
         f"{choice.high_hours:.3g}",
         "" if row.cost is None else f"${row.cost:,.2f}",
         "" if choice.high_cost is None else f"${choice.high_cost:,.2f}",
-        found.limit,
+        found.limit if choice.has_room else "memory: does not fit",
     )

@@ -9,8 +9,8 @@ The step of one device comes from a measurement. What the others add is worked o
 * *launching*: a host issues only so many kernels, however small they are;
 * *cores*: processes without accelerators share the machine's.
 
-The constants below are the same for every network, machine and size. docs/decisions/0039 says which were chosen with
-sight of which published figures.
+The constants below are the same for every network, machine and size, and none of them was fitted to the rate of several
+GPUs: docs/decisions/0039 says where each comes from, and how well published rates are met.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from paceline.formulas.overlap import Gradient, Passes, Timeline, Unit, buckets,
 
 Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
 Strategy = Literal["ddp", "fsdp"]
+Compiled = Literal["no", "fused", "graphs"]
+_GRAPHS = 2  # a forward and a backward one
 
 BACKWARD_SHARE = 2 / 3
 """Of a step's computing: the backward pass has two products for each of the forward's (with respect to inputs and to
@@ -33,9 +35,15 @@ UNITS_OF_A_COLLECTIVE = 16
 around sixteen by itself (NCCL documentation, NCCL_MAX_CTAS)."""
 UNKNOWN_UNITS = 100
 """Multiprocessors of a device that nobody has named."""
-HOST_SECONDS = 40e-6
-"""Host work for one parameter tensor that DDP adds and that the device waits for, each time the host itself had waited
-for the device before: gradient hooks, copies between buckets and gradients, buffers."""
+KERNEL_SECONDS = 4e-6
+"""Host time to put one kernel into a stream: 1 to 3 microseconds of the driver's own, about 5 until it runs (Dalek,
+arXiv:2508.10481)."""
+HOST_SECONDS = 10e-6 + 3 * KERNEL_SECONDS
+"""Host work that DDP adds for one parameter tensor, and that the device waits for each time the host itself had waited
+for the device before: its hooks, and three copies (into the bucket, out of it, of a buffer). Time and copies are
+measured without any GPU (benchmarks/ddp_host.py), and launching a copy is :data:`KERNEL_SECONDS`."""
+OWN_HOST_SECONDS = 5e-6 + KERNEL_SECONDS
+"""The same as Paceline wraps networks: gradients lie in the buckets, and buffers are not sent."""
 LAUNCH_SECONDS = 200e-6
 """Host time to issue the forward, backward and update kernels of one parameter tensor and the operations around it,
 uncompiled: about twenty launches of ten microseconds."""
@@ -46,6 +54,30 @@ DOUBT = 2.0
 MODEL_DOUBT = 0.08
 """Relative error of a step of several devices beyond that: the mean one on published tables that nobody had looked at
 when the other constants were fixed (benchmarks/scaling.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Kernels that a host launches for one forward and backward pass.
+
+    Attributes:
+        eager: Operator by operator; 0 if unknown.
+        products: Of these, products: a compiler leaves each of them a kernel of its own.
+    """
+
+    eager: int = 0
+    products: int = 0
+
+    def share(self, compiled: Compiled) -> float:
+        """What is left of the time of launching them all, in [0, 1].
+
+        A compiler fuses what lies between two products into one kernel, at the most; a recorded graph of a pass is
+        launched as a whole. Nothing is taken off where the operators are not known.
+        """
+        if compiled == "no" or not self.eager:
+            return 1.0
+        left = 2 * self.products if compiled == "fused" else _GRAPHS
+        return min(1.0, left / self.eager)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +123,7 @@ class Host:
 
     Attributes:
         waits: How often in a step the host waits for the device before it goes on.
+        seconds_per_tensor: What DDP adds to its work for one parameter tensor.
         seconds_per_sample: Time of one core for reading and varying a sample; 0 if that is done before.
         loaders_per_device: Loader processes of each device; None for as many as there are cores.
         cores_per_device: Physical cores for each device; None if unknown.
@@ -99,6 +132,7 @@ class Host:
     """
 
     waits: int = 0
+    seconds_per_tensor: float = HOST_SECONDS
     seconds_per_sample: float = 0.0
     loaders_per_device: int | None = None
     cores_per_device: float | None = None
@@ -127,6 +161,7 @@ class Way:
         units_per_device: Multiprocessors of a device; None if unknown.
         regathered: FSDP gathers weights for the backward pass again.
         taken: Share of computing that a message under way takes; None to work it out from the multiprocessors.
+        launched: What compiling leaves of the time that launching kernels takes, in [0, 1].
     """
 
     strategy: Strategy
@@ -136,6 +171,7 @@ class Way:
     units_per_device: int | None = None
     regathered: bool = True
     taken: float | None = None
+    launched: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +248,7 @@ def _computing(network: Network, one: OneDevice, host: Host, way: Way) -> tuple[
     seconds = one.seconds * way.micro_batch / one.samples
     if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
         return seconds, 0.0  # it was measured so
-    floor = LAUNCH_SECONDS * network.tensors
+    floor = LAUNCH_SECONDS * network.tensors * way.launched
     return max(seconds, floor), max(0.0, floor - seconds)
 
 
@@ -238,12 +274,12 @@ def _step(
     if devices > 1:
         timeline = _timeline(network, fabric, way, pass_seconds + crowded, doubt)
         parts["communication"] = timeline.exposed_seconds + timeline.stretched_seconds
-        parts["host"] = network.tensors * HOST_SECONDS * host.waits * doubt
+        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * doubt
         noise = one.spread * (pass_seconds + crowded) * way.passes**0.5
         parts["waiting"] = noise * slowest_of(devices) * doubt
     supply = host.supply_per_second(devices, fabric.per_node)
     if supply is not None and devices > 1:
-        needed = way.micro_batch * way.passes * devices / supply * doubt**0.25
+        needed = way.micro_batch * way.passes * devices / supply * doubt
         parts["data"] = max(0.0, needed - sum(parts.values()))
     return parts
 

@@ -18,6 +18,9 @@ TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (6
 # smallest a quarter less efficient than the largest: an assumption, for the guide shows the effect and gives no law.
 _EDGE = 16
 
+# Sizes tried to each side: 512 columns in steps of 8 are two of the widest tiles, and waves come round sooner.
+_MOST_TRIED = 64
+
 # A tile's sum is worth sharing out among multiprocessors if each gets so many terms at least.
 _LEAST_TERMS = 512
 
@@ -154,6 +157,8 @@ def better_sizes(
 ) -> tuple[int | None, int | None]:
     """The nearest smaller and larger n that take clearly less for each column, by 5 %; None where none is that near.
 
+    No more than 64 sizes to each side are looked at, however large n is.
+
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Dimension Quantization Effects".
     """
@@ -163,6 +168,9 @@ def better_sizes(
     above = range(upper if upper > n else upper + multiple, math.floor(n * (1 + within)) + 1, multiple)
 
     def first(sizes: range) -> int | None:
-        return next((each for each in sizes if best_tiling(m, each, k, multiprocessors, count).slowdown <= limit), None)
+        for each in sizes[:_MOST_TRIED]:
+            if best_tiling(m, each, k, multiprocessors, count).slowdown <= limit:
+                return each
+        return None
 
     return first(below), first(above)

@@ -109,6 +109,11 @@ class StepWork:
         return self.flops(*_OF_MODEL)
 
     @property
+    def model_works(self) -> tuple[Work, ...]:
+        """The operators of the model itself."""
+        return tuple(each for each in self.works if each.phase in _OF_MODEL)
+
+    @property
     def bytes_moved(self) -> int:
         """Bytes that all operators must read and write."""
         return sum(each.bytes_moved for each in self.works)

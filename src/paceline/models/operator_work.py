@@ -317,6 +317,8 @@ _FREE = _packets(
         "_linalg_check_errors",
         "record_stream",
     ),
+    *("transpose_", "t_", "squeeze_", "unsqueeze_", "swapaxes_", "unsafe_split", "unsafe_chunk"),
+    "unsafe_split_with_sizes",
 )
 # What the first argument held before is not read.
 _WRITING = _packets(

@@ -12,7 +12,8 @@ from paceline.recipe.schema import Recipe
 # A size that fewer forward passes have than this is not worth the wait for its graph.
 _WORTH_COMPILING = 0.05
 
-_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of ``model.compile_mode`` that record CUDA graphs."""
 _WITH_TIMING = ("max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -98,7 +99,7 @@ def _worth_compiling(sizes: Mapping[int, int]) -> tuple[int, ...]:
 def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
     """Refuse CUDA graphs where there are none, or where they would overwrite what is still needed."""
     mode = recipe.model.compile_mode
-    if mode not in _WITH_GRAPHS:
+    if mode not in WITH_GRAPHS:
         return
     instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
     said = f"model.compile_mode={mode} records CUDA graphs, "

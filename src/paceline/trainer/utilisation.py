@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from paceline.devices import Device, recognise
 from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
 from paceline.formulas.roofline import utilisation
-from paceline.recipe.plan import Plan
+from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.records.events import MeasurementEvent
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.preparation import Prepared, without_initial_weights
@@ -32,29 +32,36 @@ class Utilisation:
     Attributes:
         device: The device of each process.
         processes: How many there are.
-        precision: The peak that is meant: that of the products' inputs.
-        flops_per_sample: Of the model's forward and backward pass; None if they could not be counted.
+        flops: Of the model's forward and backward pass of a sample, by the peak that is meant: the precision in which
+            they are computed. Empty if they could not be counted.
         why_not: Then, why.
         seconds: What finding out took.
     """
 
     device: Device
     processes: int
-    precision: str
-    flops_per_sample: float | None
+    flops: Mapping[str, float]
     why_not: str = ""
     seconds: float = 0.0
 
     @property
-    def peak(self) -> float:
-        """Dense peak of one device, in FLOP/s."""
-        return self.device.flops_per_second[self.precision]
+    def flops_per_sample(self) -> float | None:
+        """All of them; None if they could not be counted."""
+        return sum(self.flops.values()) or None
+
+    @property
+    def peak(self) -> float | None:
+        """What one device could reach at best, in FLOP/s: each part at its own dense peak; None without a count."""
+        whole = self.flops_per_sample
+        ceilings = Ceilings(self.device, "none")
+        return None if whole is None else whole / sum(each / ceilings.peak(name) for name, each in self.flops.items())
 
     def mfu(self, samples_per_second: float | None) -> float | None:
         """Model FLOPs utilisation at a throughput over all processes, in [0, 1]; None without either."""
-        if samples_per_second is None or self.flops_per_sample is None:
+        whole, peak = self.flops_per_sample, self.peak
+        if samples_per_second is None or whole is None or peak is None:
             return None
-        return utilisation(self.flops_per_sample * samples_per_second, 1.0, self.peak, self.processes)
+        return utilisation(whole * samples_per_second, 1.0, peak, self.processes)
 
     def for_record(self, samples_per_second: float | None) -> dict[str, float | None]:
         """What a step record says of it; nothing if it is not known."""
@@ -62,13 +69,22 @@ class Utilisation:
 
     def event(self, here: dict[str, Any]) -> MeasurementEvent:
         """What is said of it at the run's start."""
-        of_device = f"the dense {self.precision} peak of {self.device.title}, {self.peak / 1e12:,.4g} TFLOP/s"
-        if self.flops_per_sample is None:
+        whole, peak = self.flops_per_sample, self.peak
+        if whole is None or peak is None:
             message, metrics = f"mfu is not recorded: {self.why_not}", {}
         else:
-            message = f"mfu: {self.flops_per_sample / 1e9:.4g} GFLOP per sample, forward and backward, of {of_device}"
-            metrics = {"flops_per_sample": self.flops_per_sample, "peak_flops_per_second": self.peak}
+            message = f"mfu: {whole / 1e9:.4g} GFLOP per sample, forward and backward, of {self._of_peaks(whole)}"
+            metrics = {"flops_per_sample": whole, "peak_flops_per_second": peak}
         return MeasurementEvent(**here, what="flops", message=message, seconds=self.seconds, metrics=metrics)
+
+    def _of_peaks(self, whole: float) -> str:
+        ceilings = Ceilings(self.device, "none")
+        rates = {name: f"{ceilings.peak(name) / 1e12:,.4g} TFLOP/s" for name in self.flops}
+        if len(rates) == 1:
+            ((name, rate),) = rates.items()
+            return f"the dense {name} peak of {self.device.title}, {rate}"
+        parts = [f"{name} {rate} for {self.flops[name] / whole:.1%}" for name, rate in rates.items()]
+        return f"the dense peaks of {self.device.title}, each for what is computed in it: {', '.join(parts)}"
 
 
 def find_utilisation(prepared: Prepared) -> Utilisation | None:
@@ -76,35 +92,25 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
 
     Nothing that goes wrong here ends the run, nothing is computed, and neither network nor random states are touched.
     """
-    device = recognise(prepared.plan.device_name)
-    precision = None if device is None else peak_of(prepared.plan, device)
-    if device is None or precision is None:
+    plan = prepared.plan
+    device = recognise(plan.device_name)
+    if device is None or (plan.precision != "fp32" and device.peak(plan.precision) is None):
         return None
     begun = time.perf_counter()
-    flops, why_not = None, _why_not(prepared)
+    flops: dict[str, float] = {}
+    why_not = _why_not(prepared)
     if not why_not:
         try:
-            flops = _flops_per_sample(prepared)
+            flops = _flops_of_a_sample(prepared, device)
         except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
             why_not = " ".join(str(error).split())[:300] or type(error).__name__
     return Utilisation(
         device=device,
-        processes=prepared.plan.world_size,
-        precision=precision,
-        flops_per_sample=flops,
-        why_not=why_not,
+        processes=plan.world_size,
+        flops=flops,
+        why_not=why_not or "nothing of it is a product",
         seconds=time.perf_counter() - begun,
     )
-
-
-def peak_of(plan: Plan, device: Device) -> str | None:
-    """The peak that a run's products could reach there at best; None if the device has no units for them.
-
-    In fp32, torch multiplies in TF32 where it is told to, and convolutions unless told not to.
-    """
-    if plan.precision != "fp32":
-        return plan.precision if device.peak(plan.precision) else None
-    return "tf32" if plan.float32_matmul != "highest" and device.peak("tf32") else "fp32"
 
 
 def _why_not(prepared: Prepared) -> str:
@@ -121,7 +127,7 @@ def _why_not(prepared: Prepared) -> str:
     return ""
 
 
-def _flops_per_sample(prepared: Prepared) -> float:
+def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
     # Only where it is used: torch's fake tensors take their time to import.
     from paceline.models.flops import WorkCounter
     from paceline.trainer.fake_run import fake_run
@@ -139,7 +145,8 @@ def _flops_per_sample(prepared: Prepared) -> float:
         if found.uncounted:
             names = ", ".join(each.operator for each in found.uncounted[:3])
             raise ModelError(f"the arithmetic of {names} is not known")
-        return found.model_flops / step.micro_batch
+        by_precision = ceilings_of(plan, device, found).flops_by_precision(found.model_works)
+        return {name: each / step.micro_batch for name, each in by_precision.items()}
 
 
 def _built_anew(build: Callable[[], nn.Module], training: nn.Module) -> nn.Module:

@@ -150,6 +150,21 @@ def test_a_better_size_is_found_on_both_sides() -> None:
     assert tiles.better_sizes(4096, 4096, 4096, 128) == (None, None)
 
 
+def test_better_sizes_are_looked_for_nearby_however_large_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    real = tiles.best_tiling
+
+    def counted(m: int, n: int, k: int, multiprocessors: int, count: int = 1) -> tiles.Tiling:
+        tried.append(n)
+        return real(m, n, k, multiprocessors, count)
+
+    monkeypatch.setattr(tiles, "best_tiling", counted)
+    # As wide as the images of a large batch: fifteen per cent of it would be some hundred thousand sizes.
+    assert tiles.better_sizes(4096, 12_845_056, 4096, 128) == (None, None)
+    assert len(tried) <= 1 + 2 * 64
+    assert {abs(n - 12_845_056) <= 512 for n in tried} == {True}
+
+
 def test_a_long_sum_is_shared_out() -> None:
     short, long = tiles.best_tiling(576, 64, 64, 108), tiles.best_tiling(576, 64, 200_704, 108)
     assert short.splits == 1

@@ -12,6 +12,7 @@ from paceline.formulas.parallel_step import (
     HOST_SECONDS,
     LAUNCH_SECONDS,
     Host,
+    Launches,
     Network,
     OneDevice,
     Way,
@@ -108,6 +109,19 @@ def test_a_small_share_ends_at_what_the_host_can_launch() -> None:
     found = predict(NETWORK, ONE, FABRIC, HOST, replace(WAY, micro_batch=1))
     assert found.seconds == pytest.approx(TENSORS * LAUNCH_SECONDS, rel=1e-3)
     assert found.limit == "launching"
+
+
+def test_a_compiled_step_launches_less() -> None:
+    launches = Launches(eager=1000, products=100)
+    assert [launches.share(each) for each in ("no", "fused", "graphs")] == [1, 0.2, 0.002]
+    assert Launches().share("graphs") == 1
+    # More would be left of a network of products alone than it launches.
+    assert Launches(eager=150, products=100).share("fused") == 1
+    way = replace(WAY, micro_batch=1)
+    eager, fused = (predict(NETWORK, ONE, FABRIC, HOST, replace(way, launched=each)) for each in (1.0, 0.2))
+    assert fused.seconds == pytest.approx(0.2 * eager.seconds, rel=1e-3)
+    computing = predict(NETWORK, ONE, FABRIC, HOST, replace(way, launched=0.002))
+    assert (computing.limit, computing.seconds) == ("computing", pytest.approx(0.1 / 64, rel=1e-3))
 
 
 def test_processes_without_accelerators_share_the_cores() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,6 +195,73 @@ def test_torchs_counter_finds_the_same_in_the_forward_pass(name: str) -> None:
         ours = count(network, inputs, train=False)
     assert ours.flops("forward") == theirs.get_total_flops()
     assert ours.uncounted == ()
+
+
+class Whole(nn.Module):
+    """A module that takes its input several times, or answers with several tensors."""
+
+    def __init__(self, inner: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = self.inner(*[inputs] * self.times)
+        return out[0] if isinstance(out, tuple) else out
+
+
+class Products(nn.Module):
+    """Batched products without weights."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.baddbmm(inputs @ inputs.mT, inputs, inputs.mT).bmm(inputs)
+
+
+# What is called, and the shape of its input.
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 9)),
+    "one dimension": (lambda: nn.Conv1d(4, 6, 3, dilation=2), (2, 4, 11)),
+    "three dimensions": (lambda: nn.Conv3d(4, 6, 3), (2, 4, 5, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, output_padding=1), (2, 4, 5, 5)),
+    "grouped": (lambda: nn.Conv2d(4, 8, 3, groups=2), (2, 4, 8, 8)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, groups=6), (2, 6, 8, 8)),
+    "transposed and grouped": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, groups=2), (2, 4, 5, 5)),
+    "linear": (lambda: nn.Linear(12, 7), (3, 5, 12)),
+    "products": (Products, (3, 5, 7)),
+    "attention": (lambda: Whole(nn.MultiheadAttention(16, 4, batch_first=True), 3), (2, 6, 16)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (2, 5, 16)),
+    "recurrent": (lambda: Whole(nn.RNN(8, 10, batch_first=True)), (2, 5, 8)),
+    "LSTM": (lambda: Whole(nn.LSTM(8, 10, 2, batch_first=True, bidirectional=True)), (2, 5, 8)),
+    "GRU": (lambda: Whole(nn.GRU(8, 10, batch_first=True)), (2, 5, 8)),
+    "cell": (lambda: Whole(nn.LSTMCell(8, 10)), (4, 8)),
+}
+_GROUPS = {"grouped": 2, "depthwise": 6, "transposed and grouped": 2}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torchs_counter_finds_the_same_in_a_step(name: str) -> None:
+    make, shape = MODULES[name]
+    # On "meta", where recurrent layers and attention come as the products that they are made of.
+    with torch.device("meta"):
+        network, inputs = make(), torch.zeros(shape, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        out = network(inputs)
+    with FlopCounterMode(display=False) as backward:
+        out.float().sum().backward()
+    found = count(network, inputs)
+    once, both = forward.get_total_flops(), backward.get_total_flops()
+    if name in _GROUPS:
+        # Torch takes a grouped convolution's gradient of the weights for one of all groups together.
+        assert both == once * (1 + _GROUPS[name])
+        both = 2 * once
+    assert found.flops("forward") == once > 0
+    assert found.flops("dgrad", "wgrad") == both
+    assert found.uncounted == ()
+
+
+def test_a_table_that_is_looked_up_has_no_products() -> None:
+    network = nn.Embedding(20, 8)
+    found = count(network, torch.tensor([[1, 2, 3]]))
+    assert (found.flops(), found.uncounted) == (0, ())
 
 
 # torchvision's weights tell their GMAC at 224 pixels ("_ops"); ViT-B/16: torchvision 17.564; EfficientNet-B0 0.386.

@@ -12,9 +12,10 @@ import torch
 from paceline.devices import find_device
 from paceline.errors import RecipeError
 from paceline.machine import cache_folder
+from paceline.models.ceilings import Ceilings
 from paceline.models.flops import StepWork, Work
 from paceline.models.operator_work import Product
-from paceline.studies.roofline.bounds import Ceilings, layer_bounds
+from paceline.studies.roofline.bounds import layer_bounds
 from paceline.studies.roofline.shapes import shape_findings
 from paceline.studies.roofline.study import choose, roofline
 from paceline.studies.roofline.this_cpu import this_cpu
@@ -59,17 +60,17 @@ def test_each_precision_has_its_peak() -> None:
 
 def test_odd_sizes_are_named_with_what_to_change() -> None:
     odd = work("head", 2 * 256 * 1001 * 768, 10, product=Product(256, 1001, 768))
-    (found,) = shape_findings(StepWork((odd,)), A100, "bf16")
+    (found,) = shape_findings(StepWork((odd,)), A100, lambda _: "bf16")
     assert {each.name: (each.is_aligned, each.advice) for each in found.dimensions} == {
         "samples": (True, ""),
         "inputs": (True, ""),
         "outputs": (False, "8 should divide it: 1000 or 1008"),
     }
     images = work("stem", 10, 10, product=Product(10**6, 64, 3 * 49, 1, "convolution", 49))
-    (found,) = shape_findings(StepWork((images,)), A100, "bf16")
+    (found,) = shape_findings(StepWork((images,)), A100, lambda _: "bf16")
     assert "4 channels" in found.dimensions[0].advice
     depthwise = work("dw", 10, 10, product=Product(10**6, 1, 9, 64, "convolution", 9))
-    (found,) = shape_findings(StepWork((depthwise,)), A100, "bf16")
+    (found,) = shape_findings(StepWork((depthwise,)), A100, lambda _: "bf16")
     assert (found.tiling, found.dimensions, found.seconds_lost) == (None, (), 0.0)
 
 
@@ -91,6 +92,18 @@ def test_a_residual_network_on_an_a100() -> None:
     assert report.found.flops("forward") / 64 / 2 == pytest.approx(1.814e9, rel=0.005)
     document = report.to_json()
     assert json.loads(json.dumps(document))["phases"].keys() == {"forward", "loss", "dgrad", "wgrad", "optimizer"}
+
+
+@pytest.mark.parametrize(("matmul", "precision"), [("auto", "fp32"), ("high", "tf32")])
+def test_an_fp32_transformer_is_held_against_what_it_is_multiplied_in(matmul: str, precision: str) -> None:
+    changes = ["model.name=vit_tiny_patch16_224", "batch.global_size=4", "train.precision=fp32"]
+    report = roofline("synthetic", [*changes, "data.image_size=224", f"train.float32_matmul={matmul}"], device="a100")
+    assert report.precision == precision
+    peak = {"fp32": 19.5e12, "tf32": 156e12}
+    patches = sum(each.flops for each in report.layers if each.layer == "patch_embed.proj")
+    # The patches are a convolution, which torch computes in TF32 either way.
+    rest = report.found.model_flops - patches
+    assert report.arithmetic_seconds == pytest.approx(patches / 156e12 + rest / peak[precision])
 
 
 def test_depthwise_convolutions_are_pointed_out() -> None:

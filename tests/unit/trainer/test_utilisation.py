@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.devices import Device, find_device
 from paceline.models.build import build_model
 from paceline.recipe.load import load_recipe
-from paceline.recipe.plan import Plan
 from paceline.trainer import utilisation
 from paceline.trainer.preparation import Prepared
-from paceline.trainer.utilisation import Utilisation, peak_of
+from paceline.trainer.utilisation import Utilisation
 
 SENSITIVE = {
     "model.options.dropout": 0.3,
@@ -40,31 +39,21 @@ def known_cpu(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_utilisation_is_throughput_by_flops_over_peak() -> None:
-    ours = Utilisation(device=find_device("a100"), processes=8, precision="bf16", flops_per_sample=24.5e9)
+    ours = Utilisation(device=find_device("a100"), processes=8, flops={"bf16": 24.5e9})
     assert ours.mfu(16_621) == pytest.approx(16_621 * 24.5e9 / (8 * 312e12))
     assert ours.mfu(None) is None
-    unknown = replace(ours, flops_per_sample=None, why_not="reasons")
+    unknown = replace(ours, flops={}, why_not="reasons")
     assert unknown.for_record(16_621) == {}
     assert unknown.event({"step": 0}).message == "mfu is not recorded: reasons"
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "matmul", "peak"),
-    [
-        ("a100", "bf16", "default", "bf16"),
-        ("a100", "fp32", "default", "tf32"),
-        ("a100", "fp32", "highest", "fp32"),
-        ("a100", "fp32", "high", "tf32"),
-        ("v100", "fp32", "default", "fp32"),
-        ("v100", "bf16", "default", None),
-        ("v100", "fp16", "default", "fp16"),
-    ],
-)
-def test_the_peak_is_that_of_what_is_multiplied(device: str, precision: str, matmul: str, peak: str | None) -> None:
-    plan = object.__new__(Plan)
-    object.__setattr__(plan, "precision", precision)
-    object.__setattr__(plan, "float32_matmul", matmul)
-    assert peak_of(plan, find_device(device)) == peak
+def test_each_part_is_held_against_its_own_peak() -> None:
+    ours = Utilisation(device=find_device("a100"), processes=1, flops={"tf32": 156e9, "fp32": 19.5e9})
+    # A millisecond in TF32 and one in fp32: at 500 samples a second it is done all the time.
+    assert ours.mfu(500) == pytest.approx(1)
+    said = ours.event({"step": 0})
+    assert "tf32 156 TFLOP/s for 88.9%, fp32 19.5 TFLOP/s for 11.1%" in said.message
+    assert said.metrics["peak_flops_per_second"] == pytest.approx(175.5e9 / 2e-3)
 
 
 def test_a_cpus_records_are_silent(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch
+from paceline.models.flops import WorkCounter
 from paceline.studies.doctor.findings import Place
-from paceline.studies.doctor.layers import Layer, class_places, watching_layers
+from paceline.studies.doctor.layers import Layer, class_places, watching_layers, with_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,14 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
         batch: What the step takes.
         step: Forward and backward.
     """
-    with watching_layers(network, max(1, len(batch.ids))) as seen:
+    samples = max(1, len(batch.ids))
+    with watching_layers(network, samples) as seen, WorkCounter(network) as counter:
         step()
     named = {name: each for name, each in network.named_parameters() if each.requires_grad}
     inputs = batch.inputs
     laid_out = inputs.ndim == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
     return Anatomy(
-        layers=tuple(seen.layers.values()),
+        layers=with_flops(seen.layers.values(), counter.found, samples),
         biased=seen.biased,
         holders=class_places(network, seen.biased),
         unused=tuple(name for name, each in named.items() if each.grad is None),

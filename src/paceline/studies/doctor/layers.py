@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from paceline.formulas.roofline import intensity
+from paceline.models.flops import StepWork
 from paceline.studies.doctor.findings import Place
 
 Kind = Literal["linear", "convolution", "recurrent", "recurrent cell"]
@@ -31,7 +32,6 @@ class Layer:
         inputs: Features or channels that go in.
         outputs: Features or channels that come out; of a recurrent layer, its hidden size.
         groups: Of a convolution.
-        reduction: Products that are added up to one output.
         rows: Outputs of each channel for one sample: 1 for a classifier, pixels for a convolution.
         read: Numbers that go in, for one sample.
         written: Numbers that come out, for one sample.
@@ -39,6 +39,7 @@ class Layer:
         stride: Of a convolution, the smallest.
         calls: Times it was called.
         shape: Its sizes, for people.
+        flops: Floating-point operations of one sample's forward pass, in all calls: a product and a sum are two.
     """
 
     name: str
@@ -46,7 +47,6 @@ class Layer:
     inputs: int
     outputs: int
     groups: int = 1
-    reduction: int
     rows: float
     read: float
     written: float
@@ -54,11 +54,7 @@ class Layer:
     stride: int = 1
     calls: int = 1
     shape: str = ""
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of one sample's forward pass: a product and a sum are two."""
-        return 2.0 * self.rows * self.outputs * self.reduction * self.calls
+    flops: float = 0.0
 
     @property
     def is_depthwise(self) -> bool:
@@ -129,6 +125,21 @@ def watching_layers(network: nn.Module, samples: int) -> Iterator[Seen]:
             handle.remove()
 
 
+def with_flops(layers: Iterable[Layer], found: StepWork, samples: int) -> tuple[Layer, ...]:
+    """The layers with what a counter found in their forward passes, of which each call is one, also a second time.
+
+    Args:
+        layers: As hooks saw them.
+        found: The same step, counted.
+        samples: In its batch.
+    """
+    flops: Counter[str] = Counter()
+    for work in found.works:
+        if work.phase in ("forward", "recompute"):
+            flops[work.layer] += work.flops
+    return tuple(replace(each, flops=flops[each.name] / samples) for each in layers)
+
+
 def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
     """Where the classes that hold these modules begin, most modules first."""
     holders = Counter(_holder(network, name) for name in names)
@@ -183,7 +194,6 @@ def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: 
             kind="linear",
             inputs=module.in_features,
             outputs=module.out_features,
-            reduction=module.in_features,
             rows=made.numel() / module.out_features / samples,
             weights=module.weight.numel(),
             shape=f"{module.in_features}→{module.out_features}",
@@ -197,7 +207,6 @@ def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: 
 
 
 def _convolution(module: _ConvNd, given: Tensor, made: Tensor, sizes: dict[str, Any], samples: int) -> Layer:
-    window = prod(module.kernel_size)
     transposed = isinstance(module, _ConvTransposeNd)
     pixels = (given if transposed else made).shape[2:]
     kernel = "x".join(map(str, module.kernel_size))
@@ -207,7 +216,6 @@ def _convolution(module: _ConvNd, given: Tensor, made: Tensor, sizes: dict[str, 
         inputs=module.in_channels,
         outputs=module.out_channels,
         groups=module.groups,
-        reduction=module.in_channels // module.groups * window,
         rows=prod(pixels),
         weights=module.weight.numel(),
         stride=min(module.stride),
@@ -217,13 +225,10 @@ def _convolution(module: _ConvNd, given: Tensor, made: Tensor, sizes: dict[str, 
 
 
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase, given: Tensor, sizes: dict[str, Any], samples: int) -> Layer:
-    gates = {"LSTM": 4, "GRU": 3}.get(type(module).__name__.removesuffix("Cell"), 1)
-    layers = module.num_layers * (2 if module.bidirectional else 1) if isinstance(module, nn.RNNBase) else 1
     return Layer(
         kind="recurrent" if isinstance(module, nn.RNNBase) else "recurrent cell",
         inputs=module.input_size,
         outputs=module.hidden_size,
-        reduction=gates * layers * (module.input_size + module.hidden_size),
         rows=given.numel() / module.input_size / samples,
         weights=sum(each.numel() for each in module.parameters()),
         shape=f"{module.input_size}→{module.hidden_size} hidden",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.devices import Device
 from paceline.formulas.tiles import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
-from paceline.models.flops import StepWork
+from paceline.models.flops import StepWork, Work
 from paceline.models.operator_work import Product
 
 # Of a number, in those precisions that matrix units have.
@@ -81,13 +81,20 @@ class ShapeFinding:
         }
 
 
-def shape_findings(found: StepWork, device: Device, precision: str) -> Iterator[ShapeFinding]:
-    """Every product of a step's forward and backward pass."""
-    has_units = device.name != "cpu" and precision in _BYTES
+def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work], str]) -> Iterator[ShapeFinding]:
+    """Every product of a step's forward and backward pass.
+
+    Args:
+        found: The step.
+        device: Where it is computed.
+        precision_of: The name of the peak that an operator has there.
+    """
     for work in found.works:
         product = work.product
         if product is None or work.phase not in ("forward", "dgrad", "wgrad"):
             continue
+        precision = precision_of(work)
+        has_units = device.name != "cpu" and precision in _BYTES
         tiling = _tiling(product, device)
         sizes = (product.m, product.n, product.k, device.multiprocessors, product.count)
         is_slow = tiling is not None and tiling.slowdown > _CLEARLY

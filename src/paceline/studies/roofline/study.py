@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import nn
 
 from paceline.devices import Device, find_device, recognise
 from paceline.errors import RecipeError
+from paceline.models.ceilings import ceilings_of
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.recipe.load import load_recipe
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.studies.roofline.bounds import Ceilings, LayerBound, layer_bounds
+from paceline.studies.roofline.bounds import LayerBound, layer_bounds
 from paceline.studies.roofline.report import LowIntensity, RooflineReport
 from paceline.studies.roofline.shapes import shape_findings
 from paceline.studies.roofline.this_cpu import this_cpu
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import FakeRun, fake_run, machine_with
-from paceline.trainer.utilisation import peak_of
 
 # Grouped so far that a group's product is no wider than that, a convolution reads about as much as it computes.
 _DEPTHWISE_WIDTH = 4
@@ -81,31 +80,24 @@ def _report(
     notices: tuple[str, ...],
 ) -> RooflineReport:
     (source, recipe), (found, kinds) = asked, counted
-    precision = peak_of(plan, device) or "fp32"
-    ceilings = Ceilings(device, _tf32(plan), precision, frozenset(plan.fp8_layers))
+    ceilings = ceilings_of(plan, device, found)
     layers = layer_bounds(found, kinds, ceilings)
     return RooflineReport(
         recipe=source,
         model=recipe.model.name,
         device=device,
-        precision=precision,
+        precision=ceilings.precision,
         micro_batch=plan.micro_batch_size,
         micro_batches=plan.accumulation_steps,
         found=found,
         layers=layers,
-        shapes=tuple(shape_findings(found, device, precision)),
+        shapes=tuple(shape_findings(found, device, ceilings.precision_of)),
         low_intensity=_low_intensity(found, layers),
         least_seconds=sum(each.seconds for each in layers),
         products_seconds=sum(ceilings.seconds(each) for each in found.works if each.product or each.flops),
-        arithmetic_seconds=found.model_flops / ceilings.peak(precision),
+        arithmetic_seconds=sum(map(ceilings.arithmetic_seconds, found.model_works)),
         notices=notices,
     )
-
-
-def _tf32(plan: Plan) -> Literal["none", "convolutions", "all"]:
-    if plan.float32_matmul == "default":
-        return "convolutions"
-    return "none" if plan.float32_matmul == "highest" else "all"
 
 
 def _low_intensity(found: StepWork, layers: tuple[LayerBound, ...]) -> LowIntensity | None:

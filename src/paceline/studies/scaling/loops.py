@@ -8,11 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from paceline.clusters import Cluster
-from paceline.formulas.parallel_step import Host
-
-BUSY_CORE = 1.6
-"""How many times as long a loader takes on a server all of whose cores are at work, as on the core of an idle machine
-that benchmarks/results has: NVIDIA's 4.8 ms over the 3.06 ms that torchvision and Pillow take there."""
+from paceline.formulas.parallel_step import HOST_SECONDS, OWN_HOST_SECONDS, Host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +18,8 @@ class Loop:
     Attributes:
         name: What it is asked for by.
         waits: How often in a step its host waits for the device, by precision: in fp32 and TF32, bf16, fp16.
-        seconds_per_sample: Time of one busy core for reading and varying an image.
+        seconds_per_sample: Time of one core for reading and varying an image, all cores at work.
+        seconds_per_tensor: What wrapping a network in DDP adds to the host's work for each parameter tensor.
         loaders_per_device: Loader processes of each device, by cluster; others take as many as there are cores.
         source: Where this stands.
     """
@@ -30,6 +27,7 @@ class Loop:
     name: str
     waits: Mapping[str, int]
     seconds_per_sample: float
+    seconds_per_tensor: float = HOST_SECONDS
     loaders_per_device: Mapping[str, int] = field(default_factory=dict)
     source: str
 
@@ -46,6 +44,7 @@ class Loop:
         return Host(
             # Where processes compute on the cores, the host is the device: it does everything itself.
             waits=1 if cluster.shares_cores else self.waits[precision],
+            seconds_per_tensor=self.seconds_per_tensor,
             seconds_per_sample=usual if seconds_per_sample is None else seconds_per_sample,
             loaders_per_device=self.loaders_per_device.get(cluster.name),
             cores_per_device=cluster.cores_per_device,
@@ -59,17 +58,19 @@ LOOPS: Mapping[str, Loop] = MappingProxyType(
         "paceline": Loop(
             name="paceline",
             waits={"fp32": 0, "bf16": 0, "fp8": 0, "fp16": 1},
-            seconds_per_sample=1.46e-3 * BUSY_CORE,
-            source="the loop waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder",
+            seconds_per_sample=1.37e-3,
+            seconds_per_tensor=OWN_HOST_SECONDS,
+            source="the loop waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder, ddp-host",
         ),
-        # Two waits: the step's own synchronize, and in mixed precision the gradient scaler's check.
+        # Two waits: the step's own synchronize, and in mixed precision the gradient scaler's check. Images by
+        # torchvision and Pillow, as long as they take in our benchmark.
         "nvidia-convnets": Loop(
             name="nvidia-convnets",
             waits={"fp32": 1, "bf16": 2, "fp8": 2, "fp16": 2},
-            seconds_per_sample=4.8e-3,
+            seconds_per_sample=2.65e-3,
             loaders_per_device={"dgx-1": 8, "dgx-1-32gb": 8, "dgx-2": 8, "dgx-a100": 10, "dgx-a100-40gb": 10},
             source="NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets: image_classification/training.py, "
-            "configs.yml",
+            "configs.yml; benchmarks/results/input-pipeline-folder",
         ),
     }
 )

@@ -1,12 +1,12 @@
 """What of a recipe's network decides how it scales: gradients in the order of their arrival, blocks, arithmetic?
 
-The network is built without memory (torch's ``meta`` device) and called once, so that nothing is computed.
+The network is built without memory (torch's ``meta`` device), called once and sent back, so that nothing is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import nn
 from paceline.distributed.sharding import modules_to_shard
 from paceline.errors import DataError
 from paceline.formulas.overlap import Gradient, Unit
-from paceline.formulas.parallel_step import Network
+from paceline.formulas.parallel_step import Launches, Network
 from paceline.models.build import build_model
+from paceline.models.flops import StepWork, WorkCounter
+from paceline.models.operator_work import tensors_in
 from paceline.models.transfer import adapt
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers
@@ -39,7 +41,9 @@ class Subject:
         network: What of it decides how it scales.
         numbers: Its parameters.
         samples: In an epoch.
-        flops_per_sample: Of a forward pass, in convolutions and linear layers; None if it could not be called.
+        work: What a forward and backward pass of ``work_samples`` does, in fp32; None if it could not be called.
+        work_samples: Its samples.
+        launches: Kernels of a pass.
         decodes: Whether its samples are image files that processor cores decode.
         notices: What had to be assumed.
     """
@@ -47,9 +51,16 @@ class Subject:
     network: Network
     numbers: ParameterNumbers
     samples: int
-    flops_per_sample: float | None
+    work: StepWork | None
     decodes: bool
+    work_samples: int = 1
+    launches: Launches = field(default_factory=Launches)
     notices: tuple[str, ...] = ()
+
+    @property
+    def flops_per_sample(self) -> float | None:
+        """Of a forward and backward pass; None if the network could not be called."""
+        return None if self.work is None else self.work.model_flops / self.work_samples
 
 
 def describe(recipe: Recipe, samples: int | None = None) -> Subject:
@@ -69,7 +80,8 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
         network = build()
         adapt(network, plain.model)
     network.train()
-    costs = _costs(network, facts)
+    found = _counted(network, facts)
+    costs = _costs(network, found)
     if costs is None:
         notices.append("the network could not be called without its data: layers are weighed by their parameters")
     parameters = list(network.parameters())
@@ -82,7 +94,9 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
             sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
         ),
         samples=facts["samples"] if samples is None else samples,
-        flops_per_sample=None if costs is None else sum(costs.values()) / _TRIED,
+        work=found,
+        work_samples=_TRIED,
+        launches=_launches(found),
         decodes=bool(facts["decodes"]),
         notices=tuple(notices),
     )
@@ -109,41 +123,51 @@ def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], li
     return {**kept, "samples": found.train_samples, "decodes": decodes}, task.build_model, []
 
 
-def _costs(network: nn.Module, facts: Mapping[str, Any]) -> dict[str, float] | None:
-    """FLOPs of each module with parameters of its own in a forward pass of :data:`_TRIED` samples, in their order."""
-    costs: dict[str, float] = {}
+def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
+    """What a forward and backward pass of :data:`_TRIED` samples does; None if the network cannot be called."""
     size, channels = facts.get("image_size"), facts.get("channels")
     if not isinstance(size, int) or not isinstance(channels, int):
         return None
-
-    def count(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            costs[name] = costs.get(name, 0.0) + _flops(module, output)
-
-        return hook
-
-    hooks = [
-        module.register_forward_hook(count(name))
-        for name, module in network.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    ]
     try:
-        network(torch.zeros(_TRIED, channels, size, size, device="meta"))
+        with WorkCounter(network) as counter:
+            answer = network(torch.zeros(_TRIED, channels, size, size, device="meta"))
+            sums = [each.sum() for each in tensors_in(answer) if each.requires_grad]
+            torch.autograd.backward(torch.stack(sums).sum())
     except Exception:  # noqa: BLE001  # whatever a network of the user's own raises where there are no numbers
         return None
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return counter.found
+
+
+def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float] | None:
+    """Arithmetic of the backward pass by module that has parameters, in the order of the forward pass.
+
+    What a module without any does (attention's own products) is added to the one that came before it.
+    """
+    if found is None:
+        return None
+    owners = {name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    costs: dict[str, float] = {}
+    answers: dict[str, str | None] = {}
+    last: str | None = None
+    for work in found.works:
+        if work.phase == "forward":
+            last = work.layer if work.layer in owners else last
+            answers.setdefault(work.layer, last)
+            if last is not None:
+                costs.setdefault(last, 0.0)
+    for work in found.works:
+        owner = answers.get(work.layer)
+        if owner is not None and work.phase in ("dgrad", "wgrad"):
+            costs[owner] += work.flops
     return costs
 
 
-def _flops(module: nn.Module, output: Any) -> float:
-    weight = getattr(module, "weight", None)
-    if not isinstance(output, torch.Tensor) or not isinstance(weight, torch.Tensor):
-        return 0.0
-    # Each output number of a layer with filters is a product with one of them; a norm scales and shifts.
-    terms = weight[0].numel() if weight.ndim > 1 else 1
-    return 2.0 * output.numel() * terms
+def _launches(found: StepWork | None) -> Launches:
+    """How many kernels a pass launches: operator by operator, or what a compiler leaves of them."""
+    if found is None:
+        return Launches()
+    moving = [each for each in found.works if each.bytes_moved or each.flops]
+    return Launches(eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops))
 
 
 def _gradients(network: nn.Module, costs: Mapping[str, float] | None, size: int) -> tuple[Gradient, ...]:
@@ -163,8 +187,18 @@ def _order(network: nn.Module, costs: Mapping[str, float] | None) -> list[str]:
     owners = [name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))]
     if costs is None:
         return owners
-    # What is used without being called (tokens, positions) stands at the front: its gradient comes last.
-    return [*(name for name in owners if name not in costs), *costs]
+    called, behind = list(costs), {name: [name] for name in costs}
+    first = []
+    for name in owners:
+        if name in costs:
+            continue
+        # Used without being called: by the module around it (the projection of an attention layer), or by the network
+        # itself (tokens, positions), which does so at the front: that gradient comes last.
+        around = name.rpartition(".")[0]
+        while around and around not in costs:
+            around = around.rpartition(".")[0]
+        (behind[around] if around else first).append(name)
+    return [*first, *(each for name in called for each in behind[name])]
 
 
 def _weight(network: nn.Module, name: str, costs: Mapping[str, float] | None) -> float:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.clusters import find_cluster
-from paceline.devices import find_device
-from paceline.errors import RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
 from paceline.recipe.batching import usable_processes
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import weigh
 from paceline.studies.scaling.here import cluster_here
+from paceline.studies.scaling.room import Room, rooms
 from paceline.studies.scaling.study import Asked, Row, ScaleReport, Scaling
 
 LrRule = Literal["none", "linear", "sqrt"]
@@ -57,6 +57,7 @@ class Choice:
         learning_rate: With which to train.
         high_hours: If what several GPUs add costs more than thought.
         high_cost: Then; None without a price.
+        room: What the device has room for; None if its memory is unknown.
         warning: What is to be said of its batch; empty if nothing.
     """
 
@@ -65,7 +66,13 @@ class Choice:
     learning_rate: float
     high_hours: float
     high_cost: float | None
+    room: Room | None = None
     warning: str = ""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits into memory, as far as that is known."""
+        return self.room is None or self.room.fits
 
     @property
     def gpus(self) -> int:
@@ -77,6 +84,11 @@ class Choice:
         return {
             **self.row.to_json(),
             "strategy_reason": self.reason,
+            "micro_batch": self.row.prediction.samples // (self.gpus * self.row.passes),
+            "fits": None if self.room is None else self.room.fits,
+            "needed_bytes": None if self.room is None else self.room.needed,
+            "memory_bytes": None if self.room is None else self.room.memory,
+            "memory_reason": "" if self.room is None else self.room.why,
             "learning_rate": self.learning_rate,
             "hours_at_worst": self.high_hours,
             "cost_at_worst": self.high_cost,
@@ -90,9 +102,9 @@ class TrainingPlan:
 
     Attributes:
         report: The prediction behind it.
-        chosen: What to take; None if nothing tried does it.
+        chosen: What to take; None if nothing tried does it, or where one device's rate is only a bound.
         choices: Everything tried.
-        nearest: What comes nearest, where nothing does it.
+        nearest: What comes nearest, where nothing does it; on a bound, the least that could.
         recipe_batch: The recipe's global batch.
         recipe_lr: The recipe's learning rate for it.
     """
@@ -134,25 +146,47 @@ def plan_training(wanted: Wanted, say: Callable[[str], None]) -> TrainingPlan:
     recipe = loaded.recipe
     sizes = _sizes(recipe, wanted)
     scaling = Scaling(recipe, loaded.name, replace(asked, sizes=sizes), say)
+    found, notices = _rooms(recipe, scaling)
+    scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
     report = scaling.report()
     if wanted.budget is not None and report.price is None:
         raise RecipeError(f"--budget needs a price, and {report.cluster.title} has none; give --price-per-gpu-hour.")
-    memory = None if scaling.device is None else find_device(scaling.device.name).memory_bytes
     choices = []
     for size in sizes:
         rows = [row for row in report.rows if row.prediction.devices == size]
-        strategy, reason = _strategy(recipe, scaling, size, memory)
+        room = found.get(size)
+        strategy, reason = _strategy(recipe, scaling, size, None if room is None else room.memory)
+        if room is not None and room.strategy != strategy:
+            strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
-        choices.append(_choice(row, reason, recipe, wanted, report.price))
+        choices.append(replace(_choice(row, reason, recipe, wanted, report.price), room=room))
     fitting = [each for each in choices if _fits(each, wanted)]
+    best = _best(fitting, wanted) if fitting else None
+    possible = [each for each in choices if each.has_room] or choices
     return TrainingPlan(
-        report=replace(report, notices=(*loaded.notices, *report.notices)),
-        chosen=_best(fitting, wanted) if fitting else None,
+        report=replace(report, notices=(*loaded.notices, *report.notices, *notices)),
+        # What no device does better than is no ground for a decision.
+        chosen=None if report.is_bound else best,
         choices=tuple(choices),
-        nearest=min(choices, key=lambda each: _excess(each, wanted)),
+        nearest=best or min(possible, key=lambda each: _excess(each, wanted)),
         recipe_batch=recipe.batch.global_size,
         recipe_lr=recipe.optimizer.lr,
     )
+
+
+def _rooms(recipe: Recipe, scaling: Scaling) -> tuple[dict[int, Room], tuple[str, ...]]:
+    """What each size has room for, and what is to be said where that is not known."""
+
+    def choose(size: int, memory: int) -> str:
+        return _strategy(recipe, scaling, size, memory)[0]
+
+    try:
+        found = rooms(recipe, scaling.shares, scaling.cluster, scaling.device, choose)
+    except PacelineError as error:
+        return {}, (f"whether a batch fits into memory is not known: {error}",)
+    if found:
+        return found, ()
+    return {}, (f"{scaling.cluster.title}: its devices' memory is unknown; whether a batch fits was not looked at",)
 
 
 def _check(wanted: Wanted) -> None:
@@ -234,7 +268,7 @@ def _warning(batch: int, recipe: Recipe, wanted: Wanted) -> str:
 
 
 def _fits(choice: Choice, wanted: Wanted) -> bool:
-    return _excess(choice, wanted) <= 1
+    return choice.has_room and _excess(choice, wanted) <= 1
 
 
 def _excess(choice: Choice, wanted: Wanted) -> float:

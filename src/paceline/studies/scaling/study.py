@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,11 @@ from paceline.devices import Device, find_device
 from paceline.errors import RecipeError
 from paceline.formulas.intervals import Interval
 from paceline.formulas.links import Fabric
-from paceline.formulas.parallel_step import OneDevice, Prediction, Strategy, Way, predict
+from paceline.formulas.parallel_step import Compiled, OneDevice, Prediction, Strategy, Way, predict
 from paceline.machine import available_cores
+from paceline.models.ceilings import Ceilings, tf32_of
+from paceline.models.flops import StepWork
+from paceline.recipe.compute import WITH_GRAPHS
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.studies.launches import check_alone
@@ -22,7 +25,6 @@ from paceline.studies.scaling.measure import Measurements, Trials, measure
 from paceline.studies.scaling.network import Subject, describe
 from paceline.studies.scaling.shares import Share, in_passes, shares_of
 
-_PASSES = 3  # a backward pass has two products for each of the forward's
 _HOUR = 3600
 
 _MOST_HERE = 16
@@ -191,6 +193,13 @@ class Scaling:
         asked: What to predict.
         say: Told what goes on.
         subject: What is known of its network already.
+
+    Attributes:
+        cluster: Where.
+        device: Its accelerator; None if it is none of the table.
+        precision: In which numbers.
+        subject: What is known of the network.
+        shares: The part of a step that each of so many devices does; may be cut otherwise before :meth:`report`.
     """
 
     def __init__(
@@ -211,7 +220,7 @@ class Scaling:
         self._host = LOOPS[asked.loop].host(
             self.cluster, self.precision, decodes=self.subject.decodes, seconds_per_sample=asked.seconds_per_sample
         )
-        self._shares = self._cut()
+        self.shares: Mapping[int, Share] = self._cut()
 
     def _check(self) -> None:
         asked, cluster = self._asked, self.cluster
@@ -224,6 +233,11 @@ class Scaling:
             raise RecipeError(
                 f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
+            )
+        if cluster.shares_cores and asked.cluster is None and max(asked.sizes) > _MOST_HERE:
+            raise RecipeError(
+                f"--world-sizes {max(asked.sizes)}: without --cluster, the link between processes of this machine is "
+                f"measured with as many of them, {_MOST_HERE} at the most; name a cluster, or ask for fewer."
             )
         if asked.measure and asked.cluster is not None and not is_here(cluster.device):
             raise RecipeError(
@@ -247,7 +261,7 @@ class Scaling:
         links = self._links()
         price = asked.price if asked.price is not None else self.cluster.price_per_device_hour
         rows = []
-        for size, share in self._shares.items():
+        for size, share in self.shares.items():
             for strategy in asked.strategies if size > 1 else asked.strategies[:1]:
                 row = self._row(share, strategy, ones[size], links.get(size), price)
                 if found is not None and size in found.together and strategy == self._measured_strategy:
@@ -289,6 +303,7 @@ class Scaling:
             regathered=self._recipe.parallel.reshard_after_forward,
             # On cores, sending is computing's competitor for all of them.
             taken=1.0 if self._host.shares_cores else None,
+            launched=self.subject.launches.share(_compiled(self._recipe)),
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, way)
         hours = self._samples(share) / found.rate / _HOUR
@@ -312,12 +327,6 @@ class Scaling:
     def _links(self) -> dict[int, Link]:
         if not self.cluster.shares_cores or self._asked.cluster is not None:
             return {}
-        most = max(self._asked.sizes)
-        if most > _MOST_HERE:
-            raise RecipeError(
-                f"--world-sizes {most}: without --cluster, the link between processes of this machine is measured with "
-                f"as many of them, {_MOST_HERE} at the most; name a cluster, or ask for fewer."
-            )
         return {size: probe(size) for size in self._asked.sizes if size > 1}
 
     def _measured(self) -> Measurements | None:
@@ -328,10 +337,10 @@ class Scaling:
         check_alone("measuring how a recipe scales")
         on_cores = self.cluster.shares_cores
         most = self.cluster.most_devices or max(asked.sizes)
-        together = {size: share for size, share in self._shares.items() if size <= most} if asked.measure else {}
+        together = {size: share for size, share in self.shares.items() if size <= most} if asked.measure else {}
         trials = Trials(
             recipe=self._recipe,
-            alone=self._shares if needs_figure else {},
+            alone=self.shares if needs_figure else {},
             together=together,
             threads={size: self._threads(size) for size in asked.sizes} if on_cores else {},
             rounds=asked.rounds,
@@ -341,7 +350,7 @@ class Scaling:
     def _basis(self, found: Measurements | None) -> tuple[dict[int, OneDevice], str, bool]:
         figure = self._asked.figure
         if figure.is_given:
-            return dict.fromkeys(self._shares, self._given()), "its figure as given", False
+            return dict.fromkeys(self.shares, self._given()), "its figure as given", False
         if found is not None and found.alone:
             return dict(found.alone), f"one process measured here, in {self._asked.rounds} rounds", False
         return self._bounds()
@@ -357,28 +366,42 @@ class Scaling:
     def _figure_batch(self) -> int:
         """Samples of the step that the given figure is of."""
         said = self._asked.figure.batch or self._asked.batch_per_device
-        return said or self._shares[min(self._shares)].micro_batch
+        return said or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
-        """What the device cannot do better than: its arithmetic at its dense peak."""
-        device, flops = self.device, self.subject.flops_per_sample
-        if device is None or flops is None:
+        """What the device cannot do better than: its arithmetic at its dense peaks."""
+        device, work = self.device, self.subject.work
+        if device is None or work is None:
             raise RecipeError(
                 f"what one device of {self.cluster.title} does is not known; give --throughput SAMPLES-PER-SECOND or "
                 "--step-seconds SECONDS."
             )
-        peak, numbers = _peak(device, self.precision)
+        seconds, peaks = self._arithmetic(device, work)
         ones = {
             size: OneDevice(
-                seconds=_PASSES * flops * share.micro_batch / peak, samples=share.micro_batch, is_bound=True
+                seconds=seconds * share.micro_batch / self.subject.work_samples,
+                samples=share.micro_batch,
+                is_bound=True,
             )
-            for size, share in self._shares.items()
+            for size, share in self.shares.items()
         }
-        said = (
-            f"no figure for one {device.title}: its dense {numbers} peak of {peak / 1e12:.0f} TFLOP/s bounds it; real "
-            "rates are well below, and scale better"
-        )
-        return ones, said, True
+        bound = f"its dense {peaks} bounds it; real rates are well below, and scale better"
+        return ones, f"no figure for one {device.title}: {bound}", True
+
+    def _arithmetic(self, device: Device, work: StepWork) -> tuple[float, str]:
+        """Least seconds of a pass's products, each at the peak of its numbers, and which these are."""
+        ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))
+        flops = {self.precision: work.model_flops}
+        if self.precision == "fp32":
+            flops = ceilings.flops_by_precision(work.model_works)
+        told = [f"{name} peak of {ceilings.peak(name) / 1e12:.0f} TFLOP/s" for name in flops]
+        return sum(each / ceilings.peak(name) for name, each in flops.items()), " and ".join(told)
+
+
+def _compiled(recipe: Recipe) -> Compiled:
+    if not recipe.model.compile:
+        return "no"
+    return "graphs" if recipe.model.compile_mode in WITH_GRAPHS else "fused"
 
 
 def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabric:
@@ -407,11 +430,3 @@ def _precision(recipe: Recipe, device: Device | None) -> str:
     if asked != "auto":
         return asked
     return "bf16" if device is not None and device.peak("bf16") is not None else "fp32"
-
-
-def _peak(device: Device, precision: str) -> tuple[float, str]:
-    # Convolutions on CUDA multiply fp32 numbers in TF32 unless they are told not to.
-    for numbers in ("tf32", "fp32") if precision == "fp32" else (precision, "bf16", "fp16", "fp32"):
-        if (peak := device.peak(numbers)) is not None:
-            return peak, numbers
-    raise RecipeError(f"train.precision={precision}: {device.title} has no peak for it.")

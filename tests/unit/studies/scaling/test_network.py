@@ -57,10 +57,11 @@ def _running_maximum(sizes: list[float] | list[int]) -> list[float]:
     return [found[index] for index in range(2, len(found), 3)]
 
 
-def test_flops_of_a_forward_pass() -> None:
+def test_flops_of_a_step() -> None:
     found = describe(load_recipe("resnet50").recipe)
-    # 4.09 GMAC for an image of 224 pixels (torchvision's weights: 4.09 GFLOPS of ResNet-50).
-    assert found.flops_per_sample == pytest.approx(2 * 4.09e9, rel=0.02)
+    # 4.09 GMAC for an image of 224 pixels (torchvision's weights: 4.09 GFLOPS of ResNet-50), three times but for the
+    # images' own gradient, 118 million.
+    assert found.flops_per_sample == pytest.approx(2 * (3 * 4.089e9 - 118e6), rel=0.001)
     assert found.numbers.trained == 25_557_032
     assert len(found.network.gradients) == 161
     assert found.decodes
@@ -121,3 +122,50 @@ def test_a_network_that_cannot_be_called_is_weighed_by_its_parameters(monkeypatc
     assert found.flops_per_sample is None
     assert any("weighed by their parameters" in each for each in found.notices)
     assert sum(each.size_bytes for each in found.network.gradients) == (64 * 10 + 10) * 4
+
+
+class Uneven(nn.Module):
+    """Two modules whose arithmetic is not that of their outputs and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(8))
+        self.up = nn.ConvTranspose2d(1, 8, 4, 2, 1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        words = self.up(inputs).flatten(2).transpose(1, 2) + self.place
+        return self.head(self.attention(words, words, words, need_weights=False)[0].mean(1))
+
+
+def uneven(**_: object) -> nn.Module:
+    return Uneven()
+
+
+def test_layers_are_weighed_by_what_their_backward_pass_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setitem(sys.modules, "uneven_network", sys.modules[__name__])
+    found = describe(load_recipe("digits", ("model.name=uneven_network:uneven", "model.options=null")).recipe)
+    with torch.device("meta"):
+        network, images = Uneven(), torch.zeros(2, 1, 8, 8)
+    with FlopCounterMode(display=False) as forward:
+        out = network(images)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    theirs = forward.get_total_flops() + backward.get_total_flops()
+    assert found.flops_per_sample == theirs / 2
+
+    numbers = [each.size_bytes / 4 for each in found.network.gradients]
+    ready = dict(zip(numbers, (each.ready for each in found.network.gradients), strict=True))
+    # The head first, then attention with the projection that it does not call, then the rest.
+    assert sorted(numbers[:2]) == [10, 80]
+    assert {192, 24} <= set(numbers[2:6])
+    assert ready[80] < 0.01
+    # Attention's share, by torch's counter: all but the head's and the transposed convolution's one product.
+    up = 2 * 2 * 8 * 8 * 8 * 16
+    assert ready[192] == pytest.approx(1 - up / backward.get_total_flops(), abs=0.005)
+    assert ready[128] == 1

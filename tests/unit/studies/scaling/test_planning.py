@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.recipe.load import load_recipe
+from paceline.studies.memory.estimate import Asked as Estimated
+from paceline.studies.memory.estimate import MemoryEstimate, estimate
 from paceline.studies.scaling.planning import LrRule, TrainingPlan, Wanted, plan_training
 from paceline.studies.scaling.study import Asked, Figure
 
@@ -111,3 +115,70 @@ def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
 def test_what_does_not_fit_together_is_refused(asked: dict[str, object], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         _plan(**asked)  # type: ignore[arg-type]  # of several kinds, case by case
+
+
+# 46 MB of activations for a sample: 256 of them fit into a T4, and 512 do not.
+LARGE = (
+    *("model.name=small_resnet", "model.options={width: 32, stages: 2}", "data.image_size=160"),
+    *("train.precision=fp32", "batch.global_size=1024"),
+)
+
+
+def _plan_on(cluster: str, *overrides: str, **more: Any) -> TrainingPlan:
+    asked = Asked(
+        recipe="synthetic", overrides=(*LARGE, *overrides), cluster=cluster, seconds_per_sample=0.0, price=1.0, **more
+    )
+    return plan_training(Wanted(scaling=asked, deadline_hours=100.0, most=4), print)
+
+
+@pytest.fixture
+def t4s(tmp_path: Path) -> str:
+    link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
+    (tmp_path / "t4s.yaml").write_text(f"device: t4\ngpus_per_node: 4\nwithin: {link}\nnetwork: {link}\n")
+    return str(tmp_path / "t4s.yaml")
+
+
+def _estimated(gpus: int, micro: int) -> MemoryEstimate:
+    loaded = load_recipe("synthetic", [*LARGE, f"batch.micro_size={micro}"])
+    return estimate(Estimated(loaded=loaded, device="t4", processes=gpus))
+
+
+def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
+    plan = _plan_on(t4s, figure=Figure(throughput=1000, batch=1024))
+    assert {each.gpus: (each.row.passes, each.has_room) for each in plan.choices} == {
+        1: (4, True),
+        2: (2, True),
+        4: (1, True),
+    }
+    for choice in plan.choices:
+        assert choice.row.prediction.samples == 1024  # the step stays what it was
+        told = _estimated(choice.gpus, 256)
+        assert (told.fits, told.plan.strategy) == (True, choice.row.strategy)
+        assert choice.room is not None
+        assert choice.room.needed == told.needed
+    assert "1024 samples do not fit" in plan.choices[0].to_json()["memory_reason"]
+    # What was planned before memory was looked at.
+    assert _estimated(2, 512).fits is False
+
+
+def test_what_fits_no_device_is_not_chosen(t4s: str) -> None:
+    # 1.2 billion numbers: neither a replica nor half of its state fits into 15 GiB.
+    overrides = ("model.options={width: 8192, stages: 1}", "data.image_size=32", "batch.global_size=4")
+    plan = _plan_on(t4s, *overrides, figure=Figure(throughput=1000, batch=1))
+    assert not plan.choices[0].has_room
+    assert "not even one sample fits" in plan.choices[0].to_json()["memory_reason"]
+    assert plan.chosen is None or (plan.chosen.has_room and plan.chosen.row.strategy == "fsdp")
+
+
+def test_a_bound_decides_nothing(t4s: str) -> None:
+    plan = _plan_on(t4s)
+    assert plan.report.is_bound
+    assert plan.chosen is None
+    assert plan.nearest.gpus == 1
+    assert _plan_on(t4s, figure=Figure(throughput=1000, batch=64)).chosen is not None
+
+
+def test_devices_of_unknown_memory_are_told_of() -> None:
+    plan = _plan_on("ethernet-10g", figure=Figure(throughput=1000, batch=64))
+    assert all(each.room is None and each.has_room for each in plan.choices)
+    assert any("memory is unknown" in each for each in plan.report.notices)

@@ -1,4 +1,4 @@
-"""Published rates on eight GPUs, from one GPU's, the cluster's datasheet, and two constants chosen with sight of them.
+"""Published rates on eight GPUs, from one GPU's, the cluster's datasheet, and constants that were not fitted to any.
 
 NVIDIA DeepLearningExamples, commit 729963dd47e7c8bd462ad10bfac7a7b0b604e6dd, PyTorch/Classification/ConvNets:
 "Training performance" in the READMEs of resnet50v1.5 (lines 596-612), resnext101-32x4d (570-586) and
@@ -11,7 +11,9 @@ from functools import cache
 
 import pytest
 
+from paceline.formulas.parallel_step import HOST_SECONDS
 from paceline.recipe.load import load_recipe
+from paceline.studies.scaling.loops import LOOPS
 from paceline.studies.scaling.network import Subject, describe
 from paceline.studies.scaling.study import Asked, Figure, Row, Scaling
 
@@ -42,7 +44,7 @@ def _subject(recipe: str) -> Subject:
     return describe(load_recipe(recipe).recipe)
 
 
-def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float) -> Row:
+def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float, decoding: float | None = None) -> Row:
     asked = Asked(
         recipe=recipe,
         overrides=(f"train.precision={precision}",),
@@ -52,6 +54,7 @@ def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float
         batch_per_device=batch,
         figure=Figure(throughput=one),
         loop="nvidia-convnets",
+        seconds_per_sample=decoding,
     )
     loaded = load_recipe(recipe, asked.overrides)
     (row,) = Scaling(loaded.recipe, recipe, asked, print, _subject(recipe)).report().rows
@@ -60,8 +63,8 @@ def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float
 
 def test_eight_gpus_are_predicted_from_one() -> None:
     errors = [_predicted(*row[:5]).prediction.rate / row[5] - 1 for row in ROWS]
-    assert sum(map(abs, errors)) / len(errors) <= 0.03
-    assert max(map(abs, errors)) <= 0.08
+    assert sum(map(abs, errors)) / len(errors) <= 0.05
+    assert max(map(abs, errors)) <= 0.12
 
 
 def test_the_published_rates_lie_within_the_range() -> None:
@@ -72,11 +75,18 @@ def test_the_published_rates_lie_within_the_range() -> None:
     assert sum(inside) >= 16
 
 
+def test_no_constant_is_one_that_these_rows_would_have_chosen() -> None:
+    # What a calibration by them came to: 40 microseconds a tensor and 4.8 milliseconds an image, and half the error.
+    assert LOOPS["nvidia-convnets"].seconds_per_sample == 2.65e-3  # benchmarks/results/input-pipeline-folder, Pillow
+    assert pytest.approx(22e-6) == HOST_SECONDS  # 10 and three launches, benchmarks/results/ddp-host
+
+
 def test_what_limits_a_row_is_named() -> None:
-    # In mixed precision ResNet-50 wants more images than 40 cores decode: 8 GPUs of either memory size end alike.
-    assert _predicted(*ROWS[3][:5]).prediction.limit in ("data", "host")
-    assert _predicted(*ROWS[3][:5]).prediction.parts["data"] > 0
-    assert _predicted(*ROWS[2][:5]).prediction.parts["data"] == 0
+    # A user who knows that his cores take 4.8 ms for an image: in mixed precision ResNet-50 wants more than 40 decode.
+    found = _predicted(*ROWS[3][:5], decoding=4.8e-3).prediction
+    assert found.limit in ("data", "host")
+    assert found.parts["data"] > 0
+    assert _predicted(*ROWS[2][:5], decoding=4.8e-3).prediction.parts["data"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
