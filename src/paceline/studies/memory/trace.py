@@ -1,76 +1,162 @@
-"""Which storages does one training step make and let go of, at any size of its micro-batch?
+"""Which storages do a run's first steps and its evaluation make and let go of, at any size of the micro-batch?
 
-Two fake steps of different sizes make the same storages in the same order, and each storage's size is a line in the
-number of samples. So the steps of all sizes are known from two.
+Two fake runs of different sizes make the same storages in the same order, and each storage's size is a line in the
+number of samples. So all sizes are known from two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.studies.memory import cpu_kernels
+from paceline.data.batch import Batch
+from paceline.errors import ModelError
+from paceline.studies.memory import cpu_kernels, cuda_kernels
 from paceline.telemetry.allocations import Allocation, AllocationTrace
 from paceline.trainer.fake_run import FakeRun
+
+START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
+# As a run does them: the first step makes the optimizer's state, and later ones have it. A step after the evaluation
+# finds what that has left behind.
+_ORDER = (START, REHEARSAL, FIRST, STEP, EVALUATION, STEP)
+# Smaller ones are worked out: a network may do otherwise, or refuse, where there is but one sample.
+_SMALLEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One step's storages.
+    """The storages of a run's steps and of its evaluation.
 
     Attributes:
         micro_batch: Samples.
-        allocations: Storages; those before the step are the first.
-        events: What happens to them, by number: ``n`` is made, ``~n`` goes.
+        allocations: Storages.
+        parts: What happens to them, by number, in each part of the run: ``n`` is made, ``~n`` goes. What is made again
+            while it is there takes its own place.
+        shapes: Of the gradients, by number.
+        why_unscored: Why evaluation is not among the parts, where it should be.
     """
 
     micro_batch: int
     allocations: tuple[Allocation, ...]
-    events: tuple[int, ...]
+    parts: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    why_unscored: str = ""
+
+    @cached_property
+    def played(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The parts, in the order in which a run does them."""
+        return tuple((name, self.parts[name]) for name in _ORDER if name in self.parts)
+
+    @cached_property
+    def events(self) -> tuple[int, ...]:
+        """All that happens, in that order."""
+        return tuple(chain.from_iterable(events for _, events in self.played))
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """What steps of all sizes have in common."""
-        return self.events, tuple(each.operation for each in self.allocations)
+        """What runs of all sizes have in common."""
+        return self.played, tuple(each.operation for each in self.allocations)
 
-    def total(self, *causes: str) -> int:
-        """Bytes of all storages of some causes."""
-        return sum(each.size for each in self.allocations if each.cause in causes)
+    def gradients(self, part: str = STEP) -> list[int]:
+        """Numbers of the gradients that a part makes, in the order in which they come."""
+        made = {event for event in self.parts.get(part, ()) if event >= 0}
+        return sorted(number for number in made if self.allocations[number].cause == "gradients")
+
+    def with_parts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]], *names: str) -> StepTrace:
+        """With some of the parts changed."""
+        changed = {name: change(events) if name in names else events for name, events in self.parts.items()}
+        return replace(self, parts=changed)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Look for cycles before, and leave those to come for later.
+
+    What goes in a trace must not hang on when they are looked for; and it takes a quarter of the time.
+    """
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def trace_step(step: FakeRun) -> StepTrace:
-    """Do a fake step as one in the midst of training: the optimizer has its state."""
-    if not step.optimizer.state:
-        step.settle()
-    inside = cpu_kernels.workspace if step.plan.device == "cpu" else _nothing
+    """Do a fake run's first two steps, and between them its evaluation if it has any."""
+    step.optimizer.state.clear()
+    inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+    ends: dict[str, int] = {}
     with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
         trace.hold(step.network.parameters(), "weights")
         trace.hold(step.network.buffers(), "buffers")
         trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
-        trace.hold(_state(step), "optimizer")
         trace.hold([step.batch.inputs, step.batch.targets], "batch")
-        loss = step.forward()
-        step.backward(loss)
-        trace.call((each.grad for each in step.network.parameters()), "gradients")
-        del loss
-        step.update()
-    return _ordered(step.micro_batch, trace)
+        ends[START] = len(trace.events)
+        _do(step, trace)
+        trace.call(_state(step), "optimizer")
+        trace.hold(_state(step), "optimizer")
+        ends[FIRST] = len(trace.events)
+        why = _evaluate(step, trace)
+        ends[EVALUATION] = len(trace.events)
+        shapes = _do(step, trace)
+        ends[STEP] = len(trace.events)
+    return _ordered(step.micro_batch, trace, ends, shapes, why)
 
 
-def _nothing(*_: Any) -> int:
-    return 0
+def _do(step: FakeRun, trace: AllocationTrace) -> dict[int, tuple[int, ...]]:
+    """A step; its gradients' shapes by number."""
+    loss = step.forward()
+    step.backward(loss)
+    gradients = [each.grad for each in step.network.parameters() if each.grad is not None]
+    trace.call(gradients, "gradients")
+    shapes = {trace.number_of(each): tuple(each.shape) for each in gradients}
+    del loss, gradients
+    step.update()
+    return {number: shape for number, shape in shapes.items() if number is not None}
 
 
-def _ordered(micro_batch: int, trace: AllocationTrace) -> StepTrace:
-    """With what was there before in front, also what only an operation showed."""
+def _evaluate(step: FakeRun, trace: AllocationTrace) -> str:
+    """An evaluation, or why there is none that could be had."""
+
+    def see(batch: Batch) -> None:
+        trace.call([batch.inputs, batch.targets], "batch")
+
+    try:
+        step.evaluate(see)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _ordered(
+    micro_batch: int, trace: AllocationTrace, ends: Mapping[str, int], shapes: Mapping[int, tuple[int, ...]], why: str
+) -> StepTrace:
+    """Cut into parts, with what was there before in front, also what only an operation showed."""
     before = {number for number, each in enumerate(trace.allocations) if not each.phase}
-    events = (*sorted(before), *(each for each in trace.events if each not in before))
-    return StepTrace(micro_batch=micro_batch, allocations=tuple(trace.allocations), events=events)
+    lost = {number for number, each in enumerate(trace.allocations) if why and each.phase == EVALUATION}
+    parts, begin = {START: tuple(sorted(before))}, ends[START]
+    for name in (FIRST, EVALUATION, STEP):
+        events = trace.events[begin : ends[name]]
+        parts[name] = tuple(each for each in events if each not in before and max(each, ~each) not in lost)
+        begin = ends[name]
+    if not parts[EVALUATION]:
+        del parts[EVALUATION]
+    return StepTrace(
+        micro_batch=micro_batch,
+        allocations=tuple(trace.allocations),
+        parts=parts,
+        shapes=dict(shapes),
+        why_unscored=why,
+    )
 
 
 def _tensors(network: nn.Module) -> Iterator[Tensor]:
@@ -106,6 +192,16 @@ class Steps:
         """The same, not taken from the two but done."""
         return self._again(micro_batch)
 
+    def confirm(self, micro_batch: int) -> bool:
+        """Do the step of a size, and go by it from now on; whether it is what was worked out."""
+        worked_out, done = self(micro_batch), self._again(micro_batch)
+        if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
+            return True
+        self.is_linear = self.is_linear and done.shape == self._small.shape
+        self._large = done
+        self._done = {self._small.micro_batch: self._small, micro_batch: done}
+        return False
+
     def _between(self, micro_batch: int) -> StepTrace:
         first, second = self._small, self._large
         share = (micro_batch - first.micro_batch) / (second.micro_batch - first.micro_batch)
@@ -123,5 +219,5 @@ def trace_steps(step: FakeRun) -> Steps:
         step.show(micro_batch)
         return trace_step(step)
 
-    given = max(step.micro_batch, 2)
-    return Steps(done(max(1, given // 2)), done(given), done)
+    given = max(step.micro_batch, 2 * _SMALLEST)
+    return Steps(done(given // 2), done(given), done)
