@@ -129,5 +129,6 @@ def _as_hook(trace: AllocationTrace, held: int) -> Hook:
     staying = {event for event in events if event >= 0 and ~event not in events}
     kept = tuple(replace(made[number], cause=COMPRESSION, phase="") for number in sorted(staying))
     passing = tuple(replace(each, cause="temporary") for each in made)
-    # The new is made before the old goes: for that moment there are both.
-    return Hook(kept=kept, passing=passing, events=(*events, *(~number for number in sorted(staying))))
+    # As soon as the new is made, the old goes.
+    replaced = (now for event in events for now in ((event, ~event) if event in staying else (event,)))
+    return Hook(kept=kept, passing=passing, events=tuple(replaced))
