@@ -29,6 +29,8 @@ from paceline.world import World
 # Where one process is planned, what spreading would do is told for this many.
 SUPPOSED = 8
 _HALVINGS, _DOUBLINGS = 3, 2
+# Sizes between two that differ by less than this are not done where each has to be.
+_ROUGHLY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,19 +223,24 @@ def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
     Returns:
         The second: how the tensors of the first one tried compare with what was worked out; None if none is.
     """
-    largest, verified = job.largest(memory), None
-    while largest:
-        worked_out = peak_of(steps(largest), caching=False).allocated
-        is_as_expected = steps.confirm(largest)
-        verified = verified or peak_of(steps(largest), caching=False).allocated / worked_out
-        if is_as_expected:
-            break
+    tried = job.largest(memory)
+    if not tried:
+        return 0, None
+    worked_out = peak_of(steps(tried), caching=False).allocated
+    is_as_expected = steps.confirm(tried)
+    verified = peak_of(steps(tried), caching=False).allocated / worked_out
+    if is_as_expected:
+        return tried, verified
+    # It does not grow in proportion: what fits is found by doing it.
+    low, high = 0, tried + 1
+    while high - low > max(1, low // _ROUGHLY):
         job.forget()
-        if job.fits(largest, memory):
-            break
-        # From now on the line goes through what was done.
-        largest = min(job.largest(memory), largest - 1)
-    return largest, verified
+        low, high = (tried, high) if job.fits(tried, memory) else (low, tried)
+        tried = (low + high) // 2
+        steps.confirm(tried)
+    steps.confirm(max(low, 1))
+    job.forget()
+    return low, verified
 
 
 def _sizes(now: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 from paceline.data.image.backend_choice import LARGEST_SHARE_OF_DEVICE
 from paceline.formulas.caching_allocator import PLAIN, Settings
@@ -73,7 +72,7 @@ class Job:
 
     def forget(self) -> None:
         """Look at the steps anew, which have changed."""
-        self.peak = cache(self._peak)
+        self._known: dict[tuple[int, str | None], Peak] = {}
 
     def accumulates(self, micro_batch: int) -> bool:
         """Whether gradients of earlier micro-batches are there."""
@@ -81,17 +80,20 @@ class Job:
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
         """Bytes that a process takes from its device, driver and libraries included."""
-        peak: Peak = self.peak(micro_batch, strategy)
+        peak = self.peak(micro_batch, strategy)
         return (peak.allocated if peak.reserved is None else peak.reserved) + self._outside(strategy)
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
         """Whether a device has room for it; a GPU gives back what it keeps in reserve before it refuses."""
         room = memory - self._outside(strategy)
-        peak: Peak = self.peak(micro_batch, strategy)
-        if (peak.allocated if peak.reserved is None else peak.reserved) <= room:
-            return True
-        if peak.reserved is None or peak.allocated > room:
-            return False
+        peak = self._known.get((micro_batch, strategy))
+        if peak is None and not self._caching:
+            peak = self.peak(micro_batch, strategy)
+        if peak is not None:
+            if (peak.allocated if peak.reserved is None else peak.reserved) <= room:
+                return True
+            if peak.reserved is None or peak.allocated > room:
+                return False
         trace = self._trace(micro_batch, strategy or self.plan.strategy)
         return fits(trace, room, caching=self._caching, allocator=self.allocator)
 
@@ -129,9 +131,18 @@ class Job:
             second = min(found, _MOST)
         return found
 
-    def _peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
-        trace = self._trace(micro_batch, strategy or self.plan.strategy)
-        return peak_of(trace, caching=self._caching, allocator=self.allocator)
+    def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
+        """The highest point of a run with so many samples in a micro-batch.
+
+        Args:
+            micro_batch: Samples.
+            strategy: The plan's unless given.
+        """
+        key = micro_batch, strategy
+        if key not in self._known:
+            trace = self._trace(micro_batch, strategy or self.plan.strategy)
+            self._known[key] = peak_of(trace, caching=self._caching, allocator=self.allocator)
+        return self._known[key]
 
     def _trace(self, micro_batch: int, strategy: str) -> StepTrace:
         step = self._shared(self._steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
@@ -163,18 +174,20 @@ class Job:
 def _last(holds: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
     """The largest number for which something holds that holds for ``low``, and for all below the first it does not."""
     at = min(max(guess, low), high)
-    stride = max(1, at // 64)
-    while holds(at) and at < high:
-        low, at = at, min(at + stride, high)
-        stride *= 2
-    if holds(at):
-        return at
-    refused = at
-    while refused - stride > low and not holds(refused - stride):
-        refused -= stride
-        stride *= 2
-    low = max(low, refused - stride)
-    while refused - low > (max(1, low * _ROUGHLY) if roughly else 1):
+    stride = max(1, at // (32 if roughly else 64))
+    if at == low or holds(at):
+        low, refused = at, high + 1
+        while low < high and refused > high:
+            at = min(low + stride, high)
+            low, refused = (at, refused) if holds(at) else (low, at)
+            stride *= 2
+    else:
+        refused = at
+        while refused - stride > low and not holds(refused - stride):
+            refused -= stride
+            stride *= 2
+        low = max(low, refused - stride)
+    while refused - low > (max(1, low * _ROUGHLY) if roughly else 1) and refused <= high:
         middle = (low + refused) // 2
         low, refused = (middle, refused) if holds(middle) else (low, middle)
     return low

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
+import torch
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
@@ -91,37 +92,71 @@ def without_collection() -> Iterator[None]:
 
 
 def trace_step(step: FakeRun) -> StepTrace:
-    """Do a fake run's first two steps, and between them its evaluation if it has any."""
+    """Do a fake run's first step, its evaluation if it has any, and the update of another step.
+
+    Both steps' passes are the same; their updates are not, of which the first makes the optimizer's state.
+    """
     step.optimizer.state.clear()
     inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
-    ends: dict[str, int] = {}
+    trained = [each for each in step.network.parameters() if each.requires_grad]
     with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
         trace.hold(step.network.parameters(), "weights")
         trace.hold(step.network.buffers(), "buffers")
         trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
         trace.hold([step.batch.inputs, step.batch.targets], "batch")
-        ends[START] = len(trace.events)
-        _do(step, trace)
+        cuts = [len(trace.events)]
+        gradients = _pass(step, trace)
+        cuts.append(len(trace.events))
+        step.update()
         trace.call(_state(step), "optimizer")
         trace.hold(_state(step), "optimizer")
-        ends[FIRST] = len(trace.events)
+        cuts.append(len(trace.events))
         why = _evaluate(step, trace)
-        ends[EVALUATION] = len(trace.events)
-        shapes = _do(step, trace)
-        ends[STEP] = len(trace.events)
-    return _ordered(step.micro_batch, trace, ends, shapes, why)
+        cuts.append(len(trace.events))
+        # Others in their place: passes again would take as long as before.
+        again = _given(step, trace, trained, gradients)
+        step.update()
+        cuts.append(len(trace.events))
+    numbers = {number: tuple(parameter.shape) for parameter, number in zip(trained, gradients, strict=True)}
+    shapes = {number: shape for number, shape in numbers.items() if number >= 0}
+    return _ordered(
+        StepTrace(
+            micro_batch=step.micro_batch,
+            allocations=tuple(trace.allocations),
+            parts={},
+            shapes=shapes,
+            why_unscored=why,
+        ),
+        trace.events,
+        cuts,
+        again,
+    )
 
 
-def _do(step: FakeRun, trace: AllocationTrace) -> dict[int, tuple[int, ...]]:
-    """A step; its gradients' shapes by number."""
+def _pass(step: FakeRun, trace: AllocationTrace) -> list[int]:
+    """Forward and backward; the numbers of the gradients of what is trained, -1 where there is none."""
     loss = step.forward()
     step.backward(loss)
-    gradients = [each.grad for each in step.network.parameters() if each.grad is not None]
-    trace.call(gradients, "gradients")
-    shapes = {trace.number_of(each): tuple(each.shape) for each in gradients}
-    del loss, gradients
-    step.update()
-    return {number: shape for number, shape in shapes.items() if number is not None}
+    trained = [each for each in step.network.parameters() if each.requires_grad]
+    trace.call((each.grad for each in trained), "gradients")
+    return [_number(trace, each.grad) for each in trained]
+
+
+def _number(trace: AllocationTrace, gradient: Tensor | None) -> int:
+    found = None if gradient is None else trace.number_of(gradient)
+    return -1 if found is None else found
+
+
+def _given(
+    step: FakeRun, trace: AllocationTrace, trained: Sequence[nn.Parameter], gradients: Sequence[int]
+) -> dict[int, int]:
+    """Give parameters gradients like those that they had; the numbers of those by the numbers of the new ones."""
+    again = {}
+    for parameter, number in zip(trained, gradients, strict=True):
+        if number >= 0:
+            parameter.grad = torch.empty_like(parameter)
+            again[_number(trace, parameter.grad)] = number
+    return again
 
 
 def _evaluate(step: FakeRun, trace: AllocationTrace) -> str:
@@ -137,26 +172,25 @@ def _evaluate(step: FakeRun, trace: AllocationTrace) -> str:
     return ""
 
 
-def _ordered(
-    micro_batch: int, trace: AllocationTrace, ends: Mapping[str, int], shapes: Mapping[int, tuple[int, ...]], why: str
-) -> StepTrace:
+def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again: Mapping[int, int]) -> StepTrace:
     """Cut into parts, with what was there before in front, also what only an operation showed."""
-    before = {number for number, each in enumerate(trace.allocations) if not each.phase}
-    lost = {number for number, each in enumerate(trace.allocations) if why and each.phase == EVALUATION}
-    parts, begin = {START: tuple(sorted(before))}, ends[START]
-    for name in (FIRST, EVALUATION, STEP):
-        events = trace.events[begin : ends[name]]
-        parts[name] = tuple(each for each in events if each not in before and max(each, ~each) not in lost)
-        begin = ends[name]
-    if not parts[EVALUATION]:
-        del parts[EVALUATION]
-    return StepTrace(
-        micro_batch=micro_batch,
-        allocations=tuple(trace.allocations),
-        parts=parts,
-        shapes=dict(shapes),
-        why_unscored=why,
-    )
+    before = {number for number, each in enumerate(found.allocations) if not each.phase and number not in again}
+    unscored = bool(found.why_unscored)
+    lost = {number for number, each in enumerate(found.allocations) if unscored and each.phase == EVALUATION}
+
+    def between(first: int, last: int) -> tuple[int, ...]:
+        kept = []
+        for event in events[first:last]:
+            if event >= 0 and (event in before or event in again):
+                continue
+            number = max(event, ~event)
+            if number not in lost:
+                kept.append(~again[number] if number in again else event)
+        return tuple(kept)
+
+    passes, first, scored, later = (between(*pair) for pair in pairwise(cuts))
+    parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
+    return replace(found, parts=parts | ({EVALUATION: scored} if scored else {}))
 
 
 def _tensors(network: nn.Module) -> Iterator[Tensor]:
