@@ -133,9 +133,8 @@ def find_batch(loaded: LoadedRecipe, *, processes: int, memory: int | None, say:
             high = divisor
             break
         low = divisor
-    # Also the size that is proposed is tried, not only one above it.
-    micro = next((each for each in range(low, 0, -1) if share % each == 0 and ground.fits(each)), 0)
-    if not micro:
+    micro = proposed(ground.fits, most=low, share=share)
+    if micro == 0:
         raise TrainingError(f"no size that divides the {share} samples of a process fits, though {low} samples do.")
     batch = replace(loaded.recipe.batch, micro_size=micro)
     return FoundBatch(
@@ -177,6 +176,11 @@ def search(fits: Callable[[int], bool], *, start: int, most: int) -> tuple[int, 
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low, high
+
+
+def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
+    """The largest size up to ``most`` that divides a process's share and fits when it is tried itself; 0 if none."""
+    return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
 def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | None, str]:
