@@ -42,6 +42,8 @@ class Case:
             "model.name": self.model,
             "data.image_size": self.size,
             "data.samples": 4096,
+            # As many samples are scored at once as are trained on.
+            "evaluate.every": "1 epochs",
             "batch.global_size": self.batch,
             "optimizer": None,
             "optimizer.name": self.optimizer,

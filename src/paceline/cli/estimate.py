@@ -1,4 +1,4 @@
-"""`paceline estimate`: the memory of a training step, before there is one."""
+"""`paceline estimate`: the memory of a run, before there is one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--device", metavar="NAME", help="A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
 )
 @processes_option
-@click.option("--expandable-segments", is_flag=True, help="As with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
+@click.option("--expandable-segments", is_flag=True, help="As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
 @json_option
 def command(
     recipe: str,
@@ -44,10 +44,11 @@ def command(
     expandable_segments: bool,
     as_json: bool,
 ) -> int:
-    """Estimate the memory of one training step of RECIPE by what it is for, and say which batches fit which GPUs.
+    """Estimate the memory of RECIPE's steps and evaluation by what it is for, and say which batches fit which GPUs.
 
-    The step is done on tensors without numbers: nothing is trained, and no GPU is needed. Data are not read; where
-    data.path is not set, data of a usual kind are assumed. Exit code 1 if the step does not fit.
+    They are done on tensors without numbers: nothing is trained, and no GPU is needed. Data are not read; where
+    data.path is not set, data of a usual kind are assumed. PYTORCH_ALLOC_CONF is followed. Exit code 1 if the run does
+    not fit.
 
     \b
     Examples:
@@ -115,20 +116,32 @@ def _subject(found: MemoryEstimate) -> dict[str, str]:
         f"{format_count(plan.micro_batch_size)}{parts}, {plan.precision}",
         "tensors at the peak": f"{format_bytes(peak.allocated)}, {_where(peak)}",
     }
+    if "evaluation" in peak.parts:
+        lines["of these"] = _parts(found)
     if peak.reserved is not None:
         lines["taken from the device"] = f"{format_bytes(peak.reserved)} (segments of PyTorch's allocator)"
     kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
     lines["beside them"] = f"{format_bytes(found.outside)} ({kind})"
     lines["in all"] = format_bytes(found.needed)
     if found.memory is not None:
-        left = found.memory - found.needed
-        verdict = "it fits" if found.fits else "it does not fit"
-        lines["the device has"] = f"{format_bytes(found.memory)}: {verdict}, {_left(left)}"
+        lines["the device has"] = f"{format_bytes(found.memory)}: {_verdict(found.memory - found.needed, found.fits)}"
     return lines
 
 
-def _left(size: int) -> str:
-    return f"{format_bytes(size)} are left" if size >= 0 else f"{format_bytes(-size)} too few"
+def _verdict(left: int, fits: bool | None) -> str:
+    if left >= 0:
+        return f"it fits, {format_bytes(left)} are left"
+    if fits:
+        return f"it fits, once PyTorch gives back what it keeps in reserve ({format_bytes(-left)} or more)"
+    return f"it does not fit, {format_bytes(-left)} too few"
+
+
+def _parts(found: MemoryEstimate) -> str:
+    """The peaks of the parts of a run, where they are not the same."""
+    said = {"step": "a step", "evaluation": f"evaluation, batches of {format_count(found.plan.evaluation_batch_size)}"}
+    return ", ".join(
+        f"{format_bytes(found.peak.parts[part])} ({name})" for part, name in said.items() if part in found.peak.parts
+    )
 
 
 def _where(peak: Peak) -> str:

@@ -4,7 +4,8 @@ A model of its caching allocator, by its rules (c10/cuda/CUDACachingAllocator.cp
 bytes. Blocks of up to 1 MiB are cut from segments of 2 MiB, larger ones from segments of 20 MiB, and those of 10 MiB or
 more get one of their own, rounded up to 2 MiB. A free block is used again by the request that it fits best, is split if
 enough is left, and joined with its free neighbours when it is let go. Segments are given back only when the device
-refuses another. Each stream has blocks of its own.
+refuses another. Each stream has blocks of its own. What ``PYTORCH_ALLOC_CONF`` changes of this is in
+:class:`Settings`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,41 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _OWN_SEGMENT = 10 * MIB
 _SEGMENT_STEP = 2 * MIB
+INTERVALS = 16
+"""Sizes from 1 MiB on, each interval twice the one before, for which ``roundup_power2_divisions`` is told apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What of PyTorch's allocator can be set.
+
+    Attributes:
+        expandable: ``expandable_segments``: one segment for each pool grows.
+        max_split: ``max_split_size_mb``, in bytes: larger blocks are not split; None for no limit.
+        divisions: ``roundup_power2_divisions``: into how many parts the way from a power of two to the next is cut, to
+            which a request is rounded up; one number for each interval, 0 or 1 for multiples of 512.
+    """
+
+    expandable: bool = False
+    max_split: int | None = None
+    divisions: tuple[int, ...] = ()
+
+    def rounded(self, size: int) -> int:
+        """Bytes that a request of ``size`` bytes is given at least."""
+        parts = self._parts(size)
+        if parts <= 1 or size <= SMALLEST_BLOCK * parts or size & (size - 1) == 0:
+            return rounded(size)
+        step = (1 << size.bit_length() - 1) // parts
+        return -(-size // step) * step if step else size
+
+    def _parts(self, size: int) -> int:
+        if not self.divisions or size <= 0:
+            return 0
+        interval = size.bit_length() - MIB.bit_length()
+        return self.divisions[min(max(interval, 0), len(self.divisions) - 1)]
+
+
+PLAIN = Settings()
 
 
 class DoesNotFitError(Exception):
@@ -61,20 +97,20 @@ class _Pool:
     """Free blocks of one stream and kind, the smallest first and of equal ones the lowest address."""
 
     is_small: bool
-    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    free: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
-        insort(self.free, (block.size, block.address, block), key=lambda each: each[:2])
+        insort(self.free, (block.size, block.address))
+        self.blocks[block.address] = block
 
     def remove(self, block: Block) -> None:
-        del self.free[self._place(block.size, block.address)]
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+        del self.blocks[block.address]
 
     def best(self, size: int) -> Block | None:
-        place = self._place(size, 0)
-        return self.free[place][2] if place < len(self.free) else None
-
-    def _place(self, size: int, address: int) -> int:
-        return bisect_left(self.free, (size, address), key=lambda each: each[:2])
+        place = bisect_left(self.free, (size, 0))
+        return self.blocks[self.free[place][1]] if place < len(self.free) else None
 
 
 class CachingAllocator:
@@ -82,7 +118,7 @@ class CachingAllocator:
 
     Args:
         limit: Bytes that the device has for it; None for as many as it asks for.
-        expandable: Whether one segment for each pool grows, as with ``expandable_segments:True``.
+        settings: How it works.
 
     Attributes:
         allocated: Bytes of blocks in use now, as ``torch.cuda.memory_allocated`` counts them.
@@ -91,10 +127,11 @@ class CachingAllocator:
         peak_reserved: The most of the second.
     """
 
-    def __init__(self, *, limit: int | None = None, expandable: bool = False) -> None:
+    def __init__(self, *, limit: int | None = None, settings: Settings = PLAIN) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._limit = limit
-        self._expandable = expandable
+        self._settings = settings
+        self._expandable = settings.expandable
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._last: dict[tuple[int, bool], Block] = {}
         self._end = 0
@@ -107,11 +144,11 @@ class CachingAllocator:
         """
         if size <= 0:
             return None
-        size = rounded(size)
+        size = self._settings.rounded(size)
         key = stream, size <= _LARGEST_SMALL
         pool = self._pools.setdefault(key, _Pool(key[1]))
         block = pool.best(size)
-        if block is None:
+        if block is None or self._is_kept_from(size, block):
             block = self._grow(key, size) if self._expandable else self._take(segment_size(size), pool)
         else:
             pool.remove(block)
@@ -133,6 +170,13 @@ class CachingAllocator:
                 _join(block, neighbour)
         self._note_last(block)
         block.pool.add(block)
+
+    def _is_kept_from(self, size: int, block: Block) -> bool:
+        """Whether a block that is not to be split is too large for a request."""
+        most = self._settings.max_split
+        if most is None:
+            return False
+        return block.size >= (most if size < most else size + _LARGE_SEGMENT)
 
     def _take(self, size: int, pool: _Pool) -> Block:
         if not self._has_room(size):
@@ -177,13 +221,16 @@ class CachingAllocator:
     def _give_back(self) -> None:
         """Return the segments of which nothing is in use."""
         for pool in self._pools.values():
-            whole = [each for each in pool.free if each[2].before is None and each[2].after is None]
-            self.reserved -= sum(size for size, _, _ in whole)
-            pool.free = [each for each in pool.free if each[2].before is not None or each[2].after is not None]
+            for block in [each for each in pool.blocks.values() if each.before is None and each.after is None]:
+                pool.remove(block)
+                self.reserved -= block.size
 
     def _split(self, block: Block, size: int) -> None:
         left = block.size - size
-        if left < SMALLEST_BLOCK if block.pool.is_small or self._expandable else left <= _LARGEST_SMALL:
+        if block.pool.is_small or self._expandable:
+            if left < SMALLEST_BLOCK:
+                return
+        elif left <= _LARGEST_SMALL or (self._settings.max_split is not None and size >= self._settings.max_split):
             return
         rest = Block(block.address + size, left, block.pool, is_free=True, before=block, after=block.after)
         if rest.after is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Bytes of one allocation are a multiple of this (torch's c10/cuda/CUDACachingAllocator, kMinBlockSize).
-BLOCK_BYTES = 512
+from paceline.formulas.caching_allocator import rounded
 
 
 def zero_bytes(
@@ -82,7 +81,7 @@ def allocated_bytes(tensor_bytes: Sequence[float]) -> int:
     Source:
         PyTorch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize).
     """
-    return sum(BLOCK_BYTES * max(1, math.ceil(each / BLOCK_BYTES)) for each in tensor_bytes if each > 0)
+    return sum(rounded(math.ceil(each)) for each in tensor_bytes)
 
 
 def checkpointing_layers(layers: int) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is small, so that sending begins early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
+BUCKET_CAP_MB = 25
+"""What DDP's other buckets hold unless told otherwise, in MiB (``bucket_cap_mb``)."""
 
 
 @dataclass(frozen=True)

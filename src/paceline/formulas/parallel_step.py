@@ -20,7 +20,16 @@ from statistics import NormalDist
 from typing import Literal
 
 from paceline.formulas.links import Fabric
-from paceline.formulas.overlap import Gradient, Passes, Timeline, Unit, buckets, gather_around, reduce_behind
+from paceline.formulas.overlap import (
+    BUCKET_CAP_MB,
+    Gradient,
+    Passes,
+    Timeline,
+    Unit,
+    buckets,
+    gather_around,
+    reduce_behind,
+)
 
 Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
 Strategy = Literal["ddp", "fsdp"]
@@ -167,7 +176,7 @@ class Way:
     strategy: Strategy
     micro_batch: int
     passes: int = 1
-    bucket_bytes: float = 25 * 2**20
+    bucket_bytes: float = BUCKET_CAP_MB * 2**20
     units_per_device: int | None = None
     regathered: bool = True
     taken: float | None = None

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 Where = Callable[[], tuple[str, str]]
 """Tells the phase of the step and the module at work."""
 
-Inside = Callable[[str, tuple[Any, ...], Any], int]
-"""Tells how many bytes an operation takes inside, by its name, arguments and answer."""
+Inside = Callable[[str, tuple[Any, ...], Any], tuple[int, str]]
+"""Tells how many bytes an operation takes inside, and for what, by its name, arguments and answer."""
+
+NOTHING = (0, "")
 
 COPIES = "weight copies"
 """What is cast from weights: autocast's copies in 16 bits."""
@@ -57,7 +59,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         events: Their numbers, in the order of what happened: ``n`` is made, ``~n`` goes.
     """
 
-    def __init__(self, where: Where, inside: Inside = lambda *_: 0) -> None:
+    def __init__(self, where: Where, inside: Inside = lambda *_: NOTHING) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.allocations: list[Allocation] = []
         self.events: list[int] = []
@@ -74,9 +76,13 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def call(self, tensors: Iterable[Tensor | None], cause: str) -> None:
         """Say what some of them turned out to be for."""
         for tensor in tensors:
-            number = None if tensor is None else self._numbers.get(_key(tensor))
+            number = None if tensor is None else self.number_of(tensor)
             if number is not None:
                 self.allocations[number] = replace(self.allocations[number], cause=cause)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Which of the storages a tensor has; None if it was not seen."""
+        return self._numbers.get(_key(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Do an operation, and look at what it returns."""
@@ -90,9 +96,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             return Allocation(size, self._cause_of(operation, phase, args), phase, layer, operation)
 
         self._look_at(answer, made)
-        if size := self._inside(operation, args, answer):
+        size, cause = self._inside(operation, args, answer)
+        if size:
             number = len(self.allocations)
-            self.allocations.append(Allocation(size, "workspace", phase, layer, operation))
+            self.allocations.append(Allocation(size, cause, phase, layer, operation))
             self.events += (number, ~number)
         return answer
 
@@ -105,11 +112,11 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def _cause_of(self, operation: str, phase: str, args: tuple[Any, ...]) -> str:
         if operation.startswith("_to_copy") and self._is_weight(args[0]):
             return COPIES
-        return "activations" if phase == "forward" else "temporary"
+        return "activations" if phase in ("forward", "evaluation") else "temporary"
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        number = self._numbers.get(_key(tensor))
-        return number is not None and self.allocations[number].cause == "weights"
+        number = self.number_of(tensor)
+        return number is not None and self.allocations[number].cause in ("weights", "average")
 
     def _see(self, tensor: Tensor, describe: Callable[[int], Allocation]) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)

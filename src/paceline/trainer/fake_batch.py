@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from paceline.data.batch import Batch
+from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
@@ -19,6 +22,7 @@ from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline.tasks.averaging import CROPS, shown_for_crops
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.world import World
@@ -62,7 +66,7 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
 
     An image task's are known from its plan. Of another one's, two samples are read.
     """
-    if isinstance(task, ImageClassification) and type(task).open_pipeline is ImageClassification.open_pipeline:
+    if _shows_images(task):
         return _images(task, plan, placement)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
@@ -72,6 +76,38 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
         )
         example = next(iter(pipeline.train_batches(geometry, 0, 1, World())))
     return _like(example)
+
+
+def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
+    """The same for batches that are scored: the largest images of evaluation, and no mixing."""
+    if _shows_images(task):
+        return _scored_images(task, plan, placement)
+    with contextlib.closing(task.open_pipeline(placement)) as pipeline:
+        pipeline.start(training=False, evaluation=True)
+        few = min(_FEW, plan.evaluation_samples)
+        example = next(iter(pipeline.evaluation_batches(few, World())))
+    return _like(example)
+
+
+def _shows_images(task: Task) -> TypeGuard[ImageClassification]:
+    return isinstance(task, ImageClassification) and type(task).open_pipeline is ImageClassification.open_pipeline
+
+
+def _scored_images(task: ImageClassification, plan: Plan, placement: Placement) -> BatchMaker:
+    found, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
+    side = evaluation_size(data, found)
+    if views in CROPS:
+        side = evaluation_size(shown_for_crops(data, side, views), found)
+    shapes = [tuple(map(int, each.split("x"))) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
+    height, width = max(shapes, key=math.prod)
+    memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
+
+    def make(count: int) -> Batch:
+        inputs = torch.empty((count, found.channels, height, width), memory_format=memory_format)
+        part = _part(count)
+        return Batch(inputs, torch.empty(count, dtype=torch.int64), part.ids, part)
+
+    return make
 
 
 def _images(task: ImageClassification, plan: Plan, placement: Placement) -> BatchMaker:

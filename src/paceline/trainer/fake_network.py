@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError, PacelineError
 from paceline.models.ema import ExponentialMovingAverage
@@ -60,6 +61,20 @@ def _built(recipe: Recipe, task: Task) -> nn.Module:
     network = task.build_model()
     adapt(network, recipe.model)
     return network
+
+
+class _OwnStatistics(_BatchNorm):
+    """SyncBatchNorm of one process: it exchanges a few numbers for each channel, and otherwise does the same."""
+
+    def _check_input_dim(self, _: Tensor) -> None:
+        """Any shape: whoever built the network knew."""
+
+
+def unsynced(network: nn.Module) -> None:
+    """Let SyncBatchNorm run where there is no GPU, which it asks for."""
+    for module in network.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _OwnStatistics
 
 
 class Faker:

@@ -35,8 +35,8 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.trainer.cuda_rules import CudaRules
-from paceline.trainer.fake_batch import BatchMaker, batch_maker
-from paceline.trainer.fake_network import Faker, build_shapes, random_states_kept, why_not_fake
+from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
+from paceline.trainer.fake_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
 from paceline.world import World
@@ -53,7 +53,8 @@ class FakeRun:
         ema: The average of its weights, if the recipe has one.
         optimizer: Its optimizer, with the options that it has on the device asked for.
         batch: One micro-batch.
-        phase: Where the step is: ``forward``, ``backward``, ``update``, or nowhere.
+        make_scored: Makes batches for :meth:`evaluate`; None if nothing is to be scored.
+        phase: Where the step is: ``forward``, ``backward``, ``update``, ``evaluation``, or nowhere.
         layer: Which module is at work in it: its name in the network; empty where none is.
     """
 
@@ -65,6 +66,7 @@ class FakeRun:
     optimizer: torch.optim.Optimizer
     batch: Batch
     make_batch: BatchMaker
+    make_scored: BatchMaker | None = None
     phase: str = ""
     layer: str = ""
     _precision: Precision = field(init=False)
@@ -111,6 +113,28 @@ class FakeRun:
             self.optimizer.zero_grad(set_to_none=True)
             if self.ema is not None:
                 self.ema.update(0)
+
+    def evaluate(self, see: Callable[[Batch], None] = lambda _: None) -> None:
+        """Score one batch with each set of weights, as an evaluation does with all of them.
+
+        Args:
+            see: Told of the batch once it is there.
+        """
+        if self.make_scored is None:
+            return
+        networks = [self.network, *([] if self.ema is None else [self.ema.module])]
+        modes = [(module, module.training) for network in networks for module in network.modules()]
+        try:
+            with self._in("evaluation"), self._on_device(), torch.no_grad():
+                batch = self.make_scored(min(self.plan.evaluation_batch_size, self.plan.evaluation_samples))
+                see(batch)
+                for network in networks:
+                    network.eval()
+                    with self._precision.autocast():
+                        self.task.score(self.task.evaluated(network), batch)
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return CudaRules() if self.plan.device == "cuda" else contextlib.nullcontext()
@@ -176,6 +200,7 @@ def fake_run(
     micro_batch: int | None = None,
     processes: int = 1,
     machine: MachineFacts | None = None,
+    scores: bool = False,
 ) -> Iterator[FakeRun]:
     """Build one process's step of a run on fake tensors; inside, operations on them are fake.
 
@@ -189,6 +214,7 @@ def fake_run(
         micro_batch: Samples of the batch; the plan's unless given.
         processes: Processes of the run that is planned, all on one machine.
         machine: The machine asked for (see :func:`machine_with`); this one unless given.
+        scores: Whether :meth:`FakeRun.evaluate` is to score something, if the recipe does.
 
     Raises:
         PacelineError: For the mistakes that a plan finds, and for a network that needs the numbers.
@@ -201,9 +227,13 @@ def fake_run(
         plan = plan_run(recipe, task, machine, world)
         shapes = build_shapes(recipe, task, channels_last=plan.channels_last)
         plan = plan_network(plan, shapes, recipe)
+        if machine.device != "cpu":
+            unsynced(shapes)
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
         task.prepare_training(placement)
         make_batch = batch_maker(task, plan, placement)
+        is_scored = scores and plan.evaluate_every_steps is not None and plan.evaluation_samples > 0
+        make_scored = evaluation_batch_maker(task, plan, placement) if is_scored else None
         average = None if recipe.train.ema is None else ExponentialMovingAverage(shapes, recipe.train.ema)
         mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         faker = Faker(mode)
@@ -220,6 +250,7 @@ def fake_run(
                 optimizer=_optimizer(shapes, recipe, machine.device),
                 batch=make_batch(micro_batch or plan.micro_batch_size),
                 make_batch=make_batch,
+                make_scored=make_scored,
             )
 
 

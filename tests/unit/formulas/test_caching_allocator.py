@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from paceline.formulas.caching_allocator import MIB, CachingAllocator, DoesNotFitError, rounded, segment_size
+from paceline.formulas.caching_allocator import (
+    MIB,
+    CachingAllocator,
+    DoesNotFitError,
+    Settings,
+    rounded,
+    segment_size,
+)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024), (4 * 9600, 38400)])
@@ -90,7 +97,7 @@ def test_a_full_device_gives_back_whole_segments_before_it_refuses() -> None:
 
 
 def test_expandable_segments_leave_no_gaps_between_sizes() -> None:
-    rigid, expandable = CachingAllocator(), CachingAllocator(expandable=True)
+    rigid, expandable = CachingAllocator(), CachingAllocator(settings=Settings(expandable=True))
     for allocator in (rigid, expandable):
         for size in (30, 34, 38, 42):  # each larger than what was freed before
             allocator.free(allocator.allocate(size * MIB))
@@ -101,7 +108,7 @@ def test_expandable_segments_leave_no_gaps_between_sizes() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_whatever_happens_the_books_balance(expandable: bool) -> None:
     draw = random.Random(0)
-    allocator, held = CachingAllocator(expandable=expandable), []
+    allocator, held = CachingAllocator(settings=Settings(expandable=expandable)), []
     for _ in range(3000):
         if held and draw.random() < 0.48:
             allocator.free(held.pop(draw.randrange(len(held))))
@@ -113,3 +120,33 @@ def test_whatever_happens_the_books_balance(expandable: bool) -> None:
     for block in held:
         allocator.free(block)
     assert allocator.allocated == 0
+
+
+def test_large_blocks_are_not_split_where_that_is_asked_for() -> None:
+    plain, asked = CachingAllocator(), CachingAllocator(settings=Settings(max_split=64 * MIB))
+    for allocator in (plain, asked):
+        allocator.free(allocator.allocate(200 * MIB))
+        allocator.allocate(30 * MIB)
+    # A small request leaves the large block whole; one nearly as large takes it, and a much smaller large one does not.
+    assert (plain.reserved, asked.reserved) == (200 * MIB, 230 * MIB)
+    asked.allocate(100 * MIB)
+    assert asked.reserved == 330 * MIB
+    asked.allocate(190 * MIB)
+    assert (asked.reserved, asked.allocated) == (330 * MIB, 330 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [(1200, 1536), (2**20, 2**20), (5 * MIB, 5 * MIB), (5 * MIB + 1, 6 * MIB), (33 * MIB, 40 * MIB), (1, 512)],
+)
+def test_requests_are_rounded_up_to_parts_of_powers_of_two_where_that_is_asked_for(size: int, given: int) -> None:
+    """PyTorch's own example: 1200 with 4 divisions of 1024 to 2048 would be 1280; below 4 x 512 it stays at 512s."""
+    assert Settings(divisions=(4,) * 16).rounded(size) == given
+    assert Settings().rounded(size) == rounded(size)
+
+
+def test_intervals_may_be_rounded_otherwise() -> None:
+    asked = Settings(divisions=(0, 0, 0, 0, 0, 2, *[0] * 10))
+    assert asked.rounded(33 * MIB) == 48 * MIB
+    assert asked.rounded(65 * MIB) == 65 * MIB
+    assert asked.rounded(17 * MIB) == 17 * MIB

@@ -17,8 +17,12 @@ _PADDED = 256
 _LARGEST_OWN_KERNEL = 4
 
 
-def workspace(operation: str, args: tuple[Any, ...], answer: Any) -> int:
-    """Bytes that an operation takes beside what it is given and returns; 0 of those that are not known."""
+def workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
+    """Bytes that an operation takes beside what it is given and returns, and for what; none of those not known."""
+    return _taken(operation, args, answer), "workspace"
+
+
+def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
     if operation == "convolution.default":
         images, weight, output = args[0], args[1], answer
         copies = 1

@@ -1,9 +1,8 @@
-"""How much memory does a training step take, by cause, on this machine or on a device that is not here?"""
+"""How much memory does a run take, by cause, on this machine or on a device that is not here?"""
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,13 +12,15 @@ import torch
 
 from paceline.devices import DEVICES, Device, find_device
 from paceline.distributed.device import choose_device, describe_machine
+from paceline.formulas.caching_allocator import Settings
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.studies.memory.job import Job
 from paceline.studies.memory.replay import Peak, peak_of
 from paceline.studies.memory.savings import Saving, savings
-from paceline.studies.memory.trace import Steps, trace_steps
+from paceline.studies.memory.settings import allocator_settings
+from paceline.studies.memory.trace import EVALUATION, Steps, trace_steps, without_collection
 from paceline.studies.memory.verdict import Verdict, weigh
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run, machine_with
@@ -28,6 +29,8 @@ from paceline.world import World
 # Where one process is planned, what spreading would do is told for this many.
 SUPPOSED = 8
 _HALVINGS, _DOUBLINGS = 3, 2
+# Sizes between two that differ by less than this are not done where each has to be.
+_ROUGHLY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Asked:
         loaded: The recipe.
         device: A name of ``paceline.devices``, or ``cpu``; None is the device that a run here would use.
         processes: Of the run.
-        expandable: With expandable segments in PyTorch's allocator.
+        expandable: With expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
     """
 
     loaded: LoadedRecipe
@@ -79,7 +82,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a step takes on each process.
+    """What a run takes on each process.
 
     Attributes:
         plan: The run's, on the device asked for.
@@ -87,7 +90,8 @@ class MemoryEstimate:
         memory: Bytes that it has for a process; None if unknown.
         outside: Of these, what is not tensors': on a GPU an allowance for the driver and libraries.
         accumulates: Whether gradients of earlier micro-batches are there.
-        peak: The step's highest point.
+        peak: The highest point of its steps and its evaluation.
+        allocator: How PyTorch's allocator is set.
         needed: Bytes that a process takes from its device in all.
         fits: Whether the device has room for that; None if its memory is unknown.
         sizes: Other sizes of micro-batch.
@@ -107,6 +111,7 @@ class MemoryEstimate:
     outside: int
     accumulates: bool
     peak: Peak
+    allocator: Settings
     needed: int
     fits: bool | None
     sizes: tuple[Size, ...]
@@ -140,6 +145,8 @@ class MemoryEstimate:
             "fits": self.fits,
             "outside_bytes": self.outside,
             "peak": self.peak.to_json(),
+            "evaluation_batch": self.plan.evaluation_batch_size if EVALUATION in self.peak.parts else None,
+            "allocator": vars(self.allocator),
             "sizes": [vars(each) for each in self.sizes],
             "largest_micro_batch": self.largest,
             "micro_size": self.micro_size,
@@ -153,25 +160,13 @@ class MemoryEstimate:
 
 
 def estimate(asked: Asked) -> MemoryEstimate:
-    """Estimate the memory of a training step; nothing is trained or allocated.
+    """Estimate the memory of a run's steps and of its evaluation; nothing is trained or allocated.
 
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs the numbers.
     """
-    with _without_collection():
+    with without_collection():
         return _estimated(asked)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Leave cycles for later: looking for them takes a quarter of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _estimated(asked: Asked) -> MemoryEstimate:
@@ -180,11 +175,13 @@ def _estimated(asked: Asked) -> MemoryEstimate:
     machine = _machine(asked, recipe)
     ways = asked.processes if asked.processes > 1 else SUPPOSED
     memory = machine.memory_bytes
-    with fake_run(recipe, processes=asked.processes, machine=machine) as step:
+    allocator, unheeded = allocator_settings(
+        os.environ if machine.device == "cuda" else {}, expandable=asked.expandable
+    )
+    with fake_run(recipe, processes=asked.processes, machine=machine, scores=True) as step:
         steps = trace_steps(step)
-        job = Job(step, steps, machine, ways=ways, expandable=asked.expandable)
-        largest = None if memory is None else job.largest(memory)
-        verified = _verified(steps, largest)
+        job = Job(step, steps, machine, ways=ways, allocator=allocator)
+        largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
         # Inside: a network whose steps do not grow in proportion is run at each of these sizes.
         now = job.plan.micro_batch_size
         found = MemoryEstimate(
@@ -194,6 +191,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             outside=job.outside,
             accumulates=job.accumulates(now),
             peak=job.peak(now),
+            allocator=allocator,
             needed=job.needed(now),
             fits=None if memory is None else job.fits(now, memory),
             sizes=tuple(_size(job, each, memory) for each in _sizes(now)),
@@ -203,7 +201,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             devices=tuple(_fit(job, each) for each in DEVICES.values()) if machine.device == "cuda" else (),
             savings=(_spread(job, ways),),
             verdict=weigh(job, memory, ways),
-            notices=tuple(each for each in (assumed, *_notices(job.plan)) if each),
+            notices=tuple(each for each in (assumed, *unheeded, *_notices(job.plan, steps)) if each),
             seconds=0.0,
         )
     others = savings(recipe, machine, asked.processes, job)
@@ -219,12 +217,30 @@ def _machine(asked: Asked, recipe: Recipe) -> MachineFacts:
     return machine_with(find_device(asked.device), processes=asked.processes)
 
 
-def _verified(steps: Steps, largest: int | None) -> float | None:
-    """How the tensors of a step that is done compare with those worked out from two others."""
-    if not largest:
-        return None
-    worked_out, done = (peak_of(each, caching=False).allocated for each in (steps(largest), steps.done_again(largest)))
-    return done / worked_out
+def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
+    """The largest micro-batch whose steps fit when they are done, and not only worked out from two others.
+
+    Returns:
+        The second: how the tensors of the first one tried compare with what was worked out; None if none is.
+    """
+    tried = job.largest(memory)
+    if not tried:
+        return 0, None
+    worked_out = peak_of(steps(tried), caching=False).allocated
+    is_as_expected = steps.confirm(tried)
+    verified = peak_of(steps(tried), caching=False).allocated / worked_out
+    if is_as_expected:
+        return tried, verified
+    # It does not grow in proportion: what fits is found by doing it.
+    low, high = 0, tried + 1
+    while high - low > max(1, low // _ROUGHLY):
+        job.forget()
+        low, high = (tried, high) if job.fits(tried, memory) else (low, tried)
+        tried = (low + high) // 2
+        steps.confirm(tried)
+    steps.confirm(max(low, 1))
+    job.forget()
+    return low, verified
 
 
 def _sizes(now: int) -> tuple[int, ...]:
@@ -254,15 +270,14 @@ def _spread(job: Job, ways: int) -> Saving:
     return Saving(change=change, needed=total, saved=job.needed(now) - total)
 
 
-def _notices(plan: Plan) -> Iterator[str]:
-    scores = plan.evaluate_every_steps is not None and plan.evaluation_samples > 0
-    if scores and plan.evaluation_batch_size > plan.micro_batch_size:
-        yield (
-            f"evaluate.batch_size={plan.evaluation_batch_size}: scoring is not in the estimate; it keeps nothing for a "
-            "backward pass, but takes more samples at once than training: `paceline find-batch` tries both"
-        )
+def _notices(plan: Plan, steps: Steps) -> Iterator[str]:
+    if why := steps(max(2, plan.micro_batch_size)).why_unscored:
+        yield f"evaluation is not in the estimate: {why}"
     if plan.compile != "off":
-        yield "model.compile=true: estimated as uncompiled; a compiled network keeps less"
+        yield (
+            f"model.compile=true ({plan.compile}): estimated as uncompiled; a compiled network keeps less, and what "
+            "CUDA graphs or tuning hold is not in the estimate"
+        )
     if plan.precision == "fp8":
         yield "train.precision=fp8: estimated as bf16, which keeps as much or more"
     if plan.data.get("backend") == "dali":

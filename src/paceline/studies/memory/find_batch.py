@@ -7,6 +7,7 @@ that is refused memory, or killed for it, does not fit; nothing is left of it, a
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.studies.launches import check_alone
 from paceline.studies.memory.job import Job
-from paceline.studies.memory.trace import trace_steps
+from paceline.studies.memory.settings import allocator_settings
+from paceline.studies.memory.trace import trace_steps, without_collection
 from paceline.studies.memory.trials import Trial, TrialGround
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run
@@ -131,7 +133,9 @@ def find_batch(loaded: LoadedRecipe, *, processes: int, memory: int | None, say:
             high = divisor
             break
         low = divisor
-    micro = next(each for each in range(low, 0, -1) if share % each == 0)
+    micro = proposed(ground.fits, most=low, share=share)
+    if micro == 0:
+        raise TrainingError(f"no size that divides the {share} samples of a process fits, though {low} samples do.")
     batch = replace(loaded.recipe.batch, micro_size=micro)
     return FoundBatch(
         recipe=replace(loaded.recipe, batch=batch),
@@ -174,13 +178,19 @@ def search(fits: Callable[[int], bool], *, start: int, most: int) -> tuple[int, 
     return low, high
 
 
+def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
+    """The largest size up to ``most`` that divides a process's share and fits when it is tried itself; 0 if none."""
+    return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
+
+
 def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | None, str]:
     """What estimates the run's memory, or why nothing does."""
     machine = describe_machine(device, processes=processes)
+    allocator, _ = allocator_settings(os.environ if device.type == "cuda" else {})
     try:
-        with fake_run(recipe, processes=processes, machine=machine) as step:
+        with without_collection(), fake_run(recipe, processes=processes, machine=machine, scores=True) as step:
             steps = trace_steps(step)
-            job = Job(step, steps, machine, ways=processes)
+            job = Job(step, steps, machine, ways=processes, allocator=allocator)
     except ModelError as error:
         return None, str(error)
     return (job, "") if steps.is_linear else (None, "its steps of different sizes do different things")

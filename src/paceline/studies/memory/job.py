@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 from paceline.data.image.backend_choice import LARGEST_SHARE_OF_DEVICE
+from paceline.formulas.caching_allocator import PLAIN, Settings
+from paceline.models.build import parameter_count
 from paceline.recipe.plan import MachineFacts
-from paceline.recipe.strategy import gradients_held_by_exact
+from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
+from paceline.studies.memory.compression import compressed, hooks_of
 from paceline.studies.memory.replay import Peak, fits, peak_of
 from paceline.studies.memory.surroundings import outside, with_data_set, with_input, with_libraries
 from paceline.studies.memory.trace import StepTrace
-from paceline.studies.memory.variants import Spread, buckets, fully_sharded, spread_of, with_gradients, with_more
+from paceline.studies.memory.variants import (
+    Spread,
+    accumulated,
+    at_updates,
+    buckets,
+    fully_sharded,
+    rehearsed,
+    spread_of,
+    step_total,
+    with_gradients,
+    with_more,
+)
+from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_run import FakeRun
 
 _MOST = 2**20
 _ROUGHLY = 1 / 32
+_GUESSES = 3
 
 
 class Job:
-    """A process's step under a plan.
+    """A process's run under a plan: its steps and its evaluation.
 
     Args:
         step: Its fake step, which is asked now for what needs its network.
         steps: The same at all sizes.
         machine: What it runs on.
         ways: Processes to spread the weights over, if they are.
-        expandable: Whether PyTorch's allocator has expandable segments.
+        allocator: How PyTorch's allocator is set.
 
     Attributes:
+        numbers: The network's parameters, counted.
         share: Samples of a process in the largest step; fewer in a micro-batch are made up for by accumulation.
     """
 
@@ -39,16 +55,24 @@ class Job:
         machine: MachineFacts,
         *,
         ways: int,
-        expandable: bool = False,
+        allocator: Settings = PLAIN,
     ) -> None:
         self.plan, self.recipe = step.plan, step.recipe
         self._steps, self._machine = steps, machine
-        self.ways, self.expandable = ways, expandable
+        self.ways, self.allocator = ways, allocator
+        self.numbers = ParameterNumbers(
+            sum(each.numel() for each in step.network.parameters()), parameter_count(step.network)
+        )
         self._spread: Spread = spread_of(step.network, step.recipe.parallel, ways)
+        self._hooks = hooks_of(steps(max(2, step.micro_batch)), step.network, step.recipe.parallel)
         self._caching = machine.device in ("cuda", "xpu")
         self.outside = outside(machine.device, self.plan.world_size)
         self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
-        self.peak = cache(self._peak)
+        self.forget()
+
+    def forget(self) -> None:
+        """Look at the steps anew, which have changed."""
+        self._known: dict[tuple[int, str | None], Peak] = {}
 
     def accumulates(self, micro_batch: int) -> bool:
         """Whether gradients of earlier micro-batches are there."""
@@ -56,13 +80,22 @@ class Job:
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
         """Bytes that a process takes from its device, driver and libraries included."""
-        peak: Peak = self.peak(micro_batch, strategy)
+        peak = self.peak(micro_batch, strategy)
         return (peak.allocated if peak.reserved is None else peak.reserved) + self._outside(strategy)
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
         """Whether a device has room for it; a GPU gives back what it keeps in reserve before it refuses."""
+        room = memory - self._outside(strategy)
+        peak = self._known.get((micro_batch, strategy))
+        if peak is None and not self._caching:
+            peak = self.peak(micro_batch, strategy)
+        if peak is not None:
+            if (peak.allocated if peak.reserved is None else peak.reserved) <= room:
+                return True
+            if peak.reserved is None or peak.allocated > room:
+                return False
         trace = self._trace(micro_batch, strategy or self.plan.strategy)
-        return fits(trace, memory - self._outside(strategy), caching=self._caching, expandable=self.expandable)
+        return fits(trace, room, caching=self._caching, allocator=self.allocator)
 
     def _outside(self, strategy: str | None) -> int:
         """What is not tensors'; another strategy than the plan's is that of several processes."""
@@ -88,48 +121,73 @@ class Job:
         return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
 
     def _guess(self, memory: int, strategy: str | None, size: int) -> int:
-        """Where the line through two sizes meets the memory."""
-        below, above = (self.needed(each, strategy) for each in (size, 2 * size))
-        return size + int((memory - below) * size / max(above - below, 1))
+        """Where the line through two sizes meets the memory; the second is near to where that is."""
+        first, second = size, 2 * size
+        for _ in range(_GUESSES):
+            below, above = (self.needed(each, strategy) for each in (first, second))
+            found = first + int((memory - below) * (second - first) / max(above - below, 1))
+            if found <= first or abs(found - second) < second * _ROUGHLY:
+                break
+            second = min(found, _MOST)
+        return found
 
-    def _peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
-        trace = self._trace(micro_batch, strategy or self.plan.strategy)
-        return peak_of(trace, caching=self._caching, expandable=self.expandable)
+    def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
+        """The highest point of a run with so many samples in a micro-batch.
+
+        Args:
+            micro_batch: Samples.
+            strategy: The plan's unless given.
+        """
+        key = micro_batch, strategy
+        if key not in self._known:
+            trace = self._trace(micro_batch, strategy or self.plan.strategy)
+            self._known[key] = peak_of(trace, caching=self._caching, allocator=self.allocator)
+        return self._known[key]
 
     def _trace(self, micro_batch: int, strategy: str) -> StepTrace:
         step = self._shared(self._steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
-        mix = self.recipe.data.mix
-        step = with_input(step, self.plan, is_mixed=mix.mixup > 0 or mix.cutmix > 0)
+        step = with_input(step, self.plan, self.recipe.data.mix)
         return with_data_set(with_libraries(step, self._machine), self.plan, LARGEST_SHARE_OF_DEVICE)
 
     def _shared(self, step: StepTrace, strategy: str, *, accumulates: bool) -> StepTrace:
-        """What a strategy makes of a step."""
-        if strategy == "ddp":
-            return with_gradients(step, buckets(step, self.recipe.parallel.bucket_cap_mb))
-        if strategy == "fsdp":
-            return fully_sharded(step, self._spread)
-        if strategy == "exact":
-            held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
-            gradients = [each for each in step.allocations if each.cause == "gradients"]
-            return with_more(step, gradients * (held - 1))
-        return with_gradients(step) if accumulates else step
+        """What a strategy makes of a run."""
+        match strategy:
+            case "ddp":
+                cap = self.recipe.parallel.bucket_cap_mb
+                sent = compressed(step, self._hooks, cap)
+                return rehearsed(with_gradients(sent, (bucket for bucket, _ in buckets(step, cap))))
+            case "fsdp":
+                return rehearsed(fully_sharded(step, self._spread))
+            case "exact":
+                return rehearsed(self._exact(step))
+        return accumulated(step) if accumulates else step
+
+    def _exact(self, step: StepTrace) -> StepTrace:
+        """Leaves of gradients and of buffers' changes, which stay; a copy of the buffers; leaves that are exchanged."""
+        buffers = step_total(step, "buffers")
+        leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
+        held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
+        step = with_more(with_gradients(step, [leaf] * held), [Allocation(buffers, "buffers")])
+        return step if self.plan.world_size == 1 else at_updates(step, [leaf] * (held - 1))
 
 
 def _last(holds: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
     """The largest number for which something holds that holds for ``low``, and for all below the first it does not."""
     at = min(max(guess, low), high)
-    stride = max(1, at // 64)
-    while holds(at) and at < high:
-        low, at = at, min(at + stride, high)
-        stride *= 2
-    if holds(at):
-        return at
-    refused = at
-    while refused - stride > low and not holds(refused - stride):
-        refused -= stride
-        stride *= 2
-    low = max(low, refused - stride)
-    while refused - low > (max(1, low * _ROUGHLY) if roughly else 1):
+    stride = max(1, at // (32 if roughly else 64))
+    if at == low or holds(at):
+        low, refused = at, high + 1
+        while low < high and refused > high:
+            at = min(low + stride, high)
+            low, refused = (at, refused) if holds(at) else (low, at)
+            stride *= 2
+    else:
+        refused = at
+        while refused - stride > low and not holds(refused - stride):
+            refused -= stride
+            stride *= 2
+        low = max(low, refused - stride)
+    while refused - low > (max(1, low * _ROUGHLY) if roughly else 1) and refused <= high:
         middle = (low + refused) // 2
         low, refused = (middle, refused) if holds(middle) else (low, middle)
     return low

@@ -6,7 +6,9 @@ block by block: also what kernels take inside, which an estimate does not see.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +22,31 @@ from paceline.optim.build import build_optimizer
 from paceline.optim.clipping import Clipping
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline.studies.memory.trace import EVALUATION, FIRST, STEP
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
-from paceline.trainer.fake_batch import batch_maker
+from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
 from paceline.trainer.fake_network import random_states_kept
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
 from paceline.world import World
 
-_MARK = "paceline measured step"
+_MARK = "paceline measured "
 
 
 def measured_peak(recipe: Recipe, micro_batch: int, device: torch.device) -> int:
     """Bytes of tensors and workspace at the peak of a process's second step, on a batch that is there.
 
     The step is the trainer's, of one process, and of one micro-batch.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned.
+    """
+    return measured_peaks(recipe, micro_batch, device)[STEP]
+
+
+def measured_peaks(recipe: Recipe, micro_batch: int, device: torch.device) -> dict[str, int]:
+    """The same of the first step too, and of an evaluation of one batch if there is any, by the name of the part.
 
     Raises:
         PacelineError: If the recipe cannot be planned.
@@ -48,27 +60,30 @@ def measured_peak(recipe: Recipe, micro_batch: int, device: torch.device) -> int
         return _on_cpu(recipe, task, plan, micro_batch)
 
 
-def _on_cuda(recipe: Recipe, task: Task, plan: Plan, device: torch.device, micro_batch: int) -> int:
+def _on_cuda(recipe: Recipe, task: Task, plan: Plan, device: torch.device, micro_batch: int) -> dict[str, int]:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     step = _RealStep(recipe, task, plan, device, micro_batch)
-    step()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    found = {}
+    for name, do in step.parts():
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        do()
+        torch.cuda.synchronize(device)
+        found[name] = torch.cuda.max_memory_allocated(device) - before
+    return found
 
 
-def _on_cpu(recipe: Recipe, task: Task, plan: Plan, micro_batch: int) -> int:
+def _on_cpu(recipe: Recipe, task: Task, plan: Plan, micro_batch: int) -> dict[str, int]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         step = _RealStep(recipe, task, plan, torch.device("cpu"), micro_batch)
-        step()
-        with record_function(_MARK):
-            step()
-    return _peak_within(watched, _MARK)
+        parts = step.parts()
+        for name, do in parts:
+            with record_function(_MARK + name):
+                do()
+    return {name: _peak_within(watched, _MARK + name) for name, _ in parts}
 
 
 def _peak_within(watched: Any, mark: str) -> int:
@@ -85,7 +100,7 @@ def _peak_within(watched: Any, mark: str) -> int:
 
 
 class _RealStep:
-    """The trainer's step, without the run around it."""
+    """The trainer's step and evaluation, without the run around them."""
 
     def __init__(self, recipe: Recipe, task: Task, plan: Plan, device: torch.device, micro_batch: int) -> None:
         placement = Placement(device=device, channels_last=plan.channels_last)
@@ -98,8 +113,29 @@ class _RealStep:
         self._optimizer = build_optimizer(self._network, recipe.optimizer, device)
         self._clipping = Clipping(self._network, recipe.optimizer)
         self._batch = _filled(batch_maker(task, plan, placement)(micro_batch), device)
+        self._device = device
+        self._is_scored = plan.evaluate_every_steps is not None and plan.evaluation_samples > 0
+        if self._is_scored:
+            count = min(plan.evaluation_batch_size, plan.evaluation_samples)
+            self._make_scored = partial(evaluation_batch_maker(task, plan, placement), count)
 
-    def __call__(self) -> None:
+    def parts(self) -> list[tuple[str, Callable[[], None]]]:
+        """What is to be measured, in a run's order."""
+        return [(FIRST, self.step), (STEP, self.step), *([(EVALUATION, self.evaluate)] if self._is_scored else [])]
+
+    def evaluate(self) -> None:
+        """Score one batch with each set of weights."""
+        batch = _filled(self._make_scored(), self._device)
+        networks = [self._network, *([] if self._ema is None else [self._ema.module])]
+        with torch.no_grad():
+            for network in networks:
+                network.eval()
+                with self._precision.autocast():
+                    self._task.score(self._task.evaluated(network), batch)
+        self._network.train()
+
+    def step(self) -> None:
+        """Train on the batch."""
         with self._precision.autocast():
             loss = self._task.loss(self._network, self._batch)
         self._precision.backward(loss)

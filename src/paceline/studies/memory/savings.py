@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
 from paceline.studies.memory.job import Job
-from paceline.studies.memory.trace import trace_step
+from paceline.studies.memory.trace import trace_step, trace_steps
 from paceline.trainer.fake_run import FakeRun, fake_run
 
 
@@ -42,7 +42,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job) -> 
     now = job.plan.micro_batch_size
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
-            with fake_run(changed, processes=processes, machine=machine) as step:
+            with fake_run(changed, processes=processes, machine=machine, scores=True) as step:
                 needed = _needed(step, machine, job)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
@@ -51,9 +51,11 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job) -> 
 
 
 def _needed(step: FakeRun, machine: MachineFacts, job: Job) -> int:
+    now = step.micro_batch
+    if now == 1:  # not done: a network may do otherwise, or refuse, where there is but one sample
+        return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).needed(now)
     trace = trace_step(step)
-    changed = Job(step, lambda _: trace, machine, ways=job.ways, expandable=job.expandable)
-    return changed.needed(step.micro_batch)
+    return Job(step, lambda _: trace, machine, ways=job.ways, allocator=job.allocator).needed(now)
 
 
 def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:

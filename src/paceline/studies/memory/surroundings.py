@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from functools import cache
 
 from paceline.formulas.caching_allocator import MIB
+from paceline.recipe.data import Mix
 from paceline.recipe.plan import MachineFacts, Plan
-from paceline.studies.memory.trace import StepTrace
-from paceline.studies.memory.variants import with_more
+from paceline.studies.memory.trace import EVALUATION, FIRST, REHEARSAL, STEP, StepTrace
+from paceline.studies.memory.variants import around_parts, before_parts, with_more
 from paceline.telemetry.allocations import Allocation
 from paceline.telemetry.memory import private_bytes
 
@@ -22,16 +26,27 @@ CONTEXT = 600 * MIB
 # NCCL's buffers and its own context, for more than one process. An allowance too.
 COMMUNICATION = 600 * MIB
 _BYTES_PER_NUMBER = 4
+# A process with torch loaded and nothing trained has less than this. One with more has data of its own, which a run in
+# a process of its own would not have.
+_USUAL = 512 * MIB
+_ASK = "import paceline.trainer.train; from paceline.telemetry.memory import private_bytes; print(private_bytes())"
 
 
 def outside(device_type: str, processes: int) -> int:
     """Bytes of a device's memory that are not tensors'.
 
-    On a CPU what this process takes now, with torch loaded and nothing trained; elsewhere an allowance.
+    On a CPU what a process takes with torch loaded and nothing trained; elsewhere an allowance.
     """
     if device_type == "cpu":
-        return private_bytes()
+        taken = private_bytes()
+        return taken if taken <= _USUAL else min(taken, _of_a_new_process())
     return CONTEXT + (COMMUNICATION if processes > 1 else 0)
+
+
+@cache
+def _of_a_new_process() -> int:
+    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
+    return int(asked.stdout) if asked.returncode == 0 else _USUAL
 
 
 def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
@@ -49,19 +64,32 @@ def _workspace(device_name: str) -> int:
     return _WORKSPACE_MI300 if "MI300" in device_name else _WORKSPACE
 
 
-def with_input(step: StepTrace, plan: Plan, *, is_mixed: bool) -> StepTrace:
-    """A step beside which the next batch is copied to the device, normalised and mixed (``data/prefetch.py``)."""
-    batch = [each for each in step.allocations if each.cause == "batch"]
-    if plan.device not in ("cuda", "xpu") or not batch:
+def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
+    """A run beside whose steps the next batch is copied to the device, normalised and mixed (``data/prefetch.py``)."""
+    if plan.device not in ("cuda", "xpu"):
         return step
-    ahead = with_more(step, batch)
-    # The batch before is still there when the next one is asked for; its images come as bytes, and mixing takes a copy.
-    images = batch[0]
-    passing = (images, replace(images, size=images.size // _BYTES_PER_NUMBER), *([images] * is_mixed))
-    count = len(ahead.allocations)
-    numbers = range(count, count + len(passing))
-    events = (*numbers, *(~number for number in numbers), *ahead.events)
-    return replace(ahead, allocations=(*ahead.allocations, *passing), events=events)
+    batch = [each for each in step.allocations if each.cause == "batch" and not each.phase]
+    scored = [each for each in step.allocations if each.cause == "batch" and each.phase == EVALUATION]
+    # Both of training's stay while there is an evaluation.
+    step = with_more(step, batch)
+    if batch:
+        step = before_parts(step, _passing(batch, mix), REHEARSAL, FIRST, STEP)
+    if scored:
+        step = around_parts(before_parts(step, _passing(scored, Mix()), EVALUATION), scored, EVALUATION)
+    return step
+
+
+def _passing(batch: list[Allocation], mix: Mix) -> list[Allocation]:
+    """What there is for a moment while a batch is made: the one before the last, bytes of images, and mixing's copies.
+
+    Mixup takes a copy of all images and CutMix two; targets are integers of 8 bytes before they are numbers.
+    """
+    images, targets = batch[0], batch[1:]
+    passing = [*batch, replace(images, size=images.size // _BYTES_PER_NUMBER)]
+    if mix.mixup > 0 or mix.cutmix > 0:
+        passing += [images] * (2 if mix.cutmix > 0 else 1)
+        passing += [each for one in targets for each in (replace(one, size=2 * one.size), one)]
+    return passing
 
 
 def with_data_set(step: StepTrace, plan: Plan, share: float) -> StepTrace:

@@ -1,76 +1,196 @@
-"""Which storages does one training step make and let go of, at any size of its micro-batch?
+"""Which storages do a run's first steps and its evaluation make and let go of, at any size of the micro-batch?
 
-Two fake steps of different sizes make the same storages in the same order, and each storage's size is a line in the
-number of samples. So the steps of all sizes are known from two.
+Two fake runs of different sizes make the same storages in the same order, and each storage's size is a line in the
+number of samples. So all sizes are known from two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
 
+import torch
 from torch import Tensor, nn
 
-from paceline.studies.memory import cpu_kernels
+from paceline.data.batch import Batch
+from paceline.errors import ModelError
+from paceline.studies.memory import cpu_kernels, cuda_kernels
 from paceline.telemetry.allocations import Allocation, AllocationTrace
 from paceline.trainer.fake_run import FakeRun
+
+START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
+# As a run does them: the first step makes the optimizer's state, and later ones have it. A step after the evaluation
+# finds what that has left behind.
+_ORDER = (START, REHEARSAL, FIRST, STEP, EVALUATION, STEP)
+# Smaller ones are worked out: a network may do otherwise, or refuse, where there is but one sample.
+_SMALLEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One step's storages.
+    """The storages of a run's steps and of its evaluation.
 
     Attributes:
         micro_batch: Samples.
-        allocations: Storages; those before the step are the first.
-        events: What happens to them, by number: ``n`` is made, ``~n`` goes.
+        allocations: Storages.
+        parts: What happens to them, by number, in each part of the run: ``n`` is made, ``~n`` goes. What is made again
+            while it is there takes its own place.
+        shapes: Of the gradients, by number.
+        why_unscored: Why evaluation is not among the parts, where it should be.
     """
 
     micro_batch: int
     allocations: tuple[Allocation, ...]
-    events: tuple[int, ...]
+    parts: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    why_unscored: str = ""
+
+    @cached_property
+    def played(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The parts, in the order in which a run does them."""
+        return tuple((name, self.parts[name]) for name in _ORDER if name in self.parts)
+
+    @cached_property
+    def events(self) -> tuple[int, ...]:
+        """All that happens, in that order."""
+        return tuple(chain.from_iterable(events for _, events in self.played))
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """What steps of all sizes have in common."""
-        return self.events, tuple(each.operation for each in self.allocations)
+        """What runs of all sizes have in common."""
+        return self.played, tuple(each.operation for each in self.allocations)
 
-    def total(self, *causes: str) -> int:
-        """Bytes of all storages of some causes."""
-        return sum(each.size for each in self.allocations if each.cause in causes)
+    def gradients(self, part: str = STEP) -> list[int]:
+        """Numbers of the gradients that a part makes, in the order in which they come."""
+        made = {event for event in self.parts.get(part, ()) if event >= 0}
+        return sorted(number for number in made if self.allocations[number].cause == "gradients")
+
+    def with_parts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]], *names: str) -> StepTrace:
+        """With some of the parts changed."""
+        changed = {name: change(events) if name in names else events for name, events in self.parts.items()}
+        return replace(self, parts=changed)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Look for cycles before, and leave those to come for later.
+
+    What goes in a trace must not hang on when they are looked for; and it takes a quarter of the time.
+    """
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def trace_step(step: FakeRun) -> StepTrace:
-    """Do a fake step as one in the midst of training: the optimizer has its state."""
-    if not step.optimizer.state:
-        step.settle()
-    inside = cpu_kernels.workspace if step.plan.device == "cpu" else _nothing
+    """Do a fake run's first step, its evaluation if it has any, and the update of another step.
+
+    Both steps' passes are the same; their updates are not, of which the first makes the optimizer's state.
+    """
+    step.optimizer.state.clear()
+    inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+    trained = [each for each in step.network.parameters() if each.requires_grad]
     with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
         trace.hold(step.network.parameters(), "weights")
         trace.hold(step.network.buffers(), "buffers")
         trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
-        trace.hold(_state(step), "optimizer")
         trace.hold([step.batch.inputs, step.batch.targets], "batch")
-        loss = step.forward()
-        step.backward(loss)
-        trace.call((each.grad for each in step.network.parameters()), "gradients")
-        del loss
+        cuts = [len(trace.events)]
+        gradients = _pass(step, trace)
+        cuts.append(len(trace.events))
         step.update()
-    return _ordered(step.micro_batch, trace)
+        trace.call(_state(step), "optimizer")
+        trace.hold(_state(step), "optimizer")
+        cuts.append(len(trace.events))
+        why = _evaluate(step, trace)
+        cuts.append(len(trace.events))
+        # Others in their place: passes again would take as long as before.
+        again = _given(step, trace, trained, gradients)
+        step.update()
+        cuts.append(len(trace.events))
+    numbers = {number: tuple(parameter.shape) for parameter, number in zip(trained, gradients, strict=True)}
+    shapes = {number: shape for number, shape in numbers.items() if number >= 0}
+    return _ordered(
+        StepTrace(
+            micro_batch=step.micro_batch,
+            allocations=tuple(trace.allocations),
+            parts={},
+            shapes=shapes,
+            why_unscored=why,
+        ),
+        trace.events,
+        cuts,
+        again,
+    )
 
 
-def _nothing(*_: Any) -> int:
-    return 0
+def _pass(step: FakeRun, trace: AllocationTrace) -> list[int]:
+    """Forward and backward; the numbers of the gradients of what is trained, -1 where there is none."""
+    loss = step.forward()
+    step.backward(loss)
+    trained = [each for each in step.network.parameters() if each.requires_grad]
+    trace.call((each.grad for each in trained), "gradients")
+    return [_number(trace, each.grad) for each in trained]
 
 
-def _ordered(micro_batch: int, trace: AllocationTrace) -> StepTrace:
-    """With what was there before in front, also what only an operation showed."""
-    before = {number for number, each in enumerate(trace.allocations) if not each.phase}
-    events = (*sorted(before), *(each for each in trace.events if each not in before))
-    return StepTrace(micro_batch=micro_batch, allocations=tuple(trace.allocations), events=events)
+def _number(trace: AllocationTrace, gradient: Tensor | None) -> int:
+    found = None if gradient is None else trace.number_of(gradient)
+    return -1 if found is None else found
+
+
+def _given(
+    step: FakeRun, trace: AllocationTrace, trained: Sequence[nn.Parameter], gradients: Sequence[int]
+) -> dict[int, int]:
+    """Give parameters gradients like those that they had; the numbers of those by the numbers of the new ones."""
+    again = {}
+    for parameter, number in zip(trained, gradients, strict=True):
+        if number >= 0:
+            parameter.grad = torch.empty_like(parameter)
+            again[_number(trace, parameter.grad)] = number
+    return again
+
+
+def _evaluate(step: FakeRun, trace: AllocationTrace) -> str:
+    """An evaluation, or why there is none that could be had."""
+
+    def see(batch: Batch) -> None:
+        trace.call([batch.inputs, batch.targets], "batch")
+
+    try:
+        step.evaluate(see)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again: Mapping[int, int]) -> StepTrace:
+    """Cut into parts, with what was there before in front, also what only an operation showed."""
+    before = {number for number, each in enumerate(found.allocations) if not each.phase and number not in again}
+    unscored = bool(found.why_unscored)
+    lost = {number for number, each in enumerate(found.allocations) if unscored and each.phase == EVALUATION}
+
+    def between(first: int, last: int) -> tuple[int, ...]:
+        kept = []
+        for event in events[first:last]:
+            if event >= 0 and (event in before or event in again):
+                continue
+            number = max(event, ~event)
+            if number not in lost:
+                kept.append(~again[number] if number in again else event)
+        return tuple(kept)
+
+    passes, first, scored, later = (between(*pair) for pair in pairwise(cuts))
+    parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
+    return replace(found, parts=parts | ({EVALUATION: scored} if scored else {}))
 
 
 def _tensors(network: nn.Module) -> Iterator[Tensor]:
@@ -106,6 +226,16 @@ class Steps:
         """The same, not taken from the two but done."""
         return self._again(micro_batch)
 
+    def confirm(self, micro_batch: int) -> bool:
+        """Do the step of a size, and go by it from now on; whether it is what was worked out."""
+        worked_out, done = self(micro_batch), self._again(micro_batch)
+        if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
+            return True
+        self.is_linear = self.is_linear and done.shape == self._small.shape
+        self._large = done
+        self._done = {self._small.micro_batch: self._small, micro_batch: done}
+        return False
+
     def _between(self, micro_batch: int) -> StepTrace:
         first, second = self._small, self._large
         share = (micro_batch - first.micro_batch) / (second.micro_batch - first.micro_batch)
@@ -123,5 +253,5 @@ def trace_steps(step: FakeRun) -> Steps:
         step.show(micro_batch)
         return trace_step(step)
 
-    given = max(step.micro_batch, 2)
-    return Steps(done(max(1, given // 2)), done(given), done)
+    given = max(step.micro_batch, 2 * _SMALLEST)
+    return Steps(done(given // 2), done(given), done)

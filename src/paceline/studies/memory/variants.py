@@ -3,46 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from paceline.distributed.sharding import modules_to_shard
 from paceline.formulas.caching_allocator import MIB
+from paceline.formulas.overlap import Gradient
+from paceline.formulas.overlap import buckets as filled_buckets
 from paceline.recipe.running import Parallel
-from paceline.studies.memory.trace import StepTrace
+from paceline.studies.memory.trace import FIRST, REHEARSAL, START, STEP, StepTrace
 from paceline.telemetry.allocations import Allocation
 
 GATHERED = "gathered weights"
 """What FSDP holds of other processes' weights for a moment, and of gradients that are theirs."""
 
-# The first bucket is small, so that the reduction begins early (torch's kDefaultFirstBucketBytes).
-_FIRST_BUCKET = MIB
 _SPREAD = ("weights", "average", "optimizer")
+_PASSES = ("forward", "backward")
 
 
 def with_more(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
-    """A step with other storages in memory from its beginning to its end."""
-    added = tuple(more)
-    count = len(step.allocations)
-    numbers = range(count, count + len(added))
-    return replace(step, allocations=(*step.allocations, *added), events=(*numbers, *step.events))
+    """A run with other storages in memory from its beginning to its end."""
+    step, numbers = _added(step, more)
+    return replace(step, parts={**step.parts, START: (*numbers, *step.parts.get(START, ()))})
 
 
-def with_gradients(step: StepTrace, kept: Iterable[Allocation] | None = None) -> StepTrace:
-    """A step to whose gradients others are added: those of earlier micro-batches, or of DDP's buckets.
+def around_parts(step: StepTrace, more: Iterable[Allocation], *names: str) -> StepTrace:
+    """A run through some of whose parts other storages are there."""
+    step, numbers = _added(step, more)
+    return step.with_parts(lambda events: (*numbers, *events, *(~number for number in numbers)), *names)
+
+
+def before_parts(step: StepTrace, more: Iterable[Allocation], *names: str) -> StepTrace:
+    """A run in some of whose parts other storages come first and go at once."""
+    step, numbers = _added(step, more)
+    passing = (*numbers, *(~number for number in numbers))
+    return step.with_parts(lambda events: (*passing, *events), *names)
+
+
+def at_updates(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
+    """A run in which other storages come and go between the backward pass and the update of each step."""
+    step, numbers = _added(step, more)
+    passing = (*numbers, *(~number for number in numbers))
+
+    def change(events: tuple[int, ...]) -> tuple[int, ...]:
+        place = update_begins(step, events)
+        return (*events[:place], *passing, *events[place:])
+
+    return step.with_parts(change, FIRST, STEP)
+
+
+def update_begins(step: StepTrace, events: Sequence[int]) -> int:
+    """Where in a step's events its update begins: the first that it makes, or after the last gradient."""
+    made = [place for place, event in enumerate(events) if event >= 0]
+    of_update = (place for place in made if step.allocations[events[place]].phase == "update")
+    return next(of_update, made[-1] + 1 if made else 0)
+
+
+def rehearsed(step: StepTrace) -> StepTrace:
+    """A run whose first batch goes through both passes once before the first step; buffers are kept meanwhile."""
+    buffers = Allocation(step_total(step, "buffers"), "temporary", "forward", operation="clone")
+    step, numbers = _added(step, [buffers])
+    passes = [event for event in step.parts[FIRST] if step.allocations[max(event, ~event)].phase in _PASSES]
+    return replace(step, parts={**step.parts, REHEARSAL: (*numbers, *passes, *(~each for each in numbers))})
+
+
+def step_total(step: StepTrace, cause: str) -> int:
+    """Bytes of what is there from the beginning, of some cause."""
+    return sum(each.size for each in step.allocations if each.cause == cause and not each.phase)
+
+
+def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
+    """A run to whose gradients others are added, that are there all along: those of DDP's buckets, say.
 
     Args:
         step: One that makes its gradients.
-        kept: What they are added to; a storage like each unless given.
+        kept: What they are added to.
     """
-    numbers = {number for number, each in enumerate(step.allocations) if each.cause == "gradients"}
-    made = [step.allocations[number] for number in sorted(numbers)]
-    allocations = tuple(
-        replace(each, cause="temporary") if number in numbers else each for number, each in enumerate(step.allocations)
+    numbers = set(step.gradients(FIRST)) | set(step.gradients())
+    step = _called(step, numbers, "temporary")
+    return with_more(step.with_parts(lambda events: _let_go_at_once(events, numbers), FIRST, STEP), kept)
+
+
+def accumulated(step: StepTrace) -> StepTrace:
+    """A run each of whose steps has two micro-batches: the second's gradients are added to those of the first."""
+    for name in (FIRST, STEP):
+        numbers = step.gradients(name)
+        step, kept = _added(step, (step.allocations[number] for number in numbers))
+        step = _accumulated_in(step, name, dict(zip(numbers, kept, strict=True)))
+    return step
+
+
+def _accumulated_in(step: StepTrace, name: str, kept: Mapping[int, int]) -> StepTrace:
+    """One part: both passes with gradients that stay, and then the step with gradients that go at once."""
+    stay: list[int] = []
+    for event in step.parts.get(name, ()):
+        if step.allocations[max(event, ~event)].phase not in _PASSES or ~event in kept:
+            continue
+        stay.append(kept.get(event, event))
+    step = _called(step, set(kept), "temporary")
+    # The first pass's leftovers, its gradients aside, go before the second.
+    return step.with_parts(
+        lambda events: (*stay, *_let_go_at_once(events, set(kept)), *(~number for number in kept.values())), name
     )
-    changed = replace(step, allocations=allocations, events=_let_go_at_once(step.events, numbers))
-    return with_more(changed, (Allocation(each.size, "gradients") for each in made) if kept is None else kept)
+
+
+def _called(step: StepTrace, numbers: set[int], cause: str) -> StepTrace:
+    allocations = tuple(
+        replace(each, cause=cause) if number in numbers else each for number, each in enumerate(step.allocations)
+    )
+    return replace(step, allocations=allocations)
+
+
+def _added(step: StepTrace, more: Iterable[Allocation]) -> tuple[StepTrace, tuple[int, ...]]:
+    """A run with further storages, whose parts do not have them yet, and their numbers."""
+    added = tuple(more)
+    count = len(step.allocations)
+    return replace(step, allocations=(*step.allocations, *added)), tuple(range(count, count + len(added)))
 
 
 def _let_go_at_once(events: Sequence[int], numbers: set[int]) -> tuple[int, ...]:
@@ -59,22 +136,24 @@ def _let_go_at_once(events: Sequence[int], numbers: set[int]) -> tuple[int, ...]
     return (*changed, *(~number for number in added))
 
 
-def buckets(step: StepTrace, cap_mb: int) -> list[Allocation]:
-    """DDP's buckets for a step's gradients, in the order in which they come; ``.grad`` is a view of them.
+def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Allocation, list[int]]]:
+    """DDP's buckets for a step's gradients, with their numbers, in the order in which they come.
+
+    ``.grad`` is a view of them.
 
     Args:
         step: One that makes its gradients.
         cap_mb: ``parallel.bucket_cap_mb``.
+        part: Which of the steps.
     """
-    sizes: list[int] = []
-    current, limit = 0, _FIRST_BUCKET
-    for each in step.allocations:
-        if each.cause == "gradients":
-            current += each.size
-            if current >= limit:
-                sizes.append(current)
-                current, limit = 0, cap_mb * MIB
-    return [Allocation(size, "gradients", operation="bucket") for size in (*sizes, *([current] if current else []))]
+    numbers = step.gradients(part)
+    arriving = [Gradient(step.allocations[number].size, place + 1) for place, number in enumerate(numbers)]
+    found, begin = [], 0
+    for bucket in filled_buckets(arriving, cap_mb * MIB):
+        end = int(bucket.ready)
+        found.append((Allocation(int(bucket.size_bytes), "gradients", operation="bucket"), numbers[begin:end]))
+        begin = end
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,56 +162,85 @@ class Spread:
 
     Attributes:
         ways: Processes that share one copy.
-        largest: Bytes of the weights that are gathered together, of the largest such part.
-        trained: Of these, bytes of those that are trained.
-        kept: Bytes of all parts, if they stay whole from the forward to the backward pass; 0 if they do not.
+        gathered: Bytes of whole weights there are at once, at most.
+        gradients: Bytes of whole gradients there are at once, at most.
+        shares: What the fullest process has of a parameter, in bytes, by the bytes of all of it: only rows are shared
+            out.
     """
 
     ways: int
-    largest: int
-    trained: int
-    kept: int = 0
+    gathered: int
+    gradients: int
+    shares: Mapping[int, int] = field(default_factory=dict)
+
+    def share(self, size: int) -> int:
+        """A process's share of so many bytes."""
+        return self.shares.get(size, -(-size // self.ways))
 
 
 def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
     """What a recipe asks for, with so many processes.
 
+    While a part computes, those that it lies in are whole too, and the next one is on its way, as it comes and as it is
+    used. In the backward pass its gradients are whole, and those of the part before still being sent.
+
     Raises:
         ModelError: If it names modules that the network does not have.
     """
     ways = processes if parallel.shard_size == "all" else min(parallel.shard_size, processes)
-    sharded = modules_to_shard(network, parallel)
-    taken: set[int] = set()
-    parts: list[Mapping[int, nn.Parameter]] = []
-    for module in (*sharded.values(), network):  # inner ones first
-        own = {id(each): each for each in module.parameters() if id(each) not in taken}
-        taken |= own.keys()
-        parts.append(own)
+    own = _own_parameters({**modules_to_shard(network, parallel), "": network})
     bytes_each = 2 if parallel.gather_dtype == "bf16" else 4
-    largest = max(parts, key=lambda part: sum(each.numel() for each in part.values()))
+    weights = {name: bytes_each * sum(each.numel() for each in part) for name, part in own.items()}
+    trained = {name: 4 * sum(each.numel() for each in part if each.requires_grad) for name, part in own.items()}
+    gathered = _nested(weights)
+    if not parallel.reshard_after_forward:
+        gathered = max(gathered, sum(weights.values()))
+    shares: dict[int, int] = {}
+    for each in network.parameters():
+        rows = max(each.shape[0] if each.ndim else 1, 1)
+        share = each.nbytes // rows * -(-rows // ways)
+        shares[each.nbytes] = max(share, shares.get(each.nbytes, 0))
     return Spread(
         ways=ways,
-        largest=bytes_each * sum(each.numel() for each in largest.values()),
-        trained=4 * sum(each.numel() for each in largest.values() if each.requires_grad),
-        kept=0 if parallel.reshard_after_forward else bytes_each * sum(each.numel() for each in network.parameters()),
+        gathered=gathered + 2 * max(weights.values()),
+        gradients=_nested(trained) + max(trained.values()),
+        shares=shares,
+    )
+
+
+def _own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each module that none before it has."""
+    taken: set[int] = set()
+    own: dict[str, list[nn.Parameter]] = {}
+    for name, module in modules.items():
+        own[name] = [each for each in module.parameters() if id(each) not in taken]
+        taken.update(map(id, own[name]))
+    return own
+
+
+def _nested(sizes: Mapping[str, int]) -> int:
+    """The most that a part and those that it lies in come to."""
+    return max(
+        sum(size for outer, size in sizes.items() if outer in ("", name) or name.startswith(f"{outer}."))
+        for name in sizes
     )
 
 
 def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
-    """One process's step under FSDP.
+    """One process's run under FSDP.
 
-    While a part computes, it is gathered whole and the next one is on its way; in the backward pass its gradient is
-    whole too, and copied once to be sent. All of this is taken to be there for the whole step, and of the largest part:
-    a little more than there ever is.
+    What is gathered is taken to be there all along, and as much as there ever is: a little more than it takes.
     """
-    ways = spread.ways
-    parts = [Allocation(-(-each.size // ways), "gradients") for each in step.allocations if each.cause == "gradients"]
+    gradients = [step.allocations[number] for number in step.gradients()]
+    parts = [Allocation(spread.share(each.size), "gradients") for each in gradients]
     cut = with_gradients(step, parts)
     allocations = tuple(
-        replace(each, size=-(-each.size // ways)) if each.cause in _SPREAD and not each.phase else each
-        for each in cut.allocations
+        replace(each, size=spread.share(each.size)) if _is_spread(each) else each for each in cut.allocations
     )
-    # Gathered: the part at work, as it came and as it is used, and the next one as it comes.
-    at_work = max(3 * spread.largest, spread.kept + 2 * spread.largest)
-    gathered = Allocation(at_work, GATHERED), Allocation(2 * spread.trained, GATHERED)
+    gathered = Allocation(spread.gathered, GATHERED), Allocation(spread.gradients, GATHERED)
     return with_more(replace(cut, allocations=allocations), gathered)
+
+
+def _is_spread(each: Allocation) -> bool:
+    # What an update takes for a moment is of parts too.
+    return each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")

@@ -1,24 +1,24 @@
-"""Replicas or spread weights: DDP or FSDP?"""
+"""Replicas or spread weights: DDP or FSDP? By the rule of `parallel.strategy=auto`, and what then fits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.errors import RecipeError
+from paceline.recipe.strategy import check_sharding
+from paceline.recipe.strategy import weigh as weighed
 from paceline.studies.memory.job import Job
 from paceline.units import format_bytes
-
-# Accumulation costs little as long as a micro-batch keeps the device busy; beyond this the other way is worth trying.
-_MOST_PARTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is advised.
+    """What a run comes to.
 
     Attributes:
-        strategy: ``ddp``, ``fsdp``, ``single``, or ``none`` if neither helps.
+        strategy: ``ddp`` or ``fsdp``: what ``parallel.strategy=auto`` is on such processes.
         processes: Of how many it is said.
-        reason: Why, in a sentence.
+        reason: Why, in the words of the run's plan, and what fits so.
     """
 
     strategy: str
@@ -27,47 +27,40 @@ class Verdict:
 
 
 def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
-    """Choose between replicas and spread weights.
-
-    DDP holds every weight on every device and sends only gradients; FSDP holds each weight once and sends weights too,
-    which costs time. So: DDP if a replica and its activations fit, FSDP if a replica does not fit at all, and in
-    between smaller micro-batches first, which cost less.
+    """Say which of the two a run takes, by the one rule that there is, and how far that goes.
 
     Args:
         job: The run's process.
         memory: Bytes of each device; None if unknown.
         processes: Of the run, or of the one that is supposed.
     """
-    size = max(1, min(job.plan.micro_batch_size, job.share * job.plan.world_size // processes))
+    choice = weighed(job.recipe, job.numbers, processes, memory)
+    reason = choice.reason.removeprefix(f"{processes} processes; ")
     if memory is None:
-        return Verdict(
-            strategy="ddp", processes=processes, reason="the device's memory is unknown; replicas are faster"
-        )
+        reason = "the device's memory is unknown; replicas are faster"
+    else:
+        reason = f"{reason}; {_outcome(job, memory, processes, choice.strategy)}"
+    return Verdict(strategy=choice.strategy, processes=processes, reason=reason)
 
-    def said(strategy: str, reason: str) -> Verdict:
-        return Verdict(strategy=strategy, processes=processes, reason=reason)
 
-    if job.fits(size, memory, "ddp"):
-        left = memory - job.needed(size, "ddp")
-        return said(
-            "ddp",
-            f"a replica with the activations of {size} samples fits, {format_bytes(max(left, 0))} are left, and only "
-            "gradients are sent; fsdp would send weights too",
+def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
+    """What fits with a strategy."""
+    if strategy == "fsdp":
+        try:
+            check_sharding(job.recipe, processes)
+        except RecipeError as error:
+            return f"but {str(error).rstrip('.')}"
+    size = max(1, min(job.plan.micro_batch_size, job.share * job.plan.world_size // processes))
+    if job.fits(size, memory, strategy):
+        left = memory - job.needed(size, strategy)
+        beside = f", {format_bytes(left)} are left" if left > 0 else ""
+        return f"micro-batches of {size} samples fit{beside}"
+    most = job.largest(memory, strategy)
+    if most:
+        return (
+            f"micro-batches of {size} samples do not fit, but of {most} they do, and accumulation makes the same step "
+            "of them"
         )
-    spreads = job.fits(1, memory, "fsdp")
-    if not job.fits(1, memory, "ddp"):
-        if spreads:
-            return said(
-                "fsdp", f"a replica does not fit with even one sample; spread over {processes} processes it does"
-            )
-        return said("none", f"not even one sample fits, also with weights spread over {processes} processes")
-    most = job.largest(memory, "ddp")
-    if size <= most * _MOST_PARTS:
-        return said(
-            "ddp",
-            f"{size} samples do not fit beside a replica, but {most} do, and accumulation makes the same step of them; "
-            "fsdp is for those that need more samples in each forward pass",
-        )
-    if job.fits(size, memory, "fsdp") or job.largest(memory, "fsdp") > most:
-        return said("fsdp", f"beside a replica only {most} samples fit, and more of them beside a part of the weights")
-    return said("ddp", f"{most} samples fit beside a replica, and no more beside a part of the weights")
+    if strategy == "ddp" and job.fits(1, memory, "fsdp"):
+        return "but not even one sample fits beside a replica, and with parallel.strategy=fsdp it does"
+    return "but not even one sample fits so"

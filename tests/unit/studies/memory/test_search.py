@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.studies.memory.find_batch import search
+from paceline.studies.memory.find_batch import proposed, search
 
 
 @given(limit=st.integers(0, 3000), start=st.integers(1, 600), most=st.integers(1, 2048))
@@ -28,3 +28,15 @@ def test_the_answer_fits_and_what_is_refused_is_close(limit: int, start: int, mo
         assert low <= limit < high
         assert high - low <= max(1, low // 16)
     assert len(tried) == len(set(tried)) <= 24
+
+
+def test_the_size_that_is_proposed_was_tried_itself() -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size != 32  # a larger one fits, and this one is refused all the same
+
+    assert proposed(fits, most=48, share=64) == 16
+    assert tried == [32, 16]
+    assert proposed(lambda _: False, most=48, share=64) == 0
