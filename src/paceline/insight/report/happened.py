@@ -114,6 +114,10 @@ def _words(event: Event) -> str:
         case "start":
             count = event["world_size"]
             return f"began with {count} process{'es' * (count > 1)}, Paceline {event.get('version', '')}".strip()
+        case "evaluation":
+            return f"{event['weights']} weights"
+        case "checkpoint":
+            return str(event["checkpoint"])
         case "resume":
             return f"went on from {event['checkpoint']}"
         case "incident":
@@ -164,15 +168,13 @@ def _timeline(run: RunRecord) -> Chart:
 def _marks_of(kind: str, events: Sequence[Event]) -> dict[str, Any]:
     name, symbol, colour = _ROWS[kind]
     shown = events[:: -(-len(events) // _MOST_POINTS)]
-    said = {"evaluation": lambda event: event["weights"], "checkpoint": lambda event: event["checkpoint"]}
-    words = said.get(kind, _words)
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
         "x": [_date(event["time"]) for event in shown],
         "y": [name] * len(shown),
-        "customdata": [[event["step"], words(event)[:160]] for event in shown],
+        "customdata": [[event["step"], _words(event)[:160]] for event in shown],
         "hovertemplate": "%{fullData.name} after step %{customdata[0]:,}: %{customdata[1]}<extra></extra>",
         "marker": {"symbol": symbol, "color": colour, "size": 10},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from paceline.insight.report.reading import Event, RunRecord
@@ -120,7 +121,7 @@ def _accuracy(run: RunRecord) -> dict[str, str]:
         known = [event for event in evaluations if event.get(metric) is not None]
         if known:
             last = [event for event in known if event["step"] == known[-1]["step"]]
-            best: Event = choose(known, key=lambda event, metric=metric: event[metric])
+            best: Event = choose(known, key=itemgetter(metric))
             where = f"{best['weights']} weights, after step {format_count(best['step'])}"
             told = ", ".join(f"{event['weights']} {_figure(event[metric])}{unit}" for event in last)
             return {

@@ -84,7 +84,9 @@ def _heatmap(matrix: Sequence[Sequence[int]], sums: Sequence[int], classes: Sequ
         "zmin": 0,
         "zmax": 1,
         "colorscale": [[0, "var(--low)"], [1, "var(--high)"]],
-        "colorbar": {"title": {"text": "share of the row"}, "tickformat": ".0%", "thickness": 12, "outlinewidth": 0},
+        "colorbar": {"tickformat": ".0%", "thickness": 12, "outlinewidth": 0},
+        # With its figure in each cell, a scale tells nothing more.
+        "showscale": len(classes) > _MOST_FIGURES,
         "xgap": 1,
         "ygap": 1,
     }

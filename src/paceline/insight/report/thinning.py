@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 Number = float | int | None
 
@@ -31,13 +32,12 @@ def thinned(values: Sequence[Number], most: int) -> list[int]:
 
 
 def _telling(values: Sequence[Number], first: int, end: int) -> set[int]:
-    known = [at for at in range(first, end) if _is_number(values[at])]
-    gaps = [at for at in range(first, end) if not _is_number(values[at])]
+    known = [(value, at) for at, value in enumerate(values[first:end], start=first) if _is_number(value)]
     if not known:
         return {first}
-    ends = {known[0], known[-1]}
-    return ends | {min(known, key=values.__getitem__), max(known, key=values.__getitem__), *gaps[:1]}
+    gaps = [at for at in range(first, end) if not _is_number(values[at])]
+    return {known[0][1], known[-1][1], min(known)[1], max(known)[1], *gaps[:1]}
 
 
-def _is_number(value: Number) -> bool:
+def _is_number(value: Number) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from paceline.insight.report.drawing import Line, curves, of_events, of_runs
 from paceline.insight.report.reading import RunRecord
@@ -82,7 +83,7 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
                     continue
                 # Accuracies are better when higher, losses and perplexities when lower.
                 choose = max if "accuracy" in metric else min
-                best = choose(known, key=lambda event, metric=metric: event[metric])
+                best = choose(known, key=itemgetter(metric))
                 who = [run.name] * (len(runs) > 1)
                 rows.append(
                     (*who, f"{_in_words(metric)}, {weights}", known[-1][metric], best[metric], int(best["step"]))

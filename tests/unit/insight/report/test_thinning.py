@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.insight.report.thinning import thinned
 
-VALUES = st.lists(st.one_of(st.none(), st.floats(allow_nan=False, width=32), st.just(math.nan)), max_size=400)
+VALUE = st.one_of(st.none(), st.floats(allow_nan=False, width=32), st.just(math.nan))
+VALUES = st.lists(VALUE, max_size=400)
 
 
 @given(VALUES, st.integers(8, 100))
@@ -22,7 +23,7 @@ def test_points_are_the_curves_own_in_order_and_few(values: list[float | None], 
         assert len(places) == len(values)
 
 
-@given(VALUES, st.integers(8, 100))
+@given(st.lists(VALUE, min_size=40, max_size=200), st.integers(8, 12))
 def test_the_ends_and_extremes_are_among_them(values: list[float | None], most: int) -> None:
     places = thinned(values, most)
     known = [value for value in values if value is not None and math.isfinite(value)]
