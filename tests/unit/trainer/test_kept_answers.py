@@ -79,11 +79,21 @@ def test_the_matrix_counts_what_was_scored(opened: Callable[..., Any]) -> None:
     assert found.results["model"]["top1_accuracy"] == pytest.approx(100 * np.trace(matrix) / 101, abs=1e-12)
 
 
+class AlwaysAlike(nn.Module):
+    """Answers the same to everything, so that all mistakes are equally confident."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0]).repeat(len(x), 1)
+
+
 @pytest.mark.parametrize("samples", [1, 7, 45, 101])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_any_number_of_processes_keeps_the_same(samples: int, world_size: int, opened: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("network", "count"), [(lambda: Linear(7), 9), (AlwaysAlike, 60)])
+def test_any_number_of_processes_keeps_the_same(
+    samples: int, world_size: int, network: Callable[[], nn.Module], count: int, opened: Callable[..., Any]
+) -> None:
     task, pipeline = opened(evaluation_images=samples, classes=7)
-    model, keep = Linear(7).eval(), Keep(weights="model", examples=9)
+    model, keep = network().eval(), Keep(weights="model", examples=count)
     alone = evaluator(task, pipeline, keep)({"model": model}).kept
     passing = []
     for rank in range(world_size):
@@ -106,7 +116,7 @@ def test_any_number_of_processes_keeps_the_same(samples: int, world_size: int, o
         kept = passing[rank].together(parts, AllInOne(world), pipeline)
     assert kept == alone
     assert kept.examples is not None
-    assert len(kept.examples["examples"]) == min(9, samples)
+    assert len(kept.examples["examples"]) == min(count, samples)
 
 
 def test_examples_are_the_most_confident_mistakes_and_a_few_right_answers(opened: Callable[..., Any]) -> None:
