@@ -5,8 +5,9 @@ looked at is the loss that was trained) with a batch of 32, and with one of 256 
 Then looks at each run as `paceline landscape` does: accuracies on all test samples, and on half of the training
 samples; over those too Keskar's sharpness and the Hessian's largest eigenvalue. Seeds take turns.
 
-Nothing decays but with LARS, which scales only what does; its rate of 8 is the largest of 2, 4, 8, 16 and 32 that had
-trained about as far as any with a batch of 512, on a seed that is not among those that are measured. All other rates follow from the rule.
+Nothing decays but with LARS, which scales only what does; its rate of 8 is the smallest of 2, 4, 8, 16 and 32 that
+trained about as far as any with a batch of 512, on a seed that is not among those that are measured. All other rates
+follow from the rule.
 
     python benchmarks/large_batch.py [--seeds 3] [--epochs 20]
 """

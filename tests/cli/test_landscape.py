@@ -38,6 +38,7 @@ def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_
     assert "Loss around the weights, to turn" in page
 
 
+@pytest.mark.thorough  # the same as of the study itself, through the launcher
 def test_two_processes_give_the_same_document(paceline: Callable[..., Any], finished: Path) -> None:
     asked = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
     asked += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")

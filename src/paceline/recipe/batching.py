@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from paceline.errors import RecipeError
+from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 
 # Exact runs divide their step into this many parts unless told otherwise, or the next smaller number that divides it.
@@ -49,6 +51,15 @@ def _check_ghosts(recipe: Recipe, micro: int, world_size: int) -> None:
             f"process{'es have' if world_size > 1 else ' has'}; choose one of {', '.join(fitting) or 'none'}, or "
             "another batch.micro_size."
         )
+
+
+def with_fitting_ghosts(model: Model, micro: int) -> Model:
+    """A network's section for a trial with micro-batches of its own size: BatchNorm's groups must divide them too."""
+    asked = model.ghost_batch_norm
+    if asked is None or (micro % asked == 0 and asked < micro):
+        return model
+    fitting = [size for size in range(2, min(asked, micro - 1) + 1) if micro % size == 0]
+    return replace(model, ghost_batch_norm=fitting[-1] if fitting else None)
 
 
 def unused_ghosts(recipe: Recipe, micro: int, world_size: int) -> dict[str, str]:

@@ -14,6 +14,8 @@ from torch import nn
 
 from paceline.errors import ModelError, RecipeError
 from paceline.models.ghost_batch_norm import groups_of, normalise_in_groups
+from paceline.recipe.batching import with_fitting_ghosts
+from paceline.recipe.model import Model
 
 
 def network() -> nn.Sequential:
@@ -141,6 +143,15 @@ def test_an_exact_run_groups_within_its_logical_ranks(train_tiny: Callable[..., 
     again = train_tiny("b", {**exact, "model.ghost_batch_norm": 4})
     without = train_tiny("c", exact)
     assert with_ghosts.summary.weights_sha256 == again.summary.weights_sha256 != without.summary.weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("asked", "micro", "wanted"),
+    [(8, 16, 8), (8, 4, 2), (8, 8, 4), (32, 12, 6), (8, 7, None), (4, 2, None), (4, 1, None)],
+)
+def test_a_trial_of_another_size_has_groups_that_fit(asked: int, micro: int, wanted: int | None) -> None:
+    assert with_fitting_ghosts(Model(ghost_batch_norm=asked), micro).ghost_batch_norm == wanted
+    assert with_fitting_ghosts(Model(), micro) == Model()
 
 
 @pytest.mark.parametrize(

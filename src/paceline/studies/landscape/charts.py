@@ -87,7 +87,9 @@ def _charts(run: RunLandscape, split: str) -> Iterator[Block]:
 
 
 def _curve_charts(curves: dict[str, Curve], where: str) -> Iterator[Chart]:
-    for name in next(iter(curves.values())).values:
+    loss, *others = next(iter(curves.values())).values
+    # The loss and the first accuracy: a second one tells nothing else.
+    for name in (loss, *[other for other in others if other.endswith("accuracy")][:1]):
         unit = " (%)" if name.endswith("accuracy") else ""
         traces = [
             {"type": "scatter", "mode": "lines+markers", "name": on, "x": curve.positions, "y": curve.values[name]}
@@ -131,7 +133,8 @@ def _turned(surface: Surface, title: str, axes: tuple[str, str]) -> Chart:
         "colorscale": "Viridis",
         "showscale": False,
     }
-    scene = {"xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}, "zaxis": {"title": said}}
+    eye = {"eye": {"x": 1.6, "y": 1.6, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}}
+    scene = {"xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}, "zaxis": {"title": said}, "camera": eye}
     return Chart(
         title=title,
         traces=[trace],

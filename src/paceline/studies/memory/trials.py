@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.errors import RunDirectoryError, TrainingError
+from paceline.recipe.batching import with_fitting_ghosts
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import to_yaml
 from paceline.recipe.plan import resolve_evaluation_batch
@@ -166,7 +167,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     return replace(
         recipe,
         model=replace(
-            recipe.model,
+            with_fitting_ghosts(recipe.model, micro_batch),
             pretrained=False,
             initialize_from=None,
             initialize_partly=False,

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
+from paceline.recipe.batching import with_fitting_ghosts
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
@@ -152,6 +153,7 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
     left = bare(recipe)
     return replace(
         left,
+        model=with_fitting_ghosts(left.model, micro_batch),
         data=replace(left.data, workers=0 if reads_files else "auto"),
         batch=Batch(global_size=sizes.global_batch, micro_size=micro_batch),
         optimizer=replace(left.optimizer, lr=rate),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from paceline.errors import TrainingError
 from paceline.formulas.intervals import Interval, mean_interval
 from paceline.formulas.parallel_step import SPREAD, OneDevice
+from paceline.recipe.batching import with_fitting_ghosts
 from paceline.recipe.running import Parallel
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
@@ -79,7 +80,8 @@ def _variant(trials: Trials, share: Share, processes: int) -> Variant:
     if share.devices in trials.threads:
         parallel = replace(parallel, threads=trials.threads[share.devices])
     batch = Batch(global_size=own * processes, micro_size=share.micro_batch)
-    return Variant(recipe=replace(recipe, batch=batch, parallel=parallel), processes=processes)
+    model = with_fitting_ghosts(recipe.model, share.micro_batch)
+    return Variant(recipe=replace(recipe, model=model, batch=batch, parallel=parallel), processes=processes)
 
 
 def _for_one(parallel: Parallel) -> Parallel:
