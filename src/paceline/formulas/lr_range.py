@@ -3,8 +3,8 @@
 The test is Smith's (2015, "Cyclical learning rates for training neural networks", section 3.3; 2018, "A disciplined
 approach to neural network hyper-parameters"): the rate rises from step to step, and the loss is watched. Four rules
 are those of fastai's ``lr_find``, with its definitions and the same part of the curve: the first tenth and the last
-five points are left out. The fifth, ``trough``, is Smith's extremum, found where smoothing has not moved it. Each can fail,
-in its own way, and so there is a ``median`` of three.
+five points are left out. The fifth, ``trough``, is Smith's extremum, found where smoothing has not moved it. Each can
+fail, in its own way, and so there is a ``median`` of three.
 """
 
 from __future__ import annotations
