@@ -56,6 +56,7 @@ def of_seed(
     recipe: str,
     grid: Sequence[float],
     settings: dict[str, Any],
+    rules: Sequence[str] | None,
     scratch: Path,
     overrides: dict[str, Any],
     known: dict[str, float],
@@ -65,9 +66,10 @@ def of_seed(
     found = paceline.find_lr(recipe, overrides=overrides, quiet=True, **settings)
     seconds = time.perf_counter() - begun
     suggested = {name: None if each.lr is None else found.lr(name) for name, each in found.suggestions.items()}
+    trained = {name: rate for name, rate in suggested.items() if rate is not None and (not rules or name in rules)}
     print(f"seed {overrides['seed']}: {suggested} in {seconds:.1f} s, {found.ending}", flush=True)
     reached = dict(known)
-    for rate in dict.fromkeys([*grid, *(rate for rate in suggested.values() if rate is not None)]):
+    for rate in dict.fromkeys([*grid, *trained.values()]):
         if f"{rate:g}" not in reached:
             reached[f"{rate:g}"] = accuracy(recipe, overrides, rate, scratch)
             print(f"  seed {overrides['seed']}, rate {rate:g}: {reached[f'{rate:g}']:.2f} %", flush=True)
@@ -88,13 +90,14 @@ def summarised(seeds: Sequence[dict[str, Any]], grid: Sequence[float]) -> tuple[
     lines = ["Grid: " + ", ".join(f"{rate}: {mean:.2f} %" for rate, mean in means.items()) + "."]
     rules: dict[str, Any] = {}
     for name in seeds[0]["suggested"]:
-        reached = [each["reached"].get(f"{each['suggested'][name]:g}") for each in seeds if each["suggested"][name]]
+        given = [f"{each['suggested'][name]:g}" for each in seeds if each["suggested"][name] is not None]
+        reached = [each["reached"][rate] for each, rate in zip(seeds, given, strict=False) if rate in each["reached"]]
         rates = ", ".join(
             "none" if each["suggested"][name] is None else f"{each['suggested'][name]:g}" for each in seeds
         )
         if len(reached) < len(seeds):
             rules[name] = None
-            lines.append(f"{name}: {rates}: not for every seed.")
+            lines.append(f"{name}: {rates}: not trained for every seed.")
             continue
         behind = means[best] - statistics.mean(reached)
         rules[name] = {"mean": statistics.mean(reached), "behind_best": behind}
@@ -113,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--grid", type=float, nargs="+", default=GRID)
     parser.add_argument("--subset", type=int, nargs=2, metavar=("TRAIN", "TEST"))
     parser.add_argument("--name", help="of the result files, where it is not the recipe's")
+    parser.add_argument("--rules", nargs="+", help="whose suggestions are trained (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="seeds that are done at the same time")
     parser.add_argument("--again", type=Path, help="a result file, whose trainings are not done again")
     parser.add_argument("--lowest", type=float)
@@ -129,7 +133,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             asked_of = [{**_read(pairs), "seed": seed} for seed in options.seeds]
             known = [_known(options.again, seed) for seed in options.seeds]
-            seeds = list(pool.map(partial(of_seed, options.recipe, options.grid, settings, scratch), asked_of, known))
+            seeds = list(
+                pool.map(
+                    partial(of_seed, options.recipe, options.grid, settings, options.rules, scratch), asked_of, known
+                )
+            )
     result, lines = summarised(seeds, options.grid)
     print("\n".join(lines))
     said = {"overrides": options.overrides, "subset": options.subset, "settings": settings}
