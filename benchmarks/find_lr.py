@@ -12,10 +12,14 @@ temporary directory.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -49,45 +53,51 @@ def accuracy(recipe: str, overrides: dict[str, Any], rate: float, scratch: Path)
 
 
 def of_seed(
-    recipe: str, overrides: dict[str, Any], grid: Sequence[float], settings: dict[str, Any], scratch: Path
+    recipe: str,
+    grid: Sequence[float],
+    settings: dict[str, Any],
+    rules: Sequence[str] | None,
+    scratch: Path,
+    overrides: dict[str, Any],
+    known: dict[str, float],
 ) -> dict[str, Any]:
-    """The range test of one seed, and the accuracy at every rate."""
+    """The range test of one seed, and the accuracy at every rate; what is known already is not trained again."""
     begun = time.perf_counter()
     found = paceline.find_lr(recipe, overrides=overrides, quiet=True, **settings)
     seconds = time.perf_counter() - begun
     suggested = {name: None if each.lr is None else found.lr(name) for name, each in found.suggestions.items()}
+    trained = {name: rate for name, rate in suggested.items() if rate is not None and (not rules or name in rules)}
     print(f"seed {overrides['seed']}: {suggested} in {seconds:.1f} s, {found.ending}", flush=True)
-    reached = {f"{rate:g}": accuracy(recipe, overrides, rate, scratch) for rate in grid}
-    print(f"  grid {reached}", flush=True)
-    by_rule = {
-        name: None if rate is None else accuracy(recipe, overrides, rate, scratch) for name, rate in suggested.items()
-    }
-    print(f"  suggested {by_rule}", flush=True)
+    reached = dict(known)
+    for rate in dict.fromkeys([*grid, *trained.values()]):
+        if f"{rate:g}" not in reached:
+            reached[f"{rate:g}"] = accuracy(recipe, overrides, rate, scratch)
+            print(f"  seed {overrides['seed']}, rate {rate:g}: {reached[f'{rate:g}']:.2f} %", flush=True)
     return {
         "seed": overrides["seed"],
         "find_lr_seconds": seconds,
         "ending": found.ending,
         "losses": [round(loss, 5) for loss in found.losses],
         "suggested": suggested,
-        "grid": reached,
-        "accuracy": by_rule,
+        "reached": reached,
     }
 
 
 def summarised(seeds: Sequence[dict[str, Any]], grid: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
     """Means over the seeds, and what they say."""
-    means = {f"{rate:g}": statistics.mean(each["grid"][f"{rate:g}"] for each in seeds) for rate in grid}
+    means = {f"{rate:g}": statistics.mean(each["reached"][f"{rate:g}"] for each in seeds) for rate in grid}
     best = max(means, key=lambda rate: means[rate])
     lines = ["Grid: " + ", ".join(f"{rate}: {mean:.2f} %" for rate, mean in means.items()) + "."]
     rules: dict[str, Any] = {}
     for name in seeds[0]["suggested"]:
-        reached = [each["accuracy"][name] for each in seeds]
+        given = [f"{each['suggested'][name]:g}" for each in seeds if each["suggested"][name] is not None]
+        reached = [each["reached"][rate] for each, rate in zip(seeds, given, strict=False) if rate in each["reached"]]
         rates = ", ".join(
             "none" if each["suggested"][name] is None else f"{each['suggested'][name]:g}" for each in seeds
         )
-        if any(each is None for each in reached):
+        if len(reached) < len(seeds):
             rules[name] = None
-            lines.append(f"{name}: {rates}: not for every seed.")
+            lines.append(f"{name}: {rates}: not trained for every seed.")
             continue
         behind = means[best] - statistics.mean(reached)
         rules[name] = {"mean": statistics.mean(reached), "behind_best": behind}
@@ -106,6 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--grid", type=float, nargs="+", default=GRID)
     parser.add_argument("--subset", type=int, nargs=2, metavar=("TRAIN", "TEST"))
     parser.add_argument("--name", help="of the result files, where it is not the recipe's")
+    parser.add_argument("--rules", nargs="+", help="whose suggestions are trained (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that are done at the same time")
+    parser.add_argument("--again", type=Path, help="a result file, whose trainings are not done again")
     parser.add_argument("--lowest", type=float)
     parser.add_argument("--steps", type=int)
     options = parser.parse_intermixed_args(arguments)
@@ -117,10 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             subset(Path(asked["data.path"]), options.subset, scratch / "images")
             asked["data.path"] = str(scratch / "images")
         pairs = [f"{key}={value}" for key, value in asked.items()]
-        seeds = [
-            of_seed(options.recipe, {**_read(pairs), "seed": seed}, options.grid, settings, scratch)
-            for seed in options.seeds
-        ]
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            asked_of = [{**_read(pairs), "seed": seed} for seed in options.seeds]
+            known = [_known(options.again, seed) for seed in options.seeds]
+            seeds = list(
+                pool.map(
+                    partial(of_seed, options.recipe, options.grid, settings, options.rules, scratch), asked_of, known
+                )
+            )
     result, lines = summarised(seeds, options.grid)
     print("\n".join(lines))
     said = {"overrides": options.overrides, "subset": options.subset, "settings": settings}
@@ -132,6 +149,14 @@ def _read(pairs: Sequence[str]) -> dict[str, Any]:
     import yaml
 
     return {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}
+
+
+def _known(earlier: Path | None, seed: int) -> dict[str, float]:
+    """Accuracies of a seed, by rate, that an earlier result has."""
+    if earlier is None:
+        return {}
+    found = json.loads(earlier.read_text())["seeds"]
+    return next((each["reached"] for each in found if each["seed"] == seed), {})
 
 
 if __name__ == "__main__":

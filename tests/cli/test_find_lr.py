@@ -25,7 +25,7 @@ def test_a_range_test_is_told_and_applied(
     assert "step 80 of 80" in done.err
     document = json.loads((tmp_path / "lr" / "lr_range.json").read_text())
     applied = load_recipe(tmp_path / "better.yaml").recipe.optimizer.lr
-    assert applied == pytest.approx(document["suggestions"]["minimum"]["lr"], rel=0.01)
+    assert applied == pytest.approx(document["suggestions"]["median"]["lr"], rel=0.01)
     assert f"better.yaml: the recipe with optimizer.lr={applied:g}" in done.out
 
 

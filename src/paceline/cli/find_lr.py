@@ -22,6 +22,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.formulas.lr_range import MEDIAN, NAMES
 from paceline.recipe.load import load_recipe
 from paceline.units import format_count
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from paceline.recipe.schema import Recipe
     from paceline.studies.lr_range.study import RangeTest
 
-_SUGGESTIONS = ("trough", "valley", "steepest", "minimum", "slide")
 _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 
 
@@ -60,8 +60,8 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 )
 @click.option(
     "--suggestion",
-    type=click.Choice(_SUGGESTIONS),
-    default="minimum",
+    type=click.Choice(NAMES),
+    default=MEDIAN,
     show_default=True,
     help="Which suggestion --apply writes.",
 )
@@ -77,8 +77,9 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_json: bool, **chosen: Any) -> int:
     """Find a learning rate for RECIPE: a shipped name, a YAML file, or a run directory, whose recipe is tested.
 
-    Trains some steps as a run begins, with a learning rate that rises from step to step, until the loss diverges. Four
-    rules read a rate off the curve. Nothing else is touched: it is a run of its own in a temporary directory.
+    Trains some steps as a run begins, with a learning rate that rises from step to step, until the loss diverges. Five
+    rules read a rate off the curve; the middle one of three of them is the suggestion, unless you choose another. It is
+    a run of its own in a temporary directory, and touches nothing else.
 
     From trained weights, add model.initialize_from=RUN.
 

@@ -3,11 +3,13 @@
 The test is Smith's (2015, "Cyclical learning rates for training neural networks", section 3.3; 2018, "A disciplined
 approach to neural network hyper-parameters"): the rate rises from step to step, and the loss is watched. Four rules
 are those of fastai's ``lr_find``, with its definitions and the same part of the curve: the first tenth and the last
-five points are left out. The fifth, ``trough``, is Smith's extremum, found where smoothing has not moved it.
+five points are left out. The fifth, ``trough``, is Smith's extremum, found where smoothing has not moved it. Each can
+fail, in its own way, and so there is a ``median`` of three.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -154,6 +156,11 @@ RULES: Mapping[str, Rule] = {
     ),
 }
 
+MEDIAN = "median"
+# Of the rules whose place is that of the fall, not of the flat part before it, nor of the rise after it.
+_OF_MEDIAN = ("trough", "steepest", "minimum")
+NAMES = (MEDIAN, *RULES)
+
 
 def suggest(
     rates: Sequence[float], losses: Sequence[float], *, smoothing: float, steps: int | None = None
@@ -169,10 +176,22 @@ def suggest(
     curve = smoothed(losses, smoothing)
     first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
     why_not = _why_none(losses, first, last)
-    return {
+    found = {
         name: _suggested(rule, rates[first:last], (curve if rule.smooth else losses)[first:last], why_not)
         for name, rule in RULES.items()
     }
+    return {MEDIAN: _median(found), **found}
+
+
+def _median(found: Mapping[str, Suggestion]) -> Suggestion:
+    chosen = [found[name] for name in _OF_MEDIAN]
+    without = [each.why_not for each in chosen if each.lr is None]
+    return Suggestion(
+        lr=None if without else statistics.median(each.lr for each in chosen if each.lr is not None),
+        why_not=without[0] if without else "",
+        rule=f"the middle one of {', '.join(_OF_MEDIAN)}",
+        source="of those three",
+    )
 
 
 def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_not: str) -> Suggestion:

@@ -70,6 +70,13 @@ def test_every_rule_has_a_rate_on_a_usual_curve(noise: float) -> None:
         assert found.source
 
 
+def test_the_median_is_the_middle_one_of_three() -> None:
+    found = suggest(RATES, curve(noise=0.1), smoothing=0.98)
+    three = sorted(found[name].lr or 0.0 for name in ("trough", "steepest", "minimum"))
+    assert found["median"].lr == three[1]
+    assert three[0] < three[1] < three[2]
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.9, 0.98])
 def test_what_never_falls_has_no_suggestion(smoothing: float) -> None:
     silent = 0

@@ -198,7 +198,7 @@ def test_a_first_loss_that_is_no_number_is_told(find: Callable[..., Any]) -> Non
 def test_a_curve_that_says_nothing_gives_no_number(find: Callable[..., Any], tmp_path: Path) -> None:
     found = find(lowest=1e-12, highest=1e-10, steps=40)
     assert all(each.lr is None and each.why_not for each in found.suggestions.values())
-    with pytest.raises(RecipeError, match="suggests no learning rate by 'minimum': the loss does not fall"):
+    with pytest.raises(RecipeError, match="suggests no learning rate by 'median': the loss does not fall"):
         found.lr()
     assert any("had not diverged" in note for note in found.notes)
     with pytest.raises(RecipeError, match=r"no suggestion 'steep'\. Did you mean 'steepest'"):

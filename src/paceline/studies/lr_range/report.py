@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.formulas.lr_range import MEDIAN
 from paceline.pages.page import Block, Chart, Page, Section, Table, Text, write_page
 from paceline.records.run_directory import write_json
 from paceline.units import format_count
@@ -104,7 +105,7 @@ def _traces(found: RangeTest) -> Iterator[dict[str, Any]]:
         "marker": {"size": 4, "opacity": 0.5},
     }
     yield {"x": rates, "y": list(found.averages), "name": "smoothed", "mode": "lines"}
-    symbols = ("star", "diamond", "triangle-up", "square", "x")
+    symbols = ("circle-open", "star", "diamond", "triangle-up", "square", "x")
     for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
         if each.lr is not None:
             yield {
@@ -112,5 +113,5 @@ def _traces(found: RangeTest) -> Iterator[dict[str, Any]]:
                 "y": [float(np.interp(each.lr, rates, found.averages))],
                 "name": name,
                 "mode": "markers",
-                "marker": {"size": 12, "symbol": symbol},
+                "marker": {"size": 20 if name == MEDIAN else 12, "symbol": symbol},
             }

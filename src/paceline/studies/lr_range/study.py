@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
-from paceline.formulas.lr_range import Suggestion, smoothed, suggest
+from paceline.formulas.lr_range import MEDIAN, Suggestion, smoothed, suggest
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
@@ -24,8 +24,7 @@ from paceline.trainer.run import Run
 from paceline.trainer.train import Options, TaskMaker, opened_run
 from paceline.world import World
 
-# Within a point of the best of a grid where the others were not, or needed luck (benchmarks/find_lr.py).
-DEFAULT = "minimum"
+DEFAULT = MEDIAN
 # More digits than the next seed would agree with.
 _DIGITS = 3
 _ENDINGS: Mapping[Ending, str] = {
@@ -60,7 +59,7 @@ class RangeTest:
         averages: The losses, smoothed.
         ending: ``highest``, ``diverged`` or ``not_finite``.
         skipped: Steps that fp16 left out, and took with the next batch.
-        suggestions: By rule: valley, steepest, minimum, slide.
+        suggestions: By rule: median, trough, valley, steepest, minimum, slide.
         notes: What a reader must know to use them.
     """
 
