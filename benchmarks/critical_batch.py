@@ -12,6 +12,7 @@ training up to the target; the one at its end stands beside it, and so does what
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from paceline.records.reader import read_events
 from paceline.studies.batch_sweep.page import COLUMNS, table_rows, write_sweep
 from paceline.studies.batch_sweep.report import RuleResult, SweepReport, conclude, knee_in_words
 from paceline.studies.batch_sweep.sweep import SweepAsked, sweep
+from paceline.studies.bench.plot import line_plot
 from paceline.studies.bench.target import Target
 from paceline.studies.noise_scale import NoiseAsked, NoiseReport, measure_noise
 from paceline.trainer.train import Options, train_recipe
@@ -97,6 +99,20 @@ def table(result: RuleResult) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
+def plot(result: RuleResult) -> str:
+    """Samples to the target by batch: the runs, and the law."""
+    runs, law = [], []
+    for row in result.rows:
+        samples = [
+            each.steps * each.batch for each in result.points if each.reached and each.batch == row.samples_per_step
+        ]
+        runs.append((statistics.median(samples), min(samples), max(samples)) if samples else None)
+        by_law = math.nan if result.law is None else result.law.examples(row.samples_per_step)
+        law.append((by_law, math.nan, math.nan))
+    lines = {"runs: median, from, to": runs, "law": law}
+    return line_plot("Samples to the target by batch size", "samples", [str(row.batch) for row in result.rows], lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both, and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,7 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(f"| {name} | {each['noise_scale']:.0f} | {each['over_knee']:.2f} | {says} |")
     print("\n".join(lines))
     if not options.dry_run:
-        print(write_result("critical-batch", found, lines))
+        path = write_result("critical-batch", found, lines)
+        path.with_suffix(".svg").write_text(plot(tuned), encoding="utf-8")
+        print(path)
     return 0
 
 

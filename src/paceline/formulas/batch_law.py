@@ -154,10 +154,11 @@ class _Fit:
         ended = self._ended_logs - np.logaddexp(0, knee - np.log(self._ended_batches))
 
         def cost(given: Floats) -> float:
-            width = math.exp(given[1])
-            normal = float((((rest - given[0]) / width) ** 2).sum()) / 2 + self.count * given[1]
+            at, logarithm = (float(each) for each in given)
+            width = math.exp(logarithm)
+            normal = float((((rest - at) / width) ** 2).sum()) / 2 + self.count * logarithm
             # The chance to take longer than it was watched.
-            return normal - float(log_ndtr((given[0] - ended) / width).sum())
+            return normal - float(log_ndtr((at - ended) / width).sum())
 
         found = minimize(cost, np.array([mean, math.log(spread)]), method="Nelder-Mead", options={"xatol": 1e-6})
         return float(found.fun), float(found.x[0]), self._unbiased(math.exp(found.x[1]))
@@ -195,8 +196,8 @@ class _Fit:
         if np.linalg.cond(information) > 1 / np.finfo(np.float64).eps:
             return math.inf, math.inf
         covariance = np.linalg.inv(information) * spread**2
-        of_steps, of_examples = covariance[0, 0], covariance.sum()
-        return self._quantile * math.sqrt(of_steps), self._quantile * math.sqrt(max(float(of_examples), 0.0))
+        of_steps, of_examples = float(covariance[0, 0]), max(float(covariance.sum()), 0.0)
+        return self._quantile * math.sqrt(of_steps), self._quantile * math.sqrt(of_examples)
 
     def worst(self, knee: float, mean: float) -> float:
         """The largest share by which the runs of one batch are off, on average."""

@@ -216,7 +216,6 @@ def make_plan(
     rates = plan_schedule(recipe, lengths, total, reasons)
     most_parts = max(each.logical_ranks for each in epochs.phases)
     strategy = choose_strategy(recipe, world_size, most_parts, reasons)
-    check_noise_scale(recipe, strategy, fewest_parts=min(each.logical_ranks for each in epochs.phases))
     evaluation_batch = resolve_evaluation_batch(recipe, reasons)
     sizes = Sizes(
         train_samples=data.train_samples,
@@ -285,12 +284,14 @@ def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:
         RecipeError: If its state is to be spread over processes, and the rest of the recipe does not go with that.
     """
     plan = replace(plan, parameters=numbers.trained)
+    fewest_parts = min(each.logical_ranks for each in plan.batch_phases)
+    check_noise_scale(recipe, plan.strategy, fewest_parts=fewest_parts)
     if recipe.parallel.strategy != "auto" or plan.strategy != "ddp":
         return plan
     choice = weigh(recipe, numbers, plan.world_size, plan.device_memory_bytes)
     if choice.strategy == "fsdp":
         check_sharding(recipe, plan.world_size)
-        check_noise_scale(recipe, choice.strategy, fewest_parts=plan.logical_ranks)
+        check_noise_scale(recipe, choice.strategy, fewest_parts=fewest_parts)
     keys = unused_by(recipe, plan.strategy).keys()
     unused = {key: why for key, why in plan.unused.items() if key not in keys}
     return replace(

@@ -165,7 +165,7 @@ def in_words(point: NoisePoint) -> str:
     return f"step {point.step}: noise scale {found.middle:.3g} samples ({found.low:.3g} to {high})"
 
 
-def _checkpoints(target: Path) -> list[tuple[int, Path]]:
+def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
     folder = target / "checkpoints"
     if not folder.is_dir():
         return []

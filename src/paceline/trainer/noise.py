@@ -127,11 +127,10 @@ class NoiseMeter:
             if parameter.grad is not None:
                 norms[index] = torch.linalg.vector_norm(parameter.grad)
 
-        handles = [
-            each.register_post_accumulate_grad_hook(partial(note, index))
-            for index, each in enumerate(self._parameters)
-            if each.requires_grad
-        ]
+        handles = []
+        for index, each in enumerate(self._parameters):
+            register: Any = each.register_post_accumulate_grad_hook  # torch has not typed it
+            handles += [register(partial(note, index))] if each.requires_grad else []
         try:
             yield norms
         finally:
@@ -202,7 +201,8 @@ class NoiseMeter:
 
 
 def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    return torch.linalg.vector_norm(torch.stack(norms)).float()
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return whole.float()
 
 
 def _estimate(planned: float, used: float, whole: float, parts: Sequence[Sequence[float]]) -> Estimate | None:

@@ -113,6 +113,11 @@ class Run:
         self.thawing.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
 
+    def backward(self, loss: torch.Tensor, batch: Batch) -> None:
+        """Backward pass of a micro-batch; its gradient is looked at on the way if that is due."""
+        with self.noise.watching(batch):
+            self.precision.backward(loss)
+
     def wish(self) -> Wish:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
         stop = self.stop.requested or self.writer.has_failed

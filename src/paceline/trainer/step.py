@@ -32,8 +32,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
                 voting = run.strategy.with_vote(share, run.wish, is_last=is_last, spoiled=mark)
-                with run.noise.watching(batch):
-                    run.precision.backward(voting)
+                run.backward(voting, batch)
         run.window.add(loss, batch)
     with run.span("optimizer"):
         combined = run.strategy.combine()
@@ -79,6 +78,5 @@ def _update(run: Run) -> bool:
     run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1) or run.noise.is_measuring)
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
-    run.noise.end_step(run.window.grad_norm, stepped=stepped)
     run.optimizer.zero_grad(set_to_none=True)
     return stepped

@@ -87,6 +87,8 @@ class Window:
         if stepped and combined is not None and self._collectives.world.is_first:
             self._combined.append(combined)
         self._settled = len(self._pending)
+        if self._noise is not None:
+            self._noise.end_step(self.grad_norm, stepped=stepped)
 
     def drain(self, seconds: Sequence[float] = ()) -> Drained:
         """Bring together what all processes have since the last record; waits for the device.

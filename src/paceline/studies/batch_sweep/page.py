@@ -87,7 +87,7 @@ COLUMNS = ("batch", "rate", "there", "steps", "from, to", "samples", "by the law
 
 def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
     """Of a table of its batches, in words."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in rule.rows:
         there = f"{row.reached} of {row.runs}"
         first = (f"{row.batch:,}", f"{row.lr:.3g}", there)
