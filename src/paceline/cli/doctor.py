@@ -94,7 +94,7 @@ def command(
         print_json(diagnosis.to_json() | _applied(made))
     else:
         _show(diagnosis)
-        _show_applied(improved, made)
+        _show_applied(improved, made, "no change was measured to gain" if measured else "there is no change to make")
     return 0 if diagnosis.is_healthy else 1
 
 
@@ -136,7 +136,8 @@ def _show_finding(console: Console, finding: Finding) -> None:
         label = "" if finding.expected.startswith("predicted: ") else "expected, not measured: "
         console.print(f"        {label}{finding.expected}", markup=False)
     else:
-        console.print(f"        measured: {finding.gain}; expected was: {finding.expected}", markup=False)
+        label = "measured: " if finding.gain.is_certain else ""  # no gain says itself that it was measured
+        console.print(f"        {label}{finding.gain}; expected was: {finding.expected}", markup=False)
 
 
 def _kept(finding: Finding) -> str:
@@ -151,13 +152,13 @@ def _applied(made: Improved | None) -> dict[str, Any]:
     return {"applied": [each.name for each in made.met], "left_out": made.left_out, "changes": made.lines}
 
 
-def _show_applied(path: Path | None, made: Improved | None) -> None:
+def _show_applied(path: Path | None, made: Improved | None, why_not: str) -> None:
     if path is None or made is None:
         return
     for name, why in made.left_out.items():
         click.echo(f"not changed: {name}: {why}")
     if not made.met:
-        click.echo(f"{path} was not written: there is no change to make")
+        click.echo(f"{path} was not written: {why_not}")
         return
     click.echo(f"{path}: the recipe with {', '.join(each.name for each in made.met)} changed:")
     for line in made.lines:

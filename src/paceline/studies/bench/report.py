@@ -140,8 +140,8 @@ def _worker_notes(rows: Sequence[Row]) -> list[str]:
     notes = [f"data.workers=auto: {workers} ({why})" for workers, why in told]
     if any(row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in chosen):
         notes.append(
-            "a run of 200,000 images or more on one process would first measure which data.workers are best, and "
-            "remember it; that was not done yet for these, and is not done here"
+            "nothing is remembered of such runs yet: one of 200,000 images or more would first measure which "
+            "data.workers are best"
         )
     return notes
 

@@ -14,11 +14,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from torch.backends import cuda, cudnn, mkldnn
+from torch.backends import cuda, cudnn
 
 from paceline.distributed.affinity import affinity_restored
 
@@ -45,9 +46,11 @@ class Setting:
             return None
 
 
-def _of(name: str, holder: Any, *attributes: str) -> Iterator[Setting]:
+def _of(path: str, *attributes: str) -> Iterator[Setting]:
+    """Attributes of something in torch, by its dotted name there."""
+    holder = attrgetter(path)(torch)
     for each in attributes:
-        yield Setting(f"{name}.{each}", partial(getattr, holder, each), partial(setattr, holder, each))
+        yield Setting(f"{path}.{each}", partial(getattr, holder, each), partial(setattr, holder, each))
 
 
 def _set_device(device: torch.device) -> None:
@@ -82,16 +85,16 @@ def _set_autocast(device: str, state: tuple[bool, torch.dtype]) -> None:
 # ones the general before the particular, which takes its value where it has none of its own.
 _PRECISIONS = (
     Setting("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *_of("cudnn", cudnn, "allow_tf32"),
-    *_of("mkldnn", mkldnn, "allow_tf32"),
-    *_of("backends", torch.backends, "fp32_precision"),
-    *_of("cudnn", cudnn, "fp32_precision"),
-    *_of("cudnn.conv", cudnn.conv, "fp32_precision"),
-    *_of("cudnn.rnn", cudnn.rnn, "fp32_precision"),
-    *_of("cuda.matmul", cuda.matmul, "fp32_precision"),
-    *_of("mkldnn.matmul", mkldnn.matmul, "fp32_precision"),
-    *_of("mkldnn.conv", mkldnn.conv, "fp32_precision"),
-    *_of("mkldnn.rnn", mkldnn.rnn, "fp32_precision"),
+    *_of("backends.cudnn", "allow_tf32"),
+    *_of("backends.mkldnn", "allow_tf32"),
+    *_of("backends", "fp32_precision"),
+    *_of("backends.cudnn", "fp32_precision"),
+    *_of("backends.cudnn.conv", "fp32_precision"),
+    *_of("backends.cudnn.rnn", "fp32_precision"),
+    *_of("backends.cuda.matmul", "fp32_precision"),
+    *_of("backends.mkldnn.matmul", "fp32_precision"),
+    *_of("backends.mkldnn.conv", "fp32_precision"),
+    *_of("backends.mkldnn.rnn", "fp32_precision"),
 )
 SETTINGS: tuple[Setting, ...] = (
     Setting("threads", torch.get_num_threads, torch.set_num_threads),
@@ -99,14 +102,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("default device", torch.get_default_device, _set_device),
     Setting("anomaly mode", _anomaly, _set_anomaly),
     Setting("determinism", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *_of("utils.deterministic", torch.utils.deterministic, "fill_uninitialized_memory"),
-    *_of("cudnn", cudnn, "benchmark", "benchmark_limit", "enabled", "deterministic"),
-    *_of("mkldnn", mkldnn, "enabled", "deterministic"),
+    *_of("utils.deterministic", "fill_uninitialized_memory"),
+    *_of("backends.cudnn", "benchmark", "benchmark_limit", "enabled", "deterministic"),
+    *_of("backends.mkldnn", "enabled", "deterministic"),
     *_PRECISIONS,
-    *_of(
-        *("cuda.matmul", cuda.matmul),
-        *("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
-    ),
+    *_of("backends.cuda.matmul", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
     Setting("flash attention", cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     Setting("memory-efficient attention", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     Setting("plain attention", cuda.math_sdp_enabled, cuda.enable_math_sdp),
@@ -125,7 +125,8 @@ def untouched() -> Iterator[None]:
 
     Inside, cuDNN is set as a run on a GPU sets it, so that it shows when code of the user's own sets it otherwise.
     """
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    gpus = range(torch.cuda.device_count()) if is_used else ()
     with contextlib.ExitStack() as held:
         held.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of code that is only looked at, and of torch's about its old names
