@@ -135,7 +135,7 @@ def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
 def test_a_bound_ends_with_one(paceline_here: Callable[..., Any]) -> None:
     done = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h")
     assert done.code == 1, done.err
-    assert "No choice is made by a bound" in done.out
+    assert "Nothing is chosen by a bound" in done.out
     told = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h", "--json")
     document = json.loads(told.out)
     assert (document["chosen"], document["is_bound"]) == (None, True)

@@ -188,7 +188,7 @@ def _order(network: nn.Module, costs: Mapping[str, float] | None) -> list[str]:
     if costs is None:
         return owners
     called, behind = list(costs), {name: [name] for name in costs}
-    first = []
+    first: list[str] = []
     for name in owners:
         if name in costs:
             continue

@@ -399,9 +399,13 @@ class Scaling:
 
 
 def _compiled(recipe: Recipe) -> Compiled:
-    if not recipe.model.compile:
+    """What compiling makes of launches; of a back-end that is not known, nothing is expected."""
+    model = recipe.model
+    if not model.compile:
         return "no"
-    return "graphs" if recipe.model.compile_mode in WITH_GRAPHS else "fused"
+    if model.compile_backend == "inductor":
+        return "graphs" if model.compile_mode in WITH_GRAPHS else "fused"
+    return "graphs" if model.compile_backend == "cudagraphs" else "no"
 
 
 def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabric:
