@@ -18,6 +18,7 @@ from paceline.formulas.parallel_step import (
     predict,
     slowest_of,
 )
+from paceline.recipe.running import Parallel
 
 TENSORS = 100
 NETWORK = Network(
@@ -33,7 +34,6 @@ FABRIC = Fabric(
     network_bytes_per_second=1e15,
     network_latency_seconds=0,
 )
-from paceline.recipe.running import Parallel
 
 HOST = Host()
 WAY = Way(strategy="ddp", micro_batch=64)
