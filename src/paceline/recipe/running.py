@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.formulas.overlap import BUCKET_CAP_MB
 from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
 from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
@@ -83,7 +82,7 @@ class Parallel:
     """The same bits for any number of processes that divides `logical_ranks`, also where a resume changes it."""
     logical_ranks: Auto | PositiveInt = "auto"
     """Micro-batches per step over all processes; with `auto` one per process, or the 8 that `exact` is divided into."""
-    bucket_cap_mb: PositiveInt = BUCKET_CAP_MB
+    bucket_cap_mb: PositiveInt = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
     gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Send the gradients of `ddp` and `fsdp` in 16 bits: half the traffic, for slow networks; sums round, and fp16

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.formulas.links import Fabric
-from paceline.formulas.overlap import Gradient, Unit
+from paceline.formulas.overlap import BUCKET_CAP_MB, Gradient, Unit
 from paceline.formulas.parallel_step import (
     HOST_SECONDS,
     LAUNCH_SECONDS,
@@ -19,6 +19,7 @@ from paceline.formulas.parallel_step import (
     predict,
     slowest_of,
 )
+from paceline.recipe.running import Parallel
 
 TENSORS = 100
 NETWORK = Network(
@@ -34,6 +35,7 @@ FABRIC = Fabric(
     network_bytes_per_second=1e15,
     network_latency_seconds=0,
 )
+
 HOST = Host()
 WAY = Way(strategy="ddp", micro_batch=64)
 
@@ -147,3 +149,8 @@ def test_a_doubted_figure_widens_the_range() -> None:
     assert unsure.seconds == sure.seconds
     assert unsure.high_seconds == pytest.approx(1.1 * sure.high_seconds, rel=1e-3)
     assert unsure.low_seconds == pytest.approx(sure.low_seconds / 1.1, rel=1e-3)
+
+
+def test_buckets_are_as_large_as_a_recipe_has_them() -> None:
+    """Formulas know no recipes, and the section of a recipe is to be read by itself: the number is in both."""
+    assert Parallel().bucket_cap_mb == BUCKET_CAP_MB
