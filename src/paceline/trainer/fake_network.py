@@ -74,7 +74,7 @@ def unsynced(network: nn.Module) -> None:
     """Let SyncBatchNorm run where there is no GPU, which it asks for."""
     for module in network.modules():
         if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _OwnStatistics
+            module.__class__ = _OwnStatistics  # type: ignore[assignment]  # they have the same attributes
 
 
 class Faker:
