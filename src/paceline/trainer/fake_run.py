@@ -148,7 +148,8 @@ class FakeRun:
             raise
         except Exception as error:  # whatever a network or a loss of one's own raises
             raise why_not_fake(error, self.layer, self.recipe.model.name) from error
-        self.phase = self.layer = ""
+        finally:
+            self.phase = self.layer = ""
 
     def _follow(self) -> None:
         """Know at each moment which module is at work."""

@@ -189,6 +189,8 @@ def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again
         return tuple(kept)
 
     passes, first, scored, later = (between(*pair) for pair in pairwise(cuts))
+    if unscored:  # what went meanwhile went all the same
+        first, scored = (*first, *scored), ()
     parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
     return replace(found, parts=parts | ({EVALUATION: scored} if scored else {}))
 
