@@ -36,7 +36,7 @@ train: {duration: 8 steps, precision: fp32}
 evaluate: {every: 4 steps}
 checkpoint: {every: 4 steps, keep: 2}
 parallel: {device: cpu, threads: 1}
-telemetry: {log_every: 2 steps, trackers: []}
+telemetry: {log_every: 2 steps, trackers: [], report: off}
 """
 
 _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}

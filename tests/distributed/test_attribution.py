@@ -23,7 +23,7 @@ train: {duration: 12 steps, precision: fp32}
 evaluate: {every: off}
 checkpoint: {every: off}
 parallel: {device: cpu, threads: 1}
-telemetry: {log_every: 2 steps, trackers: []}
+telemetry: {log_every: 2 steps, trackers: [], report: off}
 """
 SLUGGISH = """
 import os, time

@@ -19,7 +19,7 @@ train: {duration: 6 steps, precision: fp32}
 evaluate: {every: off}
 checkpoint: {every: off}
 parallel: {device: cpu, threads: 1}
-telemetry: {log_every: 1 steps, trackers: []}
+telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 

@@ -22,7 +22,7 @@ train: {duration: 6 steps, precision: fp32, ema: 0.5}
 evaluate: {every: off}
 checkpoint: {every: 1 steps, keep: 10}
 parallel: {device: cpu, threads: 1, bucket_cap_mb: 1}
-telemetry: {log_every: 1 steps, trackers: []}
+telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 

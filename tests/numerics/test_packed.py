@@ -27,7 +27,7 @@ train: {duration: 9 steps, precision: fp32}
 evaluate: {every: 3 steps}
 checkpoint: {every: 3 steps, keep: 5}
 parallel: {device: cpu, threads: 1}
-telemetry: {log_every: 1 steps, trackers: []}
+telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 CROPS = {
     "data.image_size": 16,

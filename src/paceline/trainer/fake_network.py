@@ -72,9 +72,9 @@ class _OwnStatistics(_BatchNorm):
 
 def unsynced(network: nn.Module) -> None:
     """Let SyncBatchNorm run where there is no GPU, which it asks for."""
-    for module in network.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _OwnStatistics  # type: ignore[assignment]  # they have the same attributes
+    synced: list[nn.Module] = [each for each in network.modules() if isinstance(each, nn.SyncBatchNorm)]
+    for module in synced:
+        module.__class__ = _OwnStatistics
 
 
 class Faker:

@@ -15,7 +15,7 @@ model: {name: small_resnet, options: {width: 64, stages: 2}}
 data: {dataset: synthetic, image_size: 32, classes: 64, samples: 8192}
 batch: {global_size: 256}
 train: {duration: 4 epochs}
-telemetry: {trackers: []}
+telemetry: {trackers: [], report: off}
 """
 # A task with a DataLoader of its own, as a user may bring one along.
 OWN_LOADER = """
