@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from paceline.trainer.precision import keeping_float32_matmul
+from paceline.trainer.process_settings import settings_kept
 
 _SHARED_OUT = ("cuda", "xpu")
 
@@ -33,34 +33,39 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process_as_it_was(device: str) -> Iterator[None]:
+def process_as_it_was(device: str | None = None) -> Iterator[None]:
     """Give back, also after an error, every state that a run or the code it calls may have drawn from or set.
 
-    These are torch's settings, the random states of torch (those of its devices too), Python and NumPy, and the
-    environment variables.
+    These are the settings of torch, NumPy and the process, and the random states of torch (those of its devices too),
+    Python and NumPy.
 
     Args:
-        device: ``parallel.device`` of the recipe; the random states of devices that it cannot mean are left alone.
+        device: ``parallel.device`` of the recipe that is about to run; the random states of devices that it cannot mean
+            are left alone. None if nothing will: then those of devices that are in use count.
     """
-    environment, python = dict(os.environ), random.getstate()
+    python = random.getstate()
     numpy = np.random.get_state()  # noqa: NPY002  # the caller's global state, which newer generators have none of
     host, devices = torch.get_rng_state(), _states_of_devices(device)
     try:
-        with torch_as_it_was():
+        with settings_kept():
             yield
     finally:
         torch.set_rng_state(host)
         _set_states_of_devices(devices)
         np.random.set_state(numpy)  # noqa: NPY002  # as above
         random.setstate(python)
-        _set_environment(environment)
 
 
-def _states_of_devices(asked: str) -> dict[str, Any]:
+def _states_of_devices(asked: str | None) -> dict[str, Any]:
     # A run would use the device, so that asking it for its state begins nothing that would not be begun.
-    kinds = [kind for kind in _SHARED_OUT if asked in ("auto", kind) and getattr(torch, kind).is_available()]
-    found: dict[str, Any] = {kind: getattr(torch, kind).get_rng_state_all() for kind in kinds}
-    if asked in ("auto", "mps") and torch.backends.mps.is_available():
+    modules = {kind: torch.get_device_module(kind) for kind in _SHARED_OUT}
+    kinds = [
+        kind
+        for kind, module in modules.items()
+        if (module.is_initialized() if asked is None else asked in ("auto", kind) and module.is_available())
+    ]
+    found: dict[str, Any] = {kind: modules[kind].get_rng_state_all() for kind in kinds}
+    if asked in (None, "auto", "mps") and torch.backends.mps.is_available():
         found["mps"] = torch.mps.get_rng_state()
     return found
 
@@ -70,13 +75,4 @@ def _set_states_of_devices(states: dict[str, Any]) -> None:
         if kind == "mps":
             torch.mps.set_rng_state(state)
         else:
-            getattr(torch, kind).set_rng_state_all(state)
-
-
-def _set_environment(wanted: dict[str, str]) -> None:
-    """Change only what differs: other threads may read meanwhile."""
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+            torch.get_device_module(kind).set_rng_state_all(state)

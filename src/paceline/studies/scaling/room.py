@@ -22,7 +22,7 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import check_sharding
 from paceline.recipe.training import Batch
 from paceline.studies.memory.job import Job
-from paceline.studies.memory.trace import trace_steps
+from paceline.studies.memory.trace import trace_steps, without_collection
 from paceline.studies.scaling.shares import Share, in_passes
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run, machine_with
@@ -74,7 +74,7 @@ def rooms(
     cpu = torch.device("cpu")
     machine = machine_with(device) if device is not None else describe_machine(cpu)
     found = {}
-    with fake_run(_for_one(recipe, shares), machine=machine) as step:
+    with fake_run(_for_one(recipe, shares), machine=machine, scores=True) as step, without_collection():
         steps = trace_steps(step)
         for size, share in shares.items():
             memory = _memory(device, machine if device is not None else describe_machine(cpu, processes=size))
