@@ -111,11 +111,20 @@ class HandOver:
         """Until everything is handed over, taken and put away."""
         assert process.stdin is not None
         assert process.stdout is not None
-        while (left := deadline - time.monotonic()) > 0:
+        # Descriptors of a large run may have numbers that `select` does not know.
+        poller = select.poll()
+        poller.register(process.stdout, select.POLLIN)
+        left = 1.0
+        # What it has said already is heard in any case.
+        while left > 0:
+            left = deadline - time.monotonic()
             self._push()
-            writing = [process.stdin] if self._waiting else []
+            if self._waiting:
+                poller.register(process.stdin, select.POLLOUT)
             # A process that has gone has closed its end, which counts as something to read.
-            select.select([process.stdout], writing, [], min(left, 0.5))
+            poller.poll(1000 * max(0.0, min(left, 0.5)))
+            if self._waiting:
+                poller.unregister(process.stdin)
             if not self._listen():
                 return
 

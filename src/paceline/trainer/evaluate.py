@@ -92,7 +92,7 @@ class Evaluator:
                     once = _OneForward(asked)
                     is_looked_at = observe is not None or name == answers.weights
                     with self.precision.autocast():
-                        sums[name].add(self.task.score(once if is_looked_at else asked, batch))
+                        sums[name].add(self._score(once if is_looked_at else asked, asked, batch, answers))
                         if name == answers.weights:
                             answers.add(once.again, batch)
                         if observe is not None:
@@ -112,6 +112,18 @@ class Evaluator:
             broken=tuple(sorted((each for _, part, _ in parts for each in part), key=lambda each: each.id)),
             kept=answers.together([part for *_, part in parts], self.collectives, self.pipeline),
         )
+
+    def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, torch.Tensor]:
+        """Score a batch; a task that does more with the network than call it is given the network itself."""
+        try:
+            return self.task.score(looked_at, batch)
+        except Exception as error:
+            # Where the weights are spread, another pass would wait for the others.
+            if looked_at is asked or answers.weights == "" or self.rounds is not None:
+                raise
+            scores = self.task.score(asked, batch)
+            answers.give_up(error)
+            return scores
 
     def _go_along(self, models: Mapping[str, nn.Module], batch: Batch) -> None:
         """Where weights are spread over processes: bring this one's parts to the forward passes of the others."""
@@ -166,6 +178,9 @@ class _OneForward:
         return self._answer
 
     def __getattr__(self, name: str) -> Any:
+        # Of a copy that is being made, which has nothing yet, Python asks for its own names.
+        if name == "_model" or name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self._model, name)
 
     def _is_kept(self, arguments: tuple[Any, ...]) -> bool:

@@ -98,7 +98,7 @@ class KeptAnswers:
                 draws = uniforms(0, 0, batch.ids, 1)[:, 0]
                 self._examples.add(batch.ids, draws, batch.inputs, answers)
         except Exception as error:  # noqa: BLE001  # the task's own code; an evaluation must not fail of being looked at
-            self._failure = f"{type(error).__name__}: {error}"
+            self.give_up(error)
 
     def part(self) -> Part:
         """What this process has; waits for the device."""
@@ -111,33 +111,62 @@ class KeptAnswers:
                     failure="",
                 )
             except Exception as error:  # noqa: BLE001  # what the task gave may only now turn out to be no numbers
-                self._failure = f"{type(error).__name__}: {error}"
+                self.give_up(error)
         return Part(triples=[], candidates=(), classes=0, failure=self._failure)
+
+    def give_up(self, error: Exception) -> None:
+        """Keep nothing of this pass."""
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     def together(self, parts: Sequence[Part], collectives: Collectives, pipeline: Pipeline) -> Kept:
         """Put the parts of all processes together; a collective if pictures are kept."""
         if failure := next((each.failure for each in parts if each.failure), ""):
             return Kept(failure=failure)
         classes = max(each.classes for each in parts)
-        names = [str(each) for each in self._task.description().get("class_names", range(classes))]
         chosen = choose((each for part in parts for each in part.candidates), self._keep.examples)
-        shown = {}
+        shown: dict[int, dict[str, Any]] = {}
         if chosen:
-            mine = set(parts[collectives.world.rank].candidates)
-            own = {each.sample: self._as_shown(each, pipeline) for each in chosen if each in mine}
-            shown = {sample: entry for part in collectives.gather_on_first(own) for sample, entry in part.items()}
+            # A process that fails here must not leave the others waiting.
+            own = self._own(
+                [each for each in chosen if each in set(parts[collectives.world.rank].candidates)], pipeline
+            )
+            for failure, entries in collectives.gather_on_first((self._failure, own)):
+                self._failure = self._failure or failure
+                shown |= entries
+        try:
+            names = self._names(classes)
+            matrix = confusion_document(merged(each.triples for each in parts), names) if classes else None
+        except Exception as error:  # noqa: BLE001  # the task's names may be fewer than its answers
+            self.give_up(error)
+        if self._failure:
+            return Kept(failure=self._failure)
         examples = [shown[each.sample] for each in chosen if each.sample in shown]
         return Kept(
-            confusion=confusion_document(merged(each.triples for each in parts), names) if classes else None,
+            confusion=matrix,
             examples={"classes": names, "chosen": HOW_CHOSEN, "examples": examples} if chosen else None,
         )
+
+    def _names(self, classes: int) -> list[str]:
+        names = [str(each) for each in self._task.description().get("class_names", range(classes))]
+        if len(names) < classes:
+            raise ValueError(f"the task names {len(names)} classes and answers with {classes}")
+        return names
+
+    def _own(self, chosen: Sequence[Candidate], pipeline: Pipeline) -> dict[int, dict[str, Any]]:
+        try:
+            return {each.sample: self._as_shown(each, pipeline) for each in chosen}
+        except Exception as error:  # noqa: BLE001  # the task's own pictures, the pipeline's own names
+            self.give_up(error)
+            return {}
 
     def _as_shown(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, Any]:
         fields = asdict(candidate)
         del fields["score"], fields["is_mistake"]
         pixels = self._examples.picture(candidate)
         picture = {} if pixels is None else {"image": data_url(pixels)}
-        return {**picture, **fields, "name": pipeline.sample_name(candidate.sample, training=False)}
+        name = pipeline.sample_name(candidate.sample, training=False)
+        # A file's name may hold bytes that are no text.
+        return {**picture, **fields, "name": name.encode("utf-8", "backslashreplace").decode()}
 
 
 def data_url(pixels: NDArray[np.uint8]) -> str:

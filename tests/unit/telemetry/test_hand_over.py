@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,36 @@ def test_one_that_hangs_is_ended_and_what_it_lacks_is_counted(where: str, librar
         tracker._listen()
     with pytest.raises(TrackerLostError, match=f"{8 - taken} of 8 records"):
         tracker.close(0.5)
+
+
+def test_one_that_was_long_done_is_heard_however_late_it_is(library: Any, hand_over: Any) -> None:
+    logged = library()
+    tracker = hand_over()
+    tracker.write(step(1))
+    tracker.write(FINISH)
+    deadline = time.monotonic() + 60
+    while "finished" not in (logged.read_text() if logged.exists() else "") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tracker._process.wait(60)
+    tracker.close(-5)  # another one has used up the time
+
+
+def test_descriptors_may_have_large_numbers(library: Any, hand_over: Any) -> None:
+    library()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit[1] < 4096:
+        pytest.skip("this machine lends no more descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit[0], 4096), limit[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        tracker = hand_over()
+        tracker.write(step(1))
+        tracker.write(FINISH)
+        tracker.close(60)
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_what_finds_no_room_is_left_out_and_counted(library: Any, hand_over: Any) -> None:

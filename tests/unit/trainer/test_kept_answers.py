@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from paceline.distributed.collectives import Collectives
 from paceline.metrics.answers import Answers, Confusion, confusion_document, merged
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
+from paceline.records.run_directory import RunDirectory
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.kept_answers import Keep, KeptAnswers
+from paceline.trainer.kept_answers import Keep, KeptAnswers, write_kept
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
@@ -230,6 +232,60 @@ def test_a_task_whose_answers_fail_is_told_once_and_trains_on(
     assert incident["incident"] == "not_kept"
     assert ("no classes here" if how == "raises" else "asks the network for something else") in incident["message"]
     assert not (result.run_dir / "evaluation").exists()
+
+
+class _Odd:
+    """Tasks that look at their network and their data in ways that nobody foresaw."""
+
+    @staticmethod
+    def copies_the_network(task: Any) -> None:
+        task.score = lambda model, batch, score=task.score: score(copy.deepcopy(model).train(mode=False), batch)
+
+    @staticmethod
+    def asks_whether_it_is_one(task: Any) -> None:
+        def score(model: Any, batch: Any, plain: Any = task.score) -> Any:
+            if not isinstance(model, nn.Module):
+                raise TypeError("this is no network")
+            return plain(model, batch)
+
+        task.score = score
+
+    @staticmethod
+    def pictures_of_numbers(task: Any) -> None:
+        task.pictures = lambda inputs: inputs
+
+    @staticmethod
+    def too_few_names(task: Any) -> None:
+        described = task.description()
+        task.description = lambda: described | {"class_names": ["zero", "one"]}
+
+
+@pytest.mark.parametrize(
+    "odd", [_Odd.copies_the_network, _Odd.asks_whether_it_is_one, _Odd.pictures_of_numbers, _Odd.too_few_names]
+)
+def test_what_is_odd_is_scored_as_ever_and_told_once(
+    odd: Callable[[Any], None], train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Any
+) -> None:
+    def made(recipe: Any) -> Any:
+        task = tiny_task()(recipe)
+        odd(task)
+        return task
+
+    plain = train_tiny("plain")
+    result = train_tiny("run", task=made)
+    assert result.summary.weights_sha256 == plain.summary.weights_sha256
+    assert result.metrics == plain.metrics
+    (incident,) = events(result.run_dir, "incident")
+    assert incident["incident"] == "not_kept"
+
+
+def test_names_that_are_no_text_are_kept_as_text(opened: Callable[..., Any], tmp_path: Path) -> None:
+    task, pipeline = opened()
+    pipeline.sample_name = lambda sample, *, training: f"caf\udce9-{sample}.png"
+    kept = evaluator(task, pipeline, Keep(weights="model", examples=2))({"model": Linear(3)}).kept
+    assert kept.failure == ""
+    write_kept(RunDirectory(tmp_path), kept, {"step": 1})
+    assert {each["name"].split("-")[0] for each in told(tmp_path, "examples")["examples"]} == {"caf\\udce9"}
 
 
 def test_a_directory_that_cannot_be_written_does_not_end_the_run(
