@@ -11,9 +11,11 @@ import fcntl
 import json
 import os
 import queue
+import re
 import select
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,10 +69,16 @@ def main(name: str) -> int:
 
     try:
         _feed(name, iter(lines.get, b""), lambda: answer("+"))
-    except Exception as error:
-        answer("!" + json.dumps(f"failed: {type(error).__name__}: {error}"))
-        raise  # to the log
+    except Exception as error:  # noqa: BLE001  # whatever a library raises is told, and logged
+        answer("!" + json.dumps(_without_secrets(f"failed: {type(error).__name__}: {error}")))
+        sys.stderr.write(_without_secrets(traceback.format_exc()))
+        return 1
     return 0
+
+
+def _without_secrets(text: str) -> str:
+    """What is said lies in the run directory, for all to read; addresses may hold a name and a password."""
+    return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
 def _feed(name: str, lines: Iterator[bytes], answer: Callable[[], Any]) -> None:
@@ -107,9 +115,12 @@ def _feed_one(tool: Tool, lines: Iterator[bytes], answer: Callable[[], Any]) -> 
 def _read(lines: queue.SimpleQueue[bytes], parent: int) -> None:
     """Read ahead, so that the end is seen whatever the library is doing; and see to it that there is one."""
     rest = b""
-    while os.getppid() == parent:
-        # A loader process of the run may hold the pipe open after the run has died.
-        if not select.select([0], [], [], _LOOK_SECONDS)[0]:
+    while True:
+        # A loader process of the run may hold the pipe open after the run has died; what is in it still counts.
+        has_gone = os.getppid() != parent
+        if not select.select([0], [], [], 0 if has_gone else _LOOK_SECONDS)[0]:
+            if has_gone:
+                break
             continue
         if not (read := os.read(0, 65536)):
             break

@@ -91,6 +91,7 @@ def test_every_record_arrives_in_order(library: Any, hand_over: Any) -> None:
         ({"at_import": "os.kill(os.getpid(), 11)"}, "signal 11"),
         ({"at_log": "raise ValueError('no such project')"}, "ValueError: no such project"),
         ({"at_finish": "raise OSError('no network')"}, "OSError: no network"),
+        ({"at_log": "raise OSError('https://me:secret@host/x')"}, r"//\*\*\*@host/x"),
     ],
 )
 def test_what_fails_over_there_is_told_here(misbehaving: Any, told: str, library: Any, hand_over: Any) -> None:
@@ -106,6 +107,7 @@ def test_what_fails_over_there_is_told_here(misbehaving: Any, told: str, library
     with pytest.raises(TrackerLostError, match=told):
         hand_all()
     tracker.close(0)
+    assert "secret" not in (tracker._directory / "paceline.log").read_text()
 
 
 @pytest.mark.parametrize("where", ["at_import", "at_log", "at_finish"])
@@ -150,6 +152,22 @@ def test_descriptors_may_have_large_numbers(library: Any, hand_over: Any) -> Non
         for each in taken:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_the_end_of_a_run_always_finds_room(library: Any, hand_over: Any) -> None:
+    logged = library(at_import="time.sleep(2)")
+    tracker = hand_over(most_waiting=5)
+    behind = []
+    for number in range(1, 60):
+        try:
+            tracker.write(step(number, details={"text": "x" * 10_000}))
+        except TrackerBehindError as error:
+            behind.append(error)
+    assert behind
+    tracker.write(FINISH)
+    with pytest.raises(TrackerLostError, match="did not take"):
+        tracker.close(60)
+    assert logged.read_text().endswith("finished 0")
 
 
 def test_what_finds_no_room_is_left_out_and_counted(library: Any, hand_over: Any) -> None:
