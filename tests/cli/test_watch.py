@@ -17,9 +17,15 @@ from typing import Any
 SOURCES = Path(__file__).parents[2] / "src"
 
 
+# A machine with other work may take a minute to start a killed run again.
+PATIENT = "import sys\nfrom paceline.cli.main import main\nfrom paceline.insight import watched\n"
+PATIENT += "watched.GONE_SECONDS = 600.0\nsys.exit(main())"
+
+
 def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[Any]:
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+    program = ["-c", PATIENT] if arguments[0] == "watch" else ["-m", "paceline"]
+    command = [sys.executable, *program, *map(str, arguments)]
     return subprocess.Popen(command, cwd=cwd, env=environment, **options)
 
 

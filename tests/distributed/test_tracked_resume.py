@@ -19,9 +19,9 @@ RECIPE = """
 model: {name: small_resnet, channels_last: false, options: {width: 4, stages: 1, depth: 1}}
 data: {dataset: digits}
 batch: {global_size: 16}
-optimizer: {lr: 0.05}
-train: {duration: 60 steps, precision: fp32, ema: 0.9}
-evaluate: {every: 10 steps}
+optimizer: {lr: 0.05, groups: {"*.bias": {weight_decay: 0.0}}}
+train: {duration: 400 steps, precision: fp32, ema: 0.9}
+evaluate: {every: 50 steps}
 checkpoint: {every: 20 steps}
 parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: [%s]}
@@ -36,11 +36,12 @@ def run_killed_and_resumed(folder: Path, tracker: str) -> Path:
     (folder / "recipe.yaml").write_text(RECIPE % tracker)
     command = [sys.executable, "-m", "paceline", "train", "recipe.yaml", "--run-dir", "run"]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": "", "WANDB_MODE": "offline"}
-    events = folder / "run" / "events.jsonl"
+    events, saved = folder / "run" / "events.jsonl", folder / "run" / "checkpoints"
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
-            if events.is_file() and b'"step": 26,' in events.read_bytes():
+            # Beyond a whole checkpoint, so that it goes back to it.
+            if any(saved.glob("step-*")) and b'"step": 46,' in events.read_bytes():
                 os.kill(process.pid, signal.SIGKILL)
                 break
             time.sleep(0.001)
@@ -56,8 +57,8 @@ def expected(run: Path) -> tuple[dict[int, float], dict[int, float]]:
     told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     loss = {each["step"]: each["loss"] for each in told if each["event"] == "step"}
     top1 = {each["step"]: each["top1_accuracy"] for each in told if each.get("weights") == "ema"}
-    assert list(loss) == list(range(2, 61, 2))
-    assert list(top1) == list(range(10, 61, 10))
+    assert list(loss) == list(range(2, 401, 2))
+    assert list(top1) == list(range(50, 401, 50))
     return loss, top1
 
 
@@ -89,6 +90,7 @@ print(json.dumps({
     assert [tuple(each) for each in found["top1"]] == list(top1.items())
     assert (found["status"], found["name"]) == ("FINISHED", "run")
     assert found["params"]["optimizer.lr"] == "0.05"
+    assert any(key.startswith("optimizer.groups._.bias") for key in found["params"])  # MLflow knows no asterisk
     assert "versions.torch" in found["tags"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _AT_ONCE = 100
 _LONGEST_PARAMETER = 6000
 _LONGEST_TAG = 5000
+
+
+def _spelled(name: str) -> str:
+    """A name as MLflow takes it; a pattern of ``optimizer.groups`` has other letters too."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 class MlflowTool:
@@ -56,7 +62,7 @@ class MlflowTool:
         step, milliseconds = int(event["step"]), int(1000 * float(event["time"]))
         metrics = [
             Metric(name, float(value), milliseconds, step)
-            for name, value in scalars(event).items()
+            for name, value in ((_spelled(name), value) for name, value in scalars(event).items())
             if step > self._last.get(name, -1)
         ]
         if metrics:
@@ -72,9 +78,9 @@ class MlflowTool:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-        tags = {name: str(value)[:_LONGEST_TAG] for name, value in flat(facts["environment"]).items()}
+        tags = {_spelled(name): str(value)[:_LONGEST_TAG] for name, value in flat(facts["environment"]).items()}
         run = self._client.create_run(experiment, run_name=facts["name"], tags=tags).info.run_id
-        asked = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flat(facts["recipe"]).items()]
+        asked = [Param(_spelled(key), str(value)[:_LONGEST_PARAMETER]) for key, value in flat(facts["recipe"]).items()]
         for first in range(0, len(asked), _AT_ONCE):
             self._client.log_batch(run, params=asked[first : first + _AT_ONCE])
         return str(run)
@@ -85,8 +91,8 @@ class MlflowTool:
         data = self._client.get_run(self._run).data
         for name in data.metrics:
             self._last[name] = max(each.step for each in self._client.get_metric_history(self._run, name))
-        for key, value in recipe.items():
-            now = str(value)[:_LONGEST_PARAMETER]
+        for name, value in recipe.items():
+            key, now = _spelled(name), str(value)[:_LONGEST_PARAMETER]
             if data.params.get(key) != now:
                 # A parameter stays what it was.
                 self._client.set_tag(self._run, f"recipe.{key}", now[:_LONGEST_TAG])

@@ -145,7 +145,10 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
         if found.uncounted:
             names = ", ".join(each.operator for each in found.uncounted[:3])
             raise ModelError(f"the arithmetic of {names} is not known")
-        by_precision = ceilings_of(plan, device, found).flops_by_precision(found.model_works)
+        ceilings = ceilings_of(plan, device, found)
+        by_precision = ceilings.flops_by_precision(found.model_works)
+        for name in by_precision:
+            ceilings.peak(name)  # a network may choose numbers that the device has no units for
         return {name: each / step.micro_batch for name, each in by_precision.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,11 @@ def test_a_variant_that_cannot_be_started_is_reported_and_leaves_nothing(
     tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gc.collect()  # other tests' files are not closed meanwhile
     before = set(os.listdir("/proc/self/fd"))
     found = run_bursts({"a": load_recipe(tiny_recipe).recipe}, rounds=1, block_seconds=0.05, processes=2)["a"]
     assert found.trouble == "a process cannot be started (Argument list too long)"
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert list(tmp_path.iterdir()) == []
 
 
