@@ -188,15 +188,6 @@ def generalization_gap(small_batch_accuracy: float, large_batch_accuracy: float)
     return small_batch_accuracy - large_batch_accuracy
 
 
-def sharpness(largest_loss: float, loss: float) -> float:
-    """How much the loss rises in a small box around a minimum, in %.
-
-    Source:
-        Keskar et al., arXiv:1609.04836, metric 2.1.
-    """
-    return (largest_loss - loss) / (1 + loss) * 100
-
-
 def sgd_noise_scale(learning_rate: float, samples: float, batch: float, momentum: float = 0) -> float:
     """Scale of the noise of SGD: ε N / (B (1 - m)).
 
