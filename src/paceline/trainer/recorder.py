@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # How long the end of a run waits for its trackers, all of them together.
 _PATIENCE_SECONDS = 10.0
+_PATIENCE_AFTER_FAILURE_SECONDS = 2.0
 
 
 class Recorder:
@@ -133,7 +134,10 @@ class Recorder:
             return
         # What comes of the trackers' last records is part of the run's; the end stays the last of them.
         self._track(event, [tracker.write(document) for tracker in self._trackers])
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        # A failed run's processes are ended soon, and its summary is still to be written.
+        deadline = time.monotonic() + (
+            _PATIENCE_SECONDS if event.status != "failed" else _PATIENCE_AFTER_FAILURE_SECONDS
+        )
         self._track(event, [tracker.close(deadline - time.monotonic()) for tracker in self._trackers])
         self._append(document)
 

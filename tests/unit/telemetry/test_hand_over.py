@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.errors import TrainingError
 from paceline.records.events import FinishEvent, StepEvent
 from paceline.telemetry.hand_over import HandOver, TrackerBehindError, TrackerLostError
 from paceline.telemetry.trackers import Guarded
@@ -261,7 +262,7 @@ def test_a_run_neither_waits_nor_fails_nor_changes(
 ) -> None:
     library(**misbehaving)
     # Of a run that waited for its records, none would be missing however short this is.
-    monkeypatch.setattr("paceline.trainer.recorder._PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr("paceline.trainer.recorder._PATIENCE_SECONDS", 2.0 if told == "did not take" else 60.0)
     alone = train_tiny("alone", RECORDS)
     watched = train_tiny("watched", {**RECORDS, "telemetry.trackers": ["wandb", "tensorboard"]})
     assert watched.status == "completed"
@@ -272,6 +273,19 @@ def test_a_run_neither_waits_nor_fails_nor_changes(
     assert events(watched.run_dir)[-1]["event"] == "finish"
     without = [each for each in events(watched.run_dir) if each["event"] != "incident"]
     assert [each["event"] for each in without] == [each["event"] for each in events(alone.run_dir)]
+
+
+def test_a_failed_run_says_so_soon(
+    library: Any, train_tiny: Callable[..., Any], runs: Path, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(at_log="time.sleep(10**6)")
+    # The launcher would end the run with its other processes long before.
+    monkeypatch.setattr("paceline.trainer.recorder._PATIENCE_SECONDS", 1e4)
+    changes = {**RECORDS, "telemetry.trackers": ["wandb"], "optimizer.lr": 1e30, "train.nonfinite": "stop"}
+    with pytest.raises(TrainingError):
+        train_tiny("run", changes)
+    assert [each["status"] for each in events(runs / "run", "finish")] == ["failed"]
+    assert any("did not take" in each["message"] for each in events(runs / "run", "incident"))
 
 
 def test_tensorboard_cannot_fail_a_run_either(train_tiny: Callable[..., Any], runs: Path, events: Any) -> None:

@@ -22,9 +22,9 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if confusion is None and examples is None:
             yield Text(f"{whose}No predictions were kept: only evaluations of classifiers leave them behind.")
             continue
-        matrix = _matrix(confusion)
-        named = (confusion or {}).get("classes")
+        named = (confusion or examples or {}).get("classes")
         classes = [str(each) for each in named] if isinstance(named, list) else []
+        matrix = _matrix(confusion, len(classes))
         if matrix and len(matrix) == len(classes):
             yield from _confusion(matrix, classes, f"{whose}{_of(confusion or {})}")
         pictures = list(_pictures(examples or {}, classes))
@@ -37,8 +37,17 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield Gallery(pictures)
 
 
-def _matrix(confusion: Mapping[str, Any] | None) -> list[list[int]]:
+def _matrix(confusion: Mapping[str, Any] | None, classes: int) -> list[list[int]]:
+    """The whole matrix, of which only what is not zero is written where there are many classes."""
     rows = (confusion or {}).get("matrix")
+    triples = (confusion or {}).get("triples")
+    if rows is None and isinstance(triples, list):
+        rows = [[0] * classes for _ in range(classes)]
+        try:
+            for label, predicted, count in triples:
+                rows[label][predicted] = int(count)
+        except (TypeError, ValueError, IndexError):  # damaged
+            return []
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
         return []
     return rows

@@ -182,7 +182,19 @@ def test_predictions_are_shown(tmp_path: Path, story: Any, write: Any, figures: 
     assert [[cell[2] for cell in row] for row in heatmap["customdata"]] == [[3, 1], [0, 0]]
     assert text.count("<img ") == 1
     assert "2 examples, 1 of them wrong" in texts(text)
-    for damaged in ("{", '{"classes": ["a"], "matrix": [[1, 2]]}', "[]", '{"classes": 3, "matrix": null}'):
+    many = [f"class {number}" for number in range(101)]
+    sparse = {**confusion, "classes": many, "triples": [[0, 0, 5], [0, 100, 3]]}
+    del sparse["matrix"]
+    (folder / "evaluation" / "confusion.json").write_text(json.dumps(sparse))
+    said = texts(page(folder))
+    assert "class 0 class 100 3 37.5%" in said.partition("What is confused most")[2]
+    for damaged in (
+        '{"classes": ["a"], "triples": [[0, 7, 1]]}',
+        "{",
+        '{"classes": ["a"], "matrix": [[1, 2]]}',
+        "[]",
+        '{"classes": 3, "matrix": null}',
+    ):
         (folder / "evaluation" / "confusion.json").write_text(damaged)
         assert "Confusion matrix" not in figures(page(folder))
 
