@@ -120,6 +120,8 @@ def _evaluate_here(request: EvaluationRequest, *, as_json: bool) -> None:
     print_pairs({"samples": f"{report.samples:,}", **lines, **report.counts})
     for path in report.broken:
         click.echo(f"  not scored, unreadable: {path}")
+    if report.no_confusion:
+        click.echo(f"  no confusion matrix (--json has one): {report.no_confusion}")
 
 
 def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:

@@ -94,6 +94,7 @@ class EvaluationReport:
         seconds: How long that took, reading included.
         confusion: Which classes were taken for which, as in a run's ``evaluation/confusion.json``; None where samples
             do not have one label each, or of more than 1000.
+        no_confusion: Why it could not be had although they are; else empty.
     """
 
     path: Path
@@ -104,6 +105,7 @@ class EvaluationReport:
     broken: tuple[str, ...]
     seconds: float
     confusion: Mapping[str, Any] | None = None
+    no_confusion: str = ""
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -328,6 +330,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
         broken=tuple(each.path for each in evaluation.broken),
         seconds=seconds,
         confusion=evaluation.kept.confusion,
+        no_confusion=evaluation.kept.failure,
     )
 
 
