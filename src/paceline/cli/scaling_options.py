@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.options import FiniteRange
+
 if TYPE_CHECKING:
     from paceline.studies.scaling.study import Asked, Figure
 
@@ -24,7 +26,7 @@ def _all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = FiniteRange(min=0, min_open=True)
 
 where_options: Callable[[Any], Any] = _all_of(
     click.option(
@@ -59,7 +61,7 @@ figure_options: Callable[[Any], Any] = _all_of(
     ),
     click.option(
         "--cpu-ms-per-sample",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         callback=_milliseconds,
         metavar="MS",
         help="Time of one core for reading and varying a sample; 0 if that is not done on cores.",
