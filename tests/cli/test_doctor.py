@@ -89,6 +89,7 @@ def test_a_run_that_was_made(paceline_here: Callable[..., Any], finished: Path) 
         "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
         "an unknown device": (("digits", "--device", "a1000"), "'a1000' is not known. Did you mean 'a100'"),
         "too few rounds": (("digits", "--measure", "--rounds", "1"), "1 is not in the range"),
+        "rounds of no measurement": (("digits", "--rounds", "5"), "--rounds has no effect here: it is for --measure"),
         "a file that is there": (("digits", "--apply", "there.yaml"), "there is a file of that name already"),
         "a folder that is not": (("digits", "--apply", "nowhere/better.yaml"), "there is no folder"),
         "measuring elsewhere": (("digits", "--device", "a100", "--measure"), "measures on the device that is here"),

@@ -101,6 +101,7 @@ SCALE_MISTAKES = {
     "no number for a rate": (("--throughput", "nan"), ("--throughput", "nan is no finite number")),
     "an endless rate": (("--throughput", "1e400"), ("--throughput", "1e400 is no finite number")),
     "an endless price": ((*GIVEN, "--price-per-gpu-hour", "inf"), ("--price-per-gpu-hour", "inf is no finite number")),
+    "turns of no measurement": ((*GIVEN, "--rounds", "3"), ("--rounds has no effect here", "--measure")),
     "a size that cannot share": ((*GIVEN, "--world-sizes", "7"), ("batch.global_size=64", "7 processes")),
     "nothing known of its device": (("--cluster", "ethernet-10g", "parallel.device=cpu"), ("give --throughput",)),
     "a measurement of elsewhere": ((*GIVEN, "--measure"), ("--measure runs on this machine",)),

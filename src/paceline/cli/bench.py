@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import FiniteRange, json_option, overrides_argument, trust_code_option, weights_option
+from paceline.cli.options import (
+    FiniteRange,
+    json_option,
+    overrides_argument,
+    refuse_idle,
+    trust_code_option,
+    weights_option,
+)
 from paceline.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -141,11 +148,8 @@ def _check_options(ctx: click.Context, mode: str) -> None:
     idle = [name for other, names in _ONLY_WITH.items() if other != mode for name in names]
     idle += {"inference": ["processes"], "to": ["batch_sizes", "devices", "precisions", "seconds"]}.get(mode, [])
     for name in idle:
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            option = f"--{name.replace('_', '-')}"
-            needs = next((other for other, names in _ONLY_WITH.items() if name in names and other != "grid"), None)
-            why = f"it is for --{needs}" if needs else f"with --{mode} it says nothing"
-            raise click.UsageError(f"{option} has no effect here: {why}. Leave it out.", ctx)
+        needs = next((other for other, names in _ONLY_WITH.items() if name in names and other != "grid"), None)
+        refuse_idle(ctx, name, f"it is for --{needs}" if needs else f"with --{mode} it says nothing")
 
 
 def _say(line: str) -> None:

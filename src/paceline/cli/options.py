@@ -156,6 +156,21 @@ def until_override() -> tuple[str, ...]:
     return () if value is None else (f"train.until={value}",)
 
 
+def refuse_idle(context: click.Context, name: str, why: str) -> None:
+    """Refuse an option that was typed and says nothing: what is asked for is never left out silently.
+
+    Args:
+        context: The command's.
+        name: The parameter's.
+        why: The reason, in words.
+
+    Raises:
+        click.UsageError: If it was typed.
+    """
+    if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--{name.replace('_', '-')} has no effect here: {why}. Leave it out.", context)
+
+
 def is_first_process() -> bool:
     """Whether this process is the one that prints."""
     return read_launch(os.environ).world.is_first

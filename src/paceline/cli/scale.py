@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, refuse_idle
 from paceline.cli.output import print_json, print_table
 from paceline.cli.scaling_options import figure_options, read_asked, where_options
 
@@ -90,6 +90,8 @@ def command(
         measure=measure,
         rounds=rounds,
     )
+    if asked.figure.is_given and not measure:
+        refuse_idle(click.get_current_context(), "rounds", "nothing is measured without --measure")
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         report = scale(asked, lambda line: click.echo(line, err=True))
