@@ -62,13 +62,19 @@ def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> No
     assert row["hours"] == pytest.approx(90 * 1_281_167 / row["samples_per_second"] / 3600)
 
 
-def test_without_a_figure_the_peak_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
-    done = paceline_here("scale", "resnet50", "--cluster", "dgx-h100", "--world-sizes", "8", "--json")
+def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
+    words = ("batch.global_size=512",)
+    done = paceline_here("scale", "resnet50", *words, "--cluster", "dgx-h100", "--world-sizes", "1,4", "--json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document["is_bound"]
     assert "dense bf16 peak" in document["basis"]
-    shown = paceline_here("scale", "resnet50", "--cluster", "dgx-h100", "--world-sizes", "8")
+    one, *several = document["rows"]
+    told = json.loads(paceline_here("roofline", "resnet50", *words, "--device", "h100", "--json").out)
+    assert one["samples_per_second"] == pytest.approx(told["most_samples_per_second"], rel=1e-3)
+    for row in several:
+        assert row["samples_per_second_high"] <= one["samples_per_second"] * row["devices"] * (1 + 1e-6)
+    shown = paceline_here("scale", *SMALL, "--cluster", "dgx-h100", "--world-sizes", "8")
     assert "cannot be beaten" in shown.out
 
 

@@ -67,7 +67,7 @@ def command(
     It says the strategy, global batch, learning rate, hours and cost, and what of it is predicted. Deadline and budget
     are held against the upper end of the prediction's range. Nothing is changed: the recipe's batch and learning rate
     stay unless you ask for a rule. Passes are as large as the GPU's memory allows, by what `paceline estimate` says.
-    Exit code 1 if nothing tried does it, the nearest is told; and without a figure of one GPU, whose peak decides
+    Exit code 1 if nothing tried does it, the nearest is told; and without a figure of one GPU, whose bound decides
     nothing.
 
     \b

@@ -71,9 +71,9 @@ def command(
     """Predict how RECIPE scales: samples per second, efficiency, hours and cost with DDP and FSDP.
 
     It takes one device's figure: yours (--throughput, --step-seconds), or measured here if the cluster is this
-    machine or has its GPU, or else the bound that the GPU's peak sets, which is said. What others add is computed from
-    the cluster's links, the network's layers and the host's work. The range is what comes of it if that costs half or
-    twice as much, and the model errs as it did on average on tables it had not seen.
+    machine or has its GPU, or else the bound that the GPU's peak and memory set, which is said. What others add is
+    computed from the cluster's links, the network's layers and the host's work. The range is what comes of it if that
+    costs half or twice as much, and the model errs as it did on average on tables it had not seen.
 
     \b
     Examples:
@@ -116,7 +116,10 @@ def _show(report: ScaleReport) -> None:
         [(*_row(row), *(_measured(row) if measured else ())) for row in report.rows],
     )
     if report.is_bound:
-        click.echo("  These rates cannot be beaten, and are not to be expected: give one GPU's --throughput.")
+        click.echo(
+            "  One GPU's rate cannot be beaten, nor so many times that by several; neither is to be expected: give one "
+            "GPU's --throughput."
+        )
     else:
         click.echo(
             "  Predicted. The range: what more devices add costs half or twice as much, and the model errs by 8 %."
