@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.scaling_options import shown_hours
+
 SMALL = ("digits", "model.options={width: 4, stages: 1}")
 GIVEN = ("--throughput", "1000", "--cluster", "dgx-a100")
 
@@ -140,6 +142,22 @@ def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
     shown = paceline_here(*PLAN, "--deadline", "2h")
     assert "Everything else is predicted" in shown.out
     assert "learning rate" in shown.out
+
+
+def test_times_and_counts_are_for_people(paceline_here: Callable[..., Any]) -> None:
+    assert [shown_hours(each) for each in (0.00128, 0.09, 0.5333, 30, 1234.5)] == [
+        "4.6 s",
+        "5 min 24 s",
+        "0.533",
+        "30",
+        "1,234",
+    ]
+    quick = ("batch.global_size=2048", "--cluster", "dgx-a100", "--throughput", "1e6", "--one-gpu-batch", "64")
+    for command in (("scale", "--world-sizes", "2"), ("plan", "--most-gpus", "2", "--deadline", "1h")):
+        done = paceline_here(command[0], *SMALL, *quick, *command[1:])
+        line = next(line for line in done.out.splitlines() if line.split()[1:2] == ["ddp"])
+        assert line.split()[2] == "2,048"
+        assert " s " in line, line
 
 
 def test_a_bound_ends_with_one(paceline_here: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ import click
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import FiniteRange, json_option, overrides_argument
 from paceline.cli.output import print_json, print_pairs, print_table
-from paceline.cli.scaling_options import figure_options, read_asked, where_options
+from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 from paceline.units import TimeSpan
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _show(plan: TrainingPlan) -> None:
             **({} if choice.room is None else {"memory": choice.room.why}),
             "global batch": f"{found.samples:,}" + f" in place of the recipe's {plan.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" in place of the recipe's {plan.recipe_lr:g}" * grown,
-            "hours": f"{choice.row.hours:.3g}, at worst {choice.high_hours:.3g}",
+            "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
             **_cost(choice),
             **({"warning": choice.warning} if choice.warning else {}),
         }
@@ -136,12 +136,12 @@ def _row(choice: Choice) -> tuple[object, ...]:
     return (
         choice.gpus,
         row.strategy,
-        found.samples,
+        f"{found.samples:,}",
         f"{choice.learning_rate:g}",
         f"{found.rate:,.0f}",
         f"{found.efficiency:.1%}",
-        f"{row.hours:.3g}",
-        f"{choice.high_hours:.3g}",
+        shown_hours(row.hours),
+        shown_hours(choice.high_hours),
         "" if row.cost is None else f"${row.cost:,.2f}",
         "" if choice.high_cost is None else f"${choice.high_cost:,.2f}",
         found.limit if choice.has_room else "memory: does not fit",

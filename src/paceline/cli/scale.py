@@ -12,7 +12,7 @@ import click
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, refuse_idle
 from paceline.cli.output import print_json, print_table
-from paceline.cli.scaling_options import figure_options, read_asked, where_options
+from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 
 if TYPE_CHECKING:
     from paceline.studies.scaling.study import Row, ScaleReport
@@ -132,12 +132,12 @@ def _row(row: Row) -> tuple[object, ...]:
     return (
         found.devices,
         row.strategy,
-        found.samples,
+        f"{found.samples:,}",
         row.passes,
         _rate(found.rate),
         f"{_rate(low)} – {_rate(high)}",
         f"{found.efficiency:.1%}",
-        "" if row.hours is None else f"{row.hours:.3g}",
+        "" if row.hours is None else shown_hours(row.hours),
         "" if row.cost is None else f"${row.cost:,.2f}",
         found.limit,
     )

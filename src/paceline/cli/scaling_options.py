@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import FiniteRange
+from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.studies.scaling.study import Asked, Figure
@@ -67,6 +68,13 @@ figure_options: Callable[[Any], Any] = _all_of(
         help="Time of one core for reading and varying a sample; 0 if that is not done on cores.",
     ),
 )
+
+
+def shown_hours(hours: float) -> str:
+    """Hours for a table; less than six minutes with a unit of their own."""
+    if hours < 0.1:
+        return format_seconds(3600 * hours)
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def read_asked(recipe: str, overrides: tuple[str, ...], batch_per_gpu: int | None, options: Mapping[str, Any]) -> Asked:
