@@ -129,7 +129,8 @@ def _show_finding(console: Console, finding: Finding) -> None:
 
     colour = _COLOURS[finding.severity]
     console.print(f"[{colour}]{finding.severity:<6}[/]  [bold]{finding.name}[/]: {escape(finding.evidence)}")
-    for place in finding.places[:_MOST_PLACES]:
+    # Evidence names the first places itself.
+    for place in [each for each in finding.places[:_MOST_PLACES] if str(each) not in finding.evidence]:
         console.print(f"        at {place}", markup=False)
     console.print(f"        {finding.why} ({finding.source})", markup=False)
     console.print(f"        change: {finding.advice.words}{_kept(finding)}", markup=False)
