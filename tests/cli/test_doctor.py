@@ -89,6 +89,7 @@ def test_a_run_that_was_made(paceline_here: Callable[..., Any], finished: Path) 
         "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
         "an unknown device": (("digits", "--device", "a1000"), "'a1000' is not known. Did you mean 'a100'"),
         "too few rounds": (("digits", "--measure", "--rounds", "1"), "1 is not in the range"),
+        "rounds of no measurement": (("digits", "--rounds", "5"), "--rounds has no effect here: it is for --measure"),
         "a file that is there": (("digits", "--apply", "there.yaml"), "there is a file of that name already"),
         "a folder that is not": (("digits", "--apply", "nowhere/better.yaml"), "there is no folder"),
         "measuring elsewhere": (("digits", "--device", "a100", "--measure"), "measures on the device that is here"),
@@ -114,3 +115,25 @@ def test_what_a_change_is_worth_is_measured(paceline_here: Callable[..., Any], t
     assert gain["low"] <= gain["middle"] <= gain["high"]
     assert gain["rounds"] == 4
     assert (tmp_path / "better.yaml").exists() == bool(document["applied"]) == (gain["low"] > 1)
+
+
+def test_a_line_of_code_is_told_once(
+    paceline_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counting_loss.py").write_text(
+        "import paceline\n\n\nclass Counting(paceline.ImageClassification):\n    total = 0.0\n\n"
+        "    def loss(self, model, batch):\n        loss = super().loss(model, batch)\n"
+        "        self.total += loss.item()\n        return loss\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = paceline_here("doctor", "digits", *SMALL, "task=counting_loss:Counting", "--device", "a100")
+    assert done.code == 1, done.err
+    assert done.out.count("counting_loss.py:9") == 1
+
+
+def test_of_a_small_network_little_is_expected(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("doctor", "digits", "--device", "a100", "--json")
+    (found,) = [each for each in json.loads(done.out)["findings"] if each["name"] == "precision"]
+    assert found["severity"] == "notice"
+    assert "launched" in found["expected"]
+    assert found["speedup"][1] < 1.1

@@ -32,6 +32,13 @@ def test_one_is_computed(paceline_here: Callable[..., Any]) -> None:
     [
         (("formulas", "zero_byte"), "Did you mean 'zero_bytes'"),
         (("formulas", "zero_bytes", "stage=1"), "zero_bytes needs parameters"),
+        (("formulas", "zero_bytes", "parameters=nan", "stage=1"), "parameters=nan: 'nan' is no finite number"),
+        (("formulas", "zero_bytes", "parameters=1e400", "stage=1"), "'1e400' is no finite number"),
+        (("formulas", "olympic_mean", "values=1,inf,3"), "'inf' is no finite number"),
+        (("formulas", "zero_bytes", "parameters=1e308", "stage=1"), "the result is too large"),
+        (("formulas", "zero_bytes", "parameters=-1", "stage=1"), "parameters=-1: give a number of at least 0"),
+        (("formulas", "zero_bytes", "parameters=1", "stage=1", "devices=0"), "devices=0: give a whole number of at"),
+        (("formulas", "minutes", "seconds=-3"), "seconds=-3: give a number of at least 0"),
         (("roofline", "synthetic", "--device", "a10"), "device: 'a10' is not known"),
     ],
 )

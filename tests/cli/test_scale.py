@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.scaling_options import shown_hours
+
 SMALL = ("digits", "model.options={width: 4, stages: 1}")
 GIVEN = ("--throughput", "1000", "--cluster", "dgx-a100")
 
@@ -62,13 +64,19 @@ def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> No
     assert row["hours"] == pytest.approx(90 * 1_281_167 / row["samples_per_second"] / 3600)
 
 
-def test_without_a_figure_the_peak_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
-    done = paceline_here("scale", "resnet50", "--cluster", "dgx-h100", "--world-sizes", "8", "--json")
+def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
+    words = ("batch.global_size=512",)
+    done = paceline_here("scale", "resnet50", *words, "--cluster", "dgx-h100", "--world-sizes", "1,4", "--json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document["is_bound"]
     assert "dense bf16 peak" in document["basis"]
-    shown = paceline_here("scale", "resnet50", "--cluster", "dgx-h100", "--world-sizes", "8")
+    one, *several = document["rows"]
+    told = json.loads(paceline_here("roofline", "resnet50", *words, "--device", "h100", "--json").out)
+    assert one["samples_per_second"] == pytest.approx(told["most_samples_per_second"], rel=1e-3)
+    for row in several:
+        assert row["samples_per_second_high"] <= one["samples_per_second"] * row["devices"] * (1 + 1e-6)
+    shown = paceline_here("scale", *SMALL, "--cluster", "dgx-h100", "--world-sizes", "8")
     assert "cannot be beaten" in shown.out
 
 
@@ -98,6 +106,10 @@ SCALE_MISTAKES = {
     ),
     "a batch without a figure": (("--one-gpu-batch", "8"), ("--one-gpu-batch belongs to",)),
     "a negative rate": (("--throughput", "-1"), ("--throughput",)),
+    "no number for a rate": (("--throughput", "nan"), ("--throughput", "nan is no finite number")),
+    "an endless rate": (("--throughput", "1e400"), ("--throughput", "1e400 is no finite number")),
+    "an endless price": ((*GIVEN, "--price-per-gpu-hour", "inf"), ("--price-per-gpu-hour", "inf is no finite number")),
+    "turns of no measurement": ((*GIVEN, "--rounds", "3"), ("--rounds has no effect here", "--measure")),
     "a size that cannot share": ((*GIVEN, "--world-sizes", "7"), ("batch.global_size=64", "7 processes")),
     "nothing known of its device": (("--cluster", "ethernet-10g", "parallel.device=cpu"), ("give --throughput",)),
     "a measurement of elsewhere": ((*GIVEN, "--measure"), ("--measure runs on this machine",)),
@@ -130,6 +142,22 @@ def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
     shown = paceline_here(*PLAN, "--deadline", "2h")
     assert "Everything else is predicted" in shown.out
     assert "learning rate" in shown.out
+
+
+def test_times_and_counts_are_for_people(paceline_here: Callable[..., Any]) -> None:
+    assert [shown_hours(each) for each in (0.00128, 0.09, 0.5333, 30, 1234.5)] == [
+        "4.6 s",
+        "5 min 24 s",
+        "0.533",
+        "30",
+        "1,234",
+    ]
+    quick = ("batch.global_size=2048", "--cluster", "dgx-a100", "--throughput", "1e6", "--one-gpu-batch", "64")
+    for command in (("scale", "--world-sizes", "2"), ("plan", "--most-gpus", "2", "--deadline", "1h")):
+        done = paceline_here(command[0], *SMALL, *quick, *command[1:])
+        line = next(line for line in done.out.splitlines() if line.split()[1:2] == ["ddp"])
+        assert line.split()[2] == "2,048"
+        assert " s " in line, line
 
 
 def test_a_bound_ends_with_one(paceline_here: Callable[..., Any]) -> None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument, trust_code_option, weights_option
+from paceline.cli.options import (
+    FiniteRange,
+    json_option,
+    overrides_argument,
+    refuse_idle,
+    trust_code_option,
+    weights_option,
+)
 from paceline.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -74,9 +81,7 @@ def command() -> None:
 @click.option("--backends", callback=_names, metavar="NAME,...", help="Who reads the samples: pytorch, dali, ...")
 @click.option("--parts", callback=_parts, metavar="NAME,...", help="together, compute, data (default: all three).")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Turns of each combination.")
-@click.option(
-    "--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True, help="How long a turn is timed."
-)
+@click.option("--seconds", type=FiniteRange(min=0.01), default=2.0, show_default=True, help="How long a turn is timed.")
 @click.option(
     "--launches",
     type=click.IntRange(min=1),
@@ -90,7 +95,7 @@ def command() -> None:
 @trust_code_option
 @click.option("--to", metavar="METRIC=VALUE", help="Train until an evaluation is as good: top1_accuracy=94.")
 @click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Runs with --to, a seed each.")
-@click.option("--price-per-hour", type=click.FloatRange(min=0), help="Of the machine, for what --to costs.")
+@click.option("--price-per-hour", type=FiniteRange(min=0), help="Of the machine, for what --to costs.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Write JSON, Markdown and a plot there.")
 @json_option
 @click.pass_context
@@ -143,11 +148,8 @@ def _check_options(ctx: click.Context, mode: str) -> None:
     idle = [name for other, names in _ONLY_WITH.items() if other != mode for name in names]
     idle += {"inference": ["processes"], "to": ["batch_sizes", "devices", "precisions", "seconds"]}.get(mode, [])
     for name in idle:
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            option = f"--{name.replace('_', '-')}"
-            needs = next((other for other, names in _ONLY_WITH.items() if name in names and other != "grid"), None)
-            why = f"it is for --{needs}" if needs else f"with --{mode} it says nothing"
-            raise click.UsageError(f"{option} has no effect here: {why}. Leave it out.", ctx)
+        needs = next((other for other, names in _ONLY_WITH.items() if name in names and other != "grid"), None)
+        refuse_idle(ctx, name, f"it is for --{needs}" if needs else f"with --{mode} it says nothing")
 
 
 def _say(line: str) -> None:
@@ -218,7 +220,7 @@ def _show(report: BenchReport) -> None:
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=5.0,
     show_default=True,
     metavar="PERCENT",
@@ -226,7 +228,7 @@ def _show(report: BenchReport) -> None:
 )
 @click.option(
     "--confidence",
-    type=click.FloatRange(min=50, max=100, min_open=True, max_open=True),
+    type=FiniteRange(min=50, max=100, min_open=True, max_open=True),
     default=95.0,
     show_default=True,
     metavar="PERCENT",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, refuse_idle
 from paceline.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def command(
         raise click.UsageError(
             f"--measure measures on the device that is here, not on '{device}'; leave one of them out."
         )
+    if not measured:
+        refuse_idle(click.get_current_context(), "rounds", "it is for --measure")
     asked = Asked(recipe=recipe, overrides=overrides, device=device, processes=processes)
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
@@ -127,7 +129,8 @@ def _show_finding(console: Console, finding: Finding) -> None:
 
     colour = _COLOURS[finding.severity]
     console.print(f"[{colour}]{finding.severity:<6}[/]  [bold]{finding.name}[/]: {escape(finding.evidence)}")
-    for place in finding.places[:_MOST_PLACES]:
+    # Evidence names the first places itself.
+    for place in [each for each in finding.places[:_MOST_PLACES] if str(each) not in finding.evidence]:
         console.print(f"        at {place}", markup=False)
     console.print(f"        {finding.why} ({finding.source})", markup=False)
     console.print(f"        change: {finding.advice.words}{_kept(finding)}", markup=False)

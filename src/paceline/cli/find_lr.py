@@ -11,6 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
+    FiniteRange,
     choose_processes,
     is_first_process,
     is_one_of_several,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from paceline.recipe.schema import Recipe
     from paceline.studies.lr_range.study import RangeTest
 
+_RATE = FiniteRange(min=0, min_open=True)
 _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 
 
@@ -37,8 +39,8 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 @click.argument("recipe")
 @overrides_argument
 @processes_option
-@click.option("--lowest", type=float, default=1e-7, show_default=True, help="Learning rate of the first step.")
-@click.option("--highest", type=float, default=10.0, show_default=True, help="Learning rate of the last step.")
+@click.option("--lowest", type=_RATE, default=1e-7, show_default=True, help="Learning rate of the first step.")
+@click.option("--highest", type=_RATE, default=10.0, show_default=True, help="Learning rate of the last step.")
 @click.option("--steps", type=int, default=100, show_default=True, help="Optimizer steps of the test.")
 @click.option(
     "--shape",
@@ -48,11 +50,15 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
     help="How the rate rises.",
 )
 @click.option(
-    "--smoothing", type=float, default=0.98, show_default=True, help="Weight of the past in the loss looked at."
+    "--smoothing",
+    type=FiniteRange(min=0, max=1, max_open=True),
+    default=0.98,
+    show_default=True,
+    help="Weight of the past in the loss looked at.",
 )
 @click.option(
     "--divergence",
-    type=float,
+    type=FiniteRange(min=1, min_open=True),
     default=4.0,
     show_default=True,
     metavar="FACTOR",

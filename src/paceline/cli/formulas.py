@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -76,7 +77,8 @@ def _written(value: Any) -> str:
         case bool() | str():
             return str(value).lower()
         case float():
-            return f"{value:.6g}" if abs(value) < 1e15 or value != int(value) else f"{value:.6e}"
+            # An interval may have an open end.
+            return f"{value:.6g}" if not 1e15 <= abs(value) < math.inf or value != int(value) else f"{value:.6e}"
         case list() | tuple():
             return f"({', '.join(map(_written, value))})"
         case dict():

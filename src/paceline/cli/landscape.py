@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import (
+    FiniteRange,
     best_option,
     choose_processes,
     is_first_process,
@@ -92,7 +93,7 @@ def _epsilons(_: click.Context, __: click.Parameter, value: str) -> tuple[float,
 @click.option(
     "--range",
     "reach",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
     help="How far curves and surfaces go; at 1, each filter has moved by its own norm.",
@@ -117,7 +118,7 @@ def _epsilons(_: click.Context, __: click.Parameter, value: str) -> tuple[float,
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=0.01,
     show_default=True,
     help="Largest residual of the top eigenvalue, as a share of it.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -22,6 +23,21 @@ json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on standard output and nothing else."
 )
 overrides_argument: Callable[[Any], Any] = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+class FiniteRange(click.FloatRange):
+    """A number within a range. click's own takes ``nan`` and ``inf`` too, of which nothing can be computed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number typed.
+
+        Raises:
+            click.BadParameter: If it is none, not finite, or out of the range.
+        """
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,21 @@ def until_override() -> tuple[str, ...]:
     """What ``--until`` of the command at hand says, as overrides."""
     value = click.get_current_context().meta.get(_UNTIL)
     return () if value is None else (f"train.until={value}",)
+
+
+def refuse_idle(context: click.Context, name: str, why: str) -> None:
+    """Refuse an option that was typed and says nothing: what is asked for is never left out silently.
+
+    Args:
+        context: The command's.
+        name: The parameter's.
+        why: The reason, in words.
+
+    Raises:
+        click.UsageError: If it was typed.
+    """
+    if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--{name.replace('_', '-')} has no effect here: {why}. Leave it out.", context)
 
 
 def is_first_process() -> bool:

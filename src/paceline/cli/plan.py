@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import FiniteRange, json_option, overrides_argument
 from paceline.cli.output import print_json, print_pairs, print_table
-from paceline.cli.scaling_options import figure_options, read_asked, where_options
+from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 from paceline.units import TimeSpan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _hours(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 @click.argument("recipe")
 @overrides_argument
 @click.option("--deadline", callback=_hours, metavar="TIME", help="When training must be over: 8h, 90 minutes.")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS", help="What it may cost.")
+@click.option("--budget", type=FiniteRange(min=0, min_open=True), metavar="DOLLARS", help="What it may cost.")
 @click.option("--most-gpus", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
 @click.option(
     "--batch-per-gpu",
@@ -67,7 +67,7 @@ def command(
     It says the strategy, global batch, learning rate, hours and cost, and what of it is predicted. Deadline and budget
     are held against the upper end of the prediction's range. Nothing is changed: the recipe's batch and learning rate
     stay unless you ask for a rule. Passes are as large as the GPU's memory allows, by what `paceline estimate` says.
-    Exit code 1 if nothing tried does it, the nearest is told; and without a figure of one GPU, whose peak decides
+    Exit code 1 if nothing tried does it, the nearest is told; and without a figure of one GPU, whose bound decides
     nothing.
 
     \b
@@ -115,7 +115,7 @@ def _show(plan: TrainingPlan) -> None:
             **({} if choice.room is None else {"memory": choice.room.why}),
             "global batch": f"{found.samples:,}" + f" in place of the recipe's {plan.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" in place of the recipe's {plan.recipe_lr:g}" * grown,
-            "hours": f"{choice.row.hours:.3g}, at worst {choice.high_hours:.3g}",
+            "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
             **_cost(choice),
             **({"warning": choice.warning} if choice.warning else {}),
         }
@@ -136,12 +136,12 @@ def _row(choice: Choice) -> tuple[object, ...]:
     return (
         choice.gpus,
         row.strategy,
-        found.samples,
+        f"{found.samples:,}",
         f"{choice.learning_rate:g}",
         f"{found.rate:,.0f}",
         f"{found.efficiency:.1%}",
-        f"{row.hours:.3g}",
-        f"{choice.high_hours:.3g}",
+        shown_hours(row.hours),
+        shown_hours(choice.high_hours),
         "" if row.cost is None else f"${row.cost:,.2f}",
         "" if choice.high_cost is None else f"${choice.high_cost:,.2f}",
         found.limit if choice.has_room else "memory: does not fit",

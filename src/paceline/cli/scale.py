@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, refuse_idle
 from paceline.cli.output import print_json, print_table
-from paceline.cli.scaling_options import figure_options, read_asked, where_options
+from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 
 if TYPE_CHECKING:
     from paceline.studies.scaling.study import Row, ScaleReport
@@ -71,9 +71,9 @@ def command(
     """Predict how RECIPE scales: samples per second, efficiency, hours and cost with DDP and FSDP.
 
     It takes one device's figure: yours (--throughput, --step-seconds), or measured here if the cluster is this
-    machine or has its GPU, or else the bound that the GPU's peak sets, which is said. What others add is computed from
-    the cluster's links, the network's layers and the host's work. The range is what comes of it if that costs half or
-    twice as much, and the model errs as it did on average on tables it had not seen.
+    machine or has its GPU, or else the bound that the GPU's peak and memory set, which is said. What others add is
+    computed from the cluster's links, the network's layers and the host's work. The range is what comes of it if that
+    costs half or twice as much, and the model errs as it did on average on tables it had not seen.
 
     \b
     Examples:
@@ -90,6 +90,8 @@ def command(
         measure=measure,
         rounds=rounds,
     )
+    if asked.figure.is_given and not measure:
+        refuse_idle(click.get_current_context(), "rounds", "nothing is measured without --measure")
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         report = scale(asked, lambda line: click.echo(line, err=True))
@@ -114,7 +116,10 @@ def _show(report: ScaleReport) -> None:
         [(*_row(row), *(_measured(row) if measured else ())) for row in report.rows],
     )
     if report.is_bound:
-        click.echo("  These rates cannot be beaten, and are not to be expected: give one GPU's --throughput.")
+        click.echo(
+            "  One GPU's rate cannot be beaten, nor so many times that by several; neither is to be expected: give one "
+            "GPU's --throughput."
+        )
     else:
         click.echo(
             "  Predicted. The range: what more devices add costs half or twice as much, and the model errs by 8 %."
@@ -127,12 +132,12 @@ def _row(row: Row) -> tuple[object, ...]:
     return (
         found.devices,
         row.strategy,
-        found.samples,
+        f"{found.samples:,}",
         row.passes,
         _rate(found.rate),
         f"{_rate(low)} – {_rate(high)}",
         f"{found.efficiency:.1%}",
-        "" if row.hours is None else f"{row.hours:.3g}",
+        "" if row.hours is None else shown_hours(row.hours),
         "" if row.cost is None else f"${row.cost:,.2f}",
         found.limit,
     )

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.options import FiniteRange
+from paceline.units import format_seconds
+
 if TYPE_CHECKING:
     from paceline.studies.scaling.study import Asked, Figure
 
@@ -24,7 +27,7 @@ def _all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = FiniteRange(min=0, min_open=True)
 
 where_options: Callable[[Any], Any] = _all_of(
     click.option(
@@ -59,12 +62,19 @@ figure_options: Callable[[Any], Any] = _all_of(
     ),
     click.option(
         "--cpu-ms-per-sample",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         callback=_milliseconds,
         metavar="MS",
         help="Time of one core for reading and varying a sample; 0 if that is not done on cores.",
     ),
 )
+
+
+def shown_hours(hours: float) -> str:
+    """Hours for a table; less than six minutes with a unit of their own."""
+    if hours < 0.1:
+        return format_seconds(3600 * hours)
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def read_asked(recipe: str, overrides: tuple[str, ...], batch_per_gpu: int | None, options: Mapping[str, Any]) -> Asked:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,25 @@ import paceline.formulas
 from paceline.errors import PacelineError, did_you_mean
 
 _SOURCE = "Source:"
+# What an argument of these names counts is at least one; no formula means anything else by them.
+# fmt: off
+_COUNTS = frozenset(
+    {
+        "batch", "global_batch_size", "micro_batch_size", "micro_batch", "accumulation_steps",
+        "reference_batch", "small_batch", "large_batch", "devices", "processes", "nodes",
+        "devices_per_node", "machines", "tensor_parallel", "multiprocessors", "tiles_at_once", "tile_m",
+        "tile_n", "kernel", "stride", "dilation", "groups",
+    }
+)
+# Amounts: of these there may be nothing, but not less.
+_AMOUNTS = frozenset(
+    {
+        "parameters", "tokens", "samples", "epochs", "layers", "heads", "hidden", "sequence", "vocabulary",
+        "flops", "states", "m", "n", "k",
+    }
+)
+# fmt: on
+_UNITS_OF_AMOUNTS = ("bytes", "bytes_moved", "bytes_per_element", "seconds", "per_second", "minutes", "price_per_hour")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -76,6 +96,8 @@ class Formula:
             value = self.function(**arguments)
         except (ValueError, ZeroDivisionError, OverflowError) as error:
             raise PacelineError(f"{self.name} has no value for {_spelled(arguments)}: {error}.") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PacelineError(f"{self.name} has no value for {_spelled(arguments)}: the result is too large.")
         return arguments, _plain(value)
 
     def _read(self, typed: Sequence[str]) -> dict[str, Any]:
@@ -173,17 +195,27 @@ def _value(name: str, text: str, hint: Any) -> Any:
 
 
 def _number(name: str, text: str, kind: type) -> int | float:
+    """Read a number.
+
+    Raises:
+        PacelineError: If it is none, not finite, or none that an argument of this name can have.
+    """
+    wanted = "number" if kind is float else "whole number"
     try:
         value = float(text.replace("_", ""))
-        if kind is float:
-            return value
-        whole = int(value)
-    except (ValueError, OverflowError):
-        wanted = "number" if kind is float else "whole number"
+    except ValueError:
         raise PacelineError(f"{name}={text}: '{text}' is no number; give a {wanted}.") from None
-    if whole != value:
+    if not math.isfinite(value):
+        raise PacelineError(f"{name}={text}: '{text}' is no finite number; give a {wanted}.")
+    if name in _COUNTS and value < 1:
+        raise PacelineError(f"{name}={text}: give a {wanted} of at least 1.")
+    if value < 0 and (name in _AMOUNTS or name.endswith(_UNITS_OF_AMOUNTS)):
+        raise PacelineError(f"{name}={text}: give a {wanted} of at least 0.")
+    if kind is float:
+        return value
+    if value != int(value):
         raise PacelineError(f"{name}={text}: give a whole number.")
-    return whole
+    return int(value)
 
 
 def _plain(value: Any) -> Any:

@@ -233,6 +233,8 @@ def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: W
     low = _step(network, _off(one, 1 / (1 + one.doubt)), fabric, host, way, doubt=1 / DOUBT)
     high = _step(network, _off(one, 1 + one.doubt), fabric, host, way, doubt=DOUBT)
     seconds = sum(middle.values())
+    # No range goes beyond what a device cannot do better than.
+    floor = one.seconds * way.micro_batch / one.samples * way.passes if one.is_bound else 0.0
     beyond = 1 + (MODEL_DOUBT if fabric.devices > 1 else 0.0)
     causes = {cause: each for cause, each in middle.items() if cause != "computing"}
     worst = max(causes, key=lambda cause: causes[cause])
@@ -240,7 +242,7 @@ def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: W
         devices=fabric.devices,
         samples=way.micro_batch * way.passes * fabric.devices,
         seconds=seconds,
-        low_seconds=sum(low.values()) / beyond,
+        low_seconds=max(floor, sum(low.values()) / beyond),
         high_seconds=sum(high.values()) * beyond,
         parts=middle,
         limit=worst if causes[worst] > seconds / 100 else "computing",

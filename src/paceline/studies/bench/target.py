@@ -8,6 +8,7 @@ has those in it, stands beside them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -54,7 +55,7 @@ class Target:
         """
         match = re.fullmatch(r"([A-Za-z_]\w*)=([-+.\deE]+)", text.strip())
         try:
-            if match:
+            if match and math.isfinite(float(match[2])):
                 return cls(match[1], float(match[2]))
         except ValueError:
             pass

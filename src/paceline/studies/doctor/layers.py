@@ -19,6 +19,9 @@ from paceline.formulas.roofline import intensity
 from paceline.models.flops import StepWork
 from paceline.studies.doctor.findings import Place
 
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
+"""Of a number, as products read it."""
+
 Kind = Literal["linear", "convolution", "recurrent", "recurrent cell"]
 
 

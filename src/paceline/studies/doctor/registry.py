@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.studies.doctor.checks import code, learning, loading, numerics, records, rhythm, several, shapes
+from paceline.studies.doctor.checks import code, fitting, learning, loading, numerics, records, rhythm, several, shapes
 from paceline.studies.doctor.subject import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -28,6 +28,8 @@ CHECKS: tuple[Check, ...] = (
     loading.unpinned,
     loading.no_persistent_workers,
     loading.drop_last,
+    # Whether there is room for a step
+    fitting.does_not_fit,
     # Which sizes the network has
     shapes.alignment,
     shapes.batch_alignment,

@@ -23,6 +23,7 @@ from paceline.studies.doctor.behaviour import Behaviour, behave
 from paceline.studies.doctor.findings import Finding, ranked
 from paceline.studies.doctor.loaders import watching_loaders
 from paceline.studies.doctor.registry import CHECKS
+from paceline.studies.doctor.room import lack_of_room
 from paceline.studies.doctor.subject import Subject
 from paceline.studies.doctor.target import Target, choose_target
 from paceline.studies.doctor.untouched import untouched
@@ -120,6 +121,7 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
         _import(recipe)
         tell("looking at the network")
         plan, anatomy, why = _anatomy(recipe, target, world)
+        lack = lack_of_room(recipe, target, world) if anatomy is not None else None
         tell("looking at the code")
         seen, behaviour, trouble = _behaviour(recipe, plan)
         environment = dict(os.environ)  # with what code of the user's own has set
@@ -137,6 +139,7 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
         environment=environment,
         sockets=_sockets(),
         run=_events(asked.recipe),
+        lack=lack,
     )
     looked = time.perf_counter()
     findings = ranked(finding for check in CHECKS for finding in check(subject))

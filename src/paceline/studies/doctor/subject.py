@@ -13,6 +13,7 @@ from paceline.studies.doctor.behaviour import Behaviour
 from paceline.studies.doctor.findings import Finding
 from paceline.studies.doctor.layers import Layer
 from paceline.studies.doctor.loaders import Loader
+from paceline.studies.doctor.room import Lack
 from paceline.studies.doctor.target import Target
 
 
@@ -30,6 +31,7 @@ class Subject:
         environment: Environment variables of this process.
         sockets: NUMA nodes of this machine whose cores this process may use.
         run: Events of a run directory, where one was named.
+        lack: The memory that a step lacks on the target; None if it fits, or that is not known.
     """
 
     recipe: Recipe
@@ -41,6 +43,7 @@ class Subject:
     environment: Mapping[str, str] = field(default_factory=dict)
     sockets: int = 1
     run: tuple[dict[str, Any], ...] = ()
+    lack: Lack | None = None
 
     @property
     def products(self) -> str:

@@ -74,7 +74,10 @@ def rooms(
     cpu = torch.device("cpu")
     machine = machine_with(device) if device is not None else describe_machine(cpu)
     found = {}
-    with fake_run(_for_one(recipe, shares), machine=machine, scores=True) as step, without_collection():
+    with (
+        fake_run(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
+        without_collection(),
+    ):
         steps = trace_steps(step)
         for size, share in shares.items():
             memory = _memory(device, machine if device is not None else describe_machine(cpu, processes=size))
@@ -96,16 +99,15 @@ def _memory(device: Device | None, machine: MachineFacts) -> int | None:
     return machine.memory_bytes if device is None else device.memory_bytes
 
 
-def _for_one(recipe: Recipe, shares: Mapping[int, Share]) -> Recipe:
-    """One process's step: what others add to it is worked out."""
-    first = shares[min(shares)]
+def of_one_process(recipe: Recipe, share: Share) -> Recipe:
+    """A recipe of one process's part of the step; the data that are not here are stood in for."""
     path = recipe.data.path
     if path is not None and not Path(path).exists():
         recipe = replace(recipe, data=replace(recipe.data, path=None))
     recipe, _ = with_stand_in_data(recipe)
     return replace(
         recipe,
-        batch=Batch(global_size=first.micro_batch * first.passes, micro_size=first.micro_batch),
+        batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),
         # Estimated as uncompiled: a compiled network keeps less.
         model=replace(recipe.model, compile=False),
         parallel=replace(recipe.parallel, strategy="auto", logical_ranks="auto", gradient_compression="none"),

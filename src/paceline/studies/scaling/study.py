@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.clusters import Cluster, Link, find_cluster
 from paceline.devices import Device, find_device
-from paceline.errors import RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.formulas.intervals import Interval
 from paceline.formulas.links import Fabric
 from paceline.formulas.parallel_step import Compiled, OneDevice, Prediction, Strategy, Way, predict
@@ -19,6 +19,7 @@ from paceline.recipe.compute import WITH_GRAPHS
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.studies.launches import check_alone
+from paceline.studies.scaling.bound import least_steps
 from paceline.studies.scaling.here import cluster_here, is_here, probe
 from paceline.studies.scaling.loops import LOOPS, LoopName
 from paceline.studies.scaling.measure import Measurements, Trials, measure
@@ -369,7 +370,7 @@ class Scaling:
         return said or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
-        """What the device cannot do better than: its arithmetic at its dense peaks."""
+        """What the device cannot do better than: its arithmetic at its dense peaks, or its memory at its bandwidth."""
         device, work = self.device, self.subject.work
         if device is None or work is None:
             raise RecipeError(
@@ -377,16 +378,17 @@ class Scaling:
                 "--step-seconds SECONDS."
             )
         seconds, peaks = self._arithmetic(device, work)
-        ones = {
-            size: OneDevice(
-                seconds=seconds * share.micro_batch / self.subject.work_samples,
-                samples=share.micro_batch,
-                is_bound=True,
-            )
-            for size, share in self.shares.items()
-        }
-        bound = f"its dense {peaks} bounds it; real rates are well below, and scale better"
-        return ones, f"no figure for one {device.title}: {bound}", True
+        try:
+            ones, bound = least_steps(self._recipe, self.shares, device), f"its dense {peaks} and its memory bound it"
+        except PacelineError:  # a network that is not called without numbers
+            each = seconds / self.subject.work_samples
+            ones = {
+                size: OneDevice(seconds=each * share.micro_batch, samples=share.micro_batch, is_bound=True)
+                for size, share in self.shares.items()
+            }
+            bound = f"its dense {peaks} bounds it"
+        told = f"no figure for one {device.title}: {bound}; real rates are well below, and scale better"
+        return ones, told, True
 
     def _arithmetic(self, device: Device, work: StepWork) -> tuple[float, str]:
         """Least seconds of a pass's products, each at the peak of its numbers, and which these are."""

@@ -231,3 +231,14 @@ def _subject() -> Subject:
     target = choose_target("a100", recipe)
     plan = plan_run(recipe, build_task(recipe), target.machine, World())
     return Subject(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), behaviour=Behaviour())
+
+
+def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:
+    asked = {"data.image_size": 224, "batch.global_size": 4096, "schedule.warmup": "1 epoch"}
+    found = examined(asked, device="a100").findings[0]
+    assert (found.name, found.severity) == ("does_not_fit", "breaks")
+    # The proposed size is one that does fit, and that makes the same step.
+    proposed = found.advice.overrides["batch.micro_size"]
+    assert 4096 % proposed == 0
+    names = [each.name for each in examined(asked | {"batch.micro_size": proposed}, device="a100").findings]
+    assert "does_not_fit" not in names

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from paceline.formulas.parallel_step import KERNEL_SECONDS
 from paceline.studies.doctor.findings import Advice, Finding, Keeps
+from paceline.studies.doctor.layers import BYTES, Layer
 from paceline.studies.doctor.sources import AMP, CONVOLUTION, OWN, TUNING
 from paceline.studies.doctor.subject import Subject, named
 
 # On a CPU, a layer of fewer FLOPs takes about as long as what changing its numbers or starting threads costs.
 _SMALL_ON_CPU = 1e8
+# On a GPU, a change of numbers that gains less than that costs as much in casts.
+_WORTH_IT = 1.1
 
 
 def precision(subject: Subject) -> Iterator[Finding]:
@@ -32,16 +37,41 @@ def precision(subject: Subject) -> Iterator[Finding]:
     words = f"train.precision={asked} ({faster})"
     if target.has("tf32") and plan.float32_matmul not in ("high", "medium"):
         words += "; or, nearer to fp32, train.float32_matmul=high (TF32)"
+    most = _most_gained(subject, faster)
+    expected, speedup = "1.5 to 3 times as fast; sums and weights stay fp32", (1.5, 3.0)
+    if most < speedup[0]:
+        expected = f"predicted: at most {most:.2f} times as fast: layers end about as soon as the next can be launched"
+        speedup = (1.0, most)
     yield Finding(
         name="precision",
-        severity="slows",
+        severity="slows" if most >= _WORTH_IT else "notice",
         evidence=f"train.precision={subject.recipe.train.precision} comes to fp32{figures}",
         why="Matrix units multiply 16-bit numbers several times as fast, and half as many bytes are moved.",
         source=AMP,
         advice=Advice(words=words, overrides={"train.precision": asked}, keeps="rounding"),
-        expected="1.5 to 3 times as fast; sums and weights stay fp32",
-        speedup=(1.5, 3.0),
+        expected=expected,
+        speedup=speedup,
     )
+
+
+def _most_gained(subject: Subject, faster: str) -> float:
+    """How many times as fast the forward pass of the layers can be in other numbers; infinite if unknown.
+
+    A layer takes the time of its arithmetic, of its memory traffic, or of launching it, whichever is most.
+    """
+    device, slower = subject.target.device, subject.products
+    if device is None or not subject.layers:
+        return math.inf
+    samples = subject.plan.micro_batch_size
+
+    def seconds(layer: Layer, precision: str) -> float:
+        flops = layer.flops * samples
+        moved = flops / layer.intensity(samples, BYTES[precision]) if flops else 0.0
+        peak = device.peak(precision) or math.inf
+        return max(flops / peak, moved / device.bytes_per_second, KERNEL_SECONDS * layer.calls)
+
+    taken = {each: sum(seconds(layer, each) for layer in subject.layers) for each in (slower, faster)}
+    return taken[slower] / taken[faster]
 
 
 def slow_precision(subject: Subject) -> Iterator[Finding]:

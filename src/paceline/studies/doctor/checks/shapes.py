@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.studies.doctor.findings import Advice, Finding
-from paceline.studies.doctor.layers import Layer
+from paceline.studies.doctor.layers import BYTES, Layer
 from paceline.studies.doctor.sources import CONVOLUTION, INTENSITY, LINEAR, MEMORY_LIMITED, RECURRENT
 from paceline.studies.doctor.subject import Subject, named
 
-_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 _MUCH = 0.05
 _MOST = 0.5
 _TILE = 64
@@ -121,7 +120,7 @@ def first_layer(subject: Subject) -> Iterator[Finding]:
 def memory_bound(subject: Subject) -> Iterator[Finding]:
     """Matrix products that wait for memory."""
     ridge = subject.target.ridge(subject.products)
-    samples, each = subject.plan.micro_batch_size, _BYTES[subject.products]
+    samples, each = subject.plan.micro_batch_size, BYTES[subject.products]
     if ridge is None:
         return
     bound = [layer for layer in subject.layers if layer.intensity(samples, each) < ridge]
