@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,27 @@ def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
     document = json.loads(written[0].read_text())
     assert document["rules"][0]["law"]["critical_batch"]["middle"] == pytest.approx(100, rel=0.01)
     assert "linear: law" in written[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps_of", "said"),
+    [
+        (lambda batch, _: 10 * batch**0.5, "knee below"),
+        (lambda batch, seed: 1e4 / batch**0.5 * 30.0 ** (seed - 1), "on neither side"),
+        (lambda batch, _: 1e6 / batch**1.2, "knee above"),
+        (lambda batch, _: 50.0, "knee below"),
+    ],
+    ids=["rising", "no order", "falling", "level"],
+)
+def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
+    steps_of: Callable[[int, int], float], said: str, tmp_path: Path
+) -> None:
+    swept = made_up()
+    runs = {key: replace(run, steps=steps_of(run.batch, run.seed)) for key, run in swept.runs.items()}
+    report = conclude(replace(swept, asked=replace(swept.asked, rules=("linear",)), runs=runs))
+    assert said in knee_in_words(report.rules[0])
+    assert all("nan" not in cell for row in table_rows(report.rules[0]) for cell in row)
+    assert len(write_sweep(tmp_path, report)) == 2
 
 
 def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:

@@ -194,6 +194,8 @@ def knee_in_words(result: RuleResult) -> str:
         return f"no knee: {result.why}"
     knee, tried = result.law.critical_batch, [row.samples_per_step for row in result.rows]
     off = f"the law is off by {100 * result.law.worst:.0f} % at most"
+    if knee.low == 0 and math.isinf(knee.high):
+        return f"knee unknown: the runs bound it on neither side, more seeds or a wider range of batches would; {off}"
     if math.isinf(knee.high):
         return f"knee above {knee.low:.3g} samples: the batches tried do not reach it; {off}"
     if knee.low == 0:
