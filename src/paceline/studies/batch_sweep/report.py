@@ -10,7 +10,7 @@ from typing import Any
 from paceline.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
 from paceline.formulas.intervals import Interval, time_to_event
 from paceline.studies.batch_sweep.rates import Rule
-from paceline.studies.batch_sweep.sweep import SweepRun, Swept
+from paceline.studies.batch_sweep.sweep import SweepRun, Swept, with_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +178,13 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
         notes.append(
             f"schedule.name={recipe.schedule.name} ends with the run, so that steps to the target depend on how long a "
             "run may be; schedule.name=constant does not."
+        )
+    ghosts = recipe.model.ghost_batch_norm
+    models = {each: with_batch(recipe, each, swept.asked.processes).model for each in swept.asked.batch_sizes}
+    if other := [str(batch) for batch, model in models.items() if model.ghost_batch_norm not in (ghosts, None)]:
+        notes.append(
+            f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
+            "groups are smaller there."
         )
     short = [run for run in runs if run.samples_per_step < 0.99 * run.batch]
     if short:
