@@ -215,7 +215,8 @@ def _recipe_of(asked: SweepAsked, recipe: Recipe, batch: int, lr: float, seed: i
         cut,
         seed=seed,
         optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
-        train=recipe.train if asked.longest is None else replace(recipe.train, duration=asked.longest),
+        # A run that is stopped on the way, to go on later, is none of these.
+        train=replace(recipe.train, until=None, duration=asked.longest or recipe.train.duration),
         checkpoint=replace(Checkpoint(), every=None, keep_best=False),
         telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None),
     )
