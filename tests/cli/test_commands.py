@@ -95,6 +95,20 @@ def test_every_command_explains_itself(paceline_here: Callable[..., Any], name: 
     assert "--help" in done.out
 
 
+@pytest.mark.parametrize("words", [("noise-scale", "digits"), ("find-batch", "digits", "--processes", "1")])
+def test_what_starts_its_ranks_itself_says_so(
+    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    said = " ".join(paceline_here(words[0], "--help").out.split())
+    assert "not under torchrun" in said
+    assert "Leave it out under torchrun" not in said
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    done = paceline_here(*words)
+    assert done.code == 2
+    assert "run it alone, with --processes N" in " ".join(done.err.split())
+
+
 def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., Any]) -> None:
     done = paceline_here()
     assert done.code in (0, 2)

@@ -59,6 +59,8 @@ def test_two_processes_give_the_same_document(paceline: Callable[..., Any], fini
         (("RUN", "optimizer.lr=1"), "override 'optimizer.lr' has no effect"),
         (("optimizer.lr=1",), "no run was named"),
         (("RUN", "--output", "RUN/seen"), "is inside the run"),
+        # Before anything is opened, let alone measured.
+        (("nowhere", "--output", "/dev/null/seen"), "/dev/null/seen"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(

@@ -14,7 +14,6 @@ from paceline.cli.options import (
     json_option,
     overrides_argument,
     present_gpus,
-    processes_option,
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table
@@ -33,7 +32,12 @@ if TYPE_CHECKING:
 @click.option(
     "--device", metavar="NAME", help="A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
 )
-@processes_option
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks of the run that is estimated; none is started (default: one per GPU, 1 on a CPU or with --device).",
+)
 @click.option("--expandable-segments", is_flag=True, help="As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
 @json_option
 def command(

@@ -15,7 +15,7 @@ from paceline.cli.options import (
     json_option,
     overrides_argument,
     present_gpus,
-    processes_option,
+    study_processes_option,
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs
@@ -36,7 +36,7 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
 @click.command("find-batch", short_help="Find the largest micro-batch that this machine trains, by trying.")
 @click.argument("recipe")
 @overrides_argument
-@processes_option
+@study_processes_option
 @click.option(
     "--memory",
     callback=_bytes,

@@ -155,7 +155,7 @@ def command(runs: tuple[str, ...], processes: int | None, output: Path | None, a
             "no run was named, only overrides; give a run directory, a checkpoint or a weights file."
         )
     refuse_training_overrides(overrides)
-    _check_output(output, targets)
+    _make_output(output, targets)
     if not is_one_of_several(processes):
         arguments = ["landscape", *runs, *_spelled(asked), *(["--output", str(output)] if output else [])]
         launched = launch(choose_processes(processes, 1), [*arguments, "--json"] if as_json else arguments)
@@ -176,12 +176,16 @@ def command(runs: tuple[str, ...], processes: int | None, output: Path | None, a
     return 0
 
 
-def _check_output(output: Path | None, targets: tuple[Path, ...]) -> None:
+def _make_output(output: Path | None, targets: tuple[Path, ...]) -> None:
     for target in targets:
         if output is not None and output.resolve().is_relative_to(target.resolve()):
             raise PacelineError(
                 f"--output={output} is inside the run '{target}', which is only read; give another folder."
             )
+    if output is not None:
+        from paceline.studies.bench.report import check_folder
+
+        check_folder(output)
 
 
 def _spelled(asked: dict[str, Any]) -> list[str]:
@@ -220,13 +224,9 @@ def _request(targets: tuple[Path, ...], overrides: tuple[str, ...], asked: dict[
 
 def _write(report: LandscapeReport, folder: Path) -> list[Path]:
     from paceline.pages.page import write_page
-    from paceline.records.run_directory import cannot, write_json
+    from paceline.records.run_directory import write_json
     from paceline.studies.landscape.charts import page_of
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot("create", folder, error, what="folder") from error
     document = folder / "landscape.json"
     write_json(document, report.to_json())
     return [document, write_page(folder / "landscape.html", page_of(report))]
@@ -241,8 +241,7 @@ def _show(report: LandscapeReport) -> None:
     for run in report.runs:
         _show_run(run)
     if report.line is not None:
-        rises = ", ".join(f"{rise:.4g} ({on})" for on, rise in report.line.barrier.items())
-        click.echo(f"from the first to the second: the loss rises above the line between the two by {rises}")
+        click.echo(f"from the first to the second: {report.line.in_words()}")
     for note in report.notes:
         click.echo(f"note: {note}")
 

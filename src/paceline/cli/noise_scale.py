@@ -21,7 +21,7 @@ from paceline.cli.options import (
     launch,
     overrides_argument,
     present_gpus,
-    processes_option,
+    study_processes_option,
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option(
     "--steps", type=click.IntRange(min=2), default=50, show_default=True, help="Batches at each set of weights."
 )
-@processes_option
+@study_processes_option
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="DIR", help="Write noise-scale.json and .html there."
 )

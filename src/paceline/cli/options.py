@@ -62,6 +62,13 @@ processes_option: Callable[[Any], Any] = click.option(
     metavar="N",
     help="Start N ranks on this machine (default: one per GPU, 1 on a CPU). Leave it out under torchrun or Slurm.",
 )
+study_processes_option: Callable[[Any], Any] = click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU). They are always started from here: run it "
+    "alone, and not under torchrun or Slurm's srun.",
+)
 changing_processes_option: Callable[[Any], Any] = click.option(
     "--processes",
     type=_rank_count,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize, minimize_scalar
 from scipy.special import log_ndtr, stdtrit
 
-from paceline.formulas.batch import examples_ratio, steps_ratio
+from paceline.formulas.batch import steps_ratio
 from paceline.formulas.intervals import Interval
 
 Floats = NDArray[np.float64]
@@ -32,6 +32,7 @@ _GRID = 121
 FEWEST_BATCHES = 3
 FEWEST_RUNS = 4
 _LEAST_SPREAD = 1e-9
+_LARGEST_LOGARITHM = math.log(np.finfo(np.float64).max)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class BatchLaw:
         fewest_steps: S_min; its interval, as the next one's, is of the law made linear around the fit.
         fewest_examples: E_min.
         critical_batch: The knee, with a profile likelihood's interval; ``low`` is 0, or ``high`` infinite, where the
-            batches that were tried do not bound it.
+            batches that were tried do not bound it, and ``middle`` too where the likeliest is that there is none.
         spread: Standard deviation of the logarithm of a run's steps around the law: 0.1 is 10 %.
         worst: The largest share by which the runs of one batch are off the law, on average.
     """
@@ -70,11 +71,13 @@ class BatchLaw:
 
     def steps(self, batch: float) -> float:
         """Steps to the target with a batch."""
+        if math.isinf(self.critical_batch.middle):
+            return self.fewest_examples.middle / batch  # no knee: what is left of the law
         return self.fewest_steps.middle * steps_ratio(self.critical_batch.middle, batch)
 
     def examples(self, batch: float) -> float:
         """Samples to the target with a batch."""
-        return self.fewest_examples.middle * examples_ratio(self.critical_batch.middle, batch)
+        return batch * self.steps(batch)
 
     def to_json(self) -> dict[str, object]:
         """The law as one JSON object."""
@@ -217,7 +220,8 @@ def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -
 
 
 def _around(logarithm: float, half: float, count: int, confidence: float) -> Interval:
-    high = math.inf if math.isinf(half) else math.exp(logarithm + half)
+    # Too wide for a float where the batches say nothing of one of the two.
+    high = math.inf if logarithm + half > _LARGEST_LOGARITHM else math.exp(logarithm + half)
     return Interval(math.exp(logarithm), math.exp(logarithm - half), high, count, confidence)
 
 

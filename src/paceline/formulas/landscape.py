@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -32,6 +33,9 @@ def loss_barrier(shares: Sequence[float], losses: Sequence[float]) -> float:
         shares: Where each loss was measured: 0 is the first network, 1 the second; both must be among them.
         losses: The losses there.
 
+    Returns:
+        NaN if a loss on the way is none, or one of the two networks' is not finite.
+
     Source:
         Goodfellow et al., Qualitatively characterizing neural network optimization problems, arXiv:1412.6544, section
         3, for the way; Frankle et al., Linear mode connectivity, arXiv:1912.05671, equation 1, for the barrier, here
@@ -40,4 +44,6 @@ def loss_barrier(shares: Sequence[float], losses: Sequence[float]) -> float:
     at = dict(zip(shares, losses, strict=True))
     if 0 not in at or 1 not in at:
         raise ValueError("both networks (0 and 1) must be among the shares")
-    return max(loss - ((1 - share) * at[0] + share * at[1]) for share, loss in at.items() if 0 <= share <= 1)
+    rises = [loss - ((1 - share) * at[0] + share * at[1]) for share, loss in at.items() if 0 <= share <= 1]
+    # The largest of numbers and NaN would be whichever stands first.
+    return math.nan if any(math.isnan(rise) for rise in rises) else max(rises)

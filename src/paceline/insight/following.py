@@ -6,7 +6,9 @@ The file is opened anew each time, as a network's file system shows then what an
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,12 @@ def is_being_trained(directory: RunDirectory) -> bool | None:
         locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except (OSError, RunDirectoryError):
         return None
-    return any(f":{inode}" in word for lock in locks for word in lock.split() if word.count(":") == 2)
+    return is_locked(locks, inode)
+
+
+def is_locked(locks: Iterable[str], inode: int) -> bool:
+    """Whether one of the lines of ``/proc/locks`` is of a file, which they name as ``MAJOR:MINOR:INODE``."""
+    return any(re.fullmatch(rf"[^:]+:[^:]+:{inode}", word) for lock in locks for word in lock.split())
 
 
 def resolved(run: Path) -> RunDirectory:

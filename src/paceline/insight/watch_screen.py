@@ -82,7 +82,8 @@ def table(runs: Sequence[WatchedRun]) -> Table:
         found.add_column(name, overflow="fold" if name == "run" else "ellipsis", no_wrap=name != "run")
     for run in runs:
         cells = row(run)
-        found.add_row(cells[0], Text(cells[1], style=_STYLES.get(run.state, "")), *cells[2:])
+        # As a Text, since a name may have brackets, which would be markup.
+        found.add_row(Text(cells[0]), Text(cells[1], style=_STYLES.get(run.state, "")), *cells[2:])
     return found
 
 

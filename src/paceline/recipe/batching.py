@@ -62,6 +62,17 @@ def with_fitting_ghosts(model: Model, micro: int) -> Model:
     return replace(model, ghost_batch_norm=fitting[-1] if fitting else None)
 
 
+def with_nearest_ghosts(model: Model, micro: int) -> Model:
+    """A network's section for micro-batches of another size, with BatchNorm's groups as near to those asked for.
+
+    They are never larger; a micro-batch that is no larger itself is one group.
+    """
+    asked = model.ghost_batch_norm
+    if asked is None:
+        return model
+    return replace(model, ghost_batch_norm=None) if micro <= asked else with_fitting_ghosts(model, micro)
+
+
 def unused_ghosts(recipe: Recipe, micro: int, world_size: int) -> dict[str, str]:
     """Whether BatchNorm's groups are the micro-batches themselves, on any number of processes, with the reason."""
     largest = micro if fixed_logical_ranks(recipe) is not None else micro * world_size

@@ -113,6 +113,8 @@ class Plan(Compiled, Rates):
     Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
     are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
 
+    ``higher_is_better`` says of each metric that the task measures which way it is better.
+
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
 
@@ -150,6 +152,7 @@ class Plan(Compiled, Rates):
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
     fp8_layers: tuple[str, ...] = ()

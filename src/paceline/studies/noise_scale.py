@@ -24,6 +24,7 @@ from paceline.distributed.strategy import Replicas
 from paceline.errors import RecipeError
 from paceline.formulas.batch import examples_ratio, steps_ratio
 from paceline.formulas.noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
+from paceline.recipe.batching import fixed_logical_ranks, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -187,6 +188,12 @@ def _cut(recipe: Recipe, processes: int) -> Recipe:
     """
     batch = recipe.batch.global_size
     open_ = recipe.batch.micro_size == "auto" and recipe.parallel.logical_ranks == "auto"
+    if not open_ and fixed_logical_ranks(recipe) == 1:
+        key = "parallel.logical_ranks" if recipe.batch.micro_size == "auto" else "batch.micro_size"
+        raise RecipeError(
+            f"{key} makes one micro-batch of a step's {batch} samples, and the noise is measured between two or more; "
+            f"give {key}=auto, which cuts the batch for this."
+        )
     if not open_ or batch % processes:
         return recipe
     counts = [count for count in range(max(2, processes), batch + 1) if batch % count == 0 and count % processes == 0]
@@ -194,7 +201,9 @@ def _cut(recipe: Recipe, processes: int) -> Recipe:
         raise RecipeError(f"batch.global_size={batch} cannot be cut into micro-batches to compare; use a larger one.")
     large = [count for count in counts if batch // count >= _FEW]
     count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
-    return replace(recipe, batch=replace(recipe.batch, micro_size=batch // count))
+    micro = batch // count
+    model = with_nearest_ghosts(recipe.model, micro)
+    return replace(recipe, model=model, batch=replace(recipe.batch, micro_size=micro))
 
 
 def _quiet(loaded: LoadedRecipe, recipe: Recipe) -> LoadedRecipe:

@@ -134,7 +134,11 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     named = replace(facts, description={"task": task_name(task), **facts.description})
     plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
     find_metric(task, recipe.evaluate.metric, f"evaluate.metric={recipe.evaluate.metric}")
-    return replace(plan, learning_rates=LearningRate.of(recipe.schedule, plan).phases())
+    return replace(
+        plan,
+        learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
+        higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
+    )
 
 
 def find_metric(task: Task, name: str, asked: str) -> Metric:

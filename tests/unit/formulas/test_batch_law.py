@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -103,6 +103,17 @@ def test_a_knee_outside_of_what_was_tried_is_not_bounded_there(
     found = fit_batch_law(points).critical_batch
     assert low is None or found.low == low
     assert high is None or found.high == high
+
+
+@pytest.mark.parametrize(
+    ("steps_of", "middle"), [(lambda batch: 10 * batch**0.5, 0.0), (lambda batch: 1e6 / batch**1.2, math.inf)]
+)
+def test_a_law_without_a_knee_still_says_what_a_batch_takes(steps_of: Callable[[float], float], middle: float) -> None:
+    law = fit_batch_law([SweepPoint(batch, steps_of(batch)) for batch in (8, 16, 32, 64)])
+    assert law.critical_batch.middle == middle
+    for batch in (8, 64):
+        assert law.steps(batch) == pytest.approx(steps_of(batch), rel=0.7)
+        assert law.examples(batch) == pytest.approx(batch * law.steps(batch))
 
 
 def test_mlperfs_reference_runs_are_met_within_what_is_stated() -> None:

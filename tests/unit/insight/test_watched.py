@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.following import EventFollower
+from paceline.insight.following import EventFollower, is_locked
 from paceline.insight.text_chart import draw_chart
-from paceline.insight.watch_screen import line_of, row
+from paceline.insight.watch_screen import line_of, row, screen, table
 from paceline.insight.watched import WatchedRun
 from paceline.records.events import EvaluationEvent, FinishEvent, IncidentEvent, StartEvent, StepEvent
 from paceline.records.writer import EventWriter, truncate_after
@@ -156,6 +158,27 @@ def test_a_run_without_a_word_is_gone_only_where_that_is_certain(run: Path, monk
 
 
 # ----------------------------------------------------------------------------------------- curves
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    names = ("lr[0.1]", "a[/b]", "[red]c")  # the second is a folder in a folder
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "recipe.yaml").write_text("data: {}\n")
+    watched = [WatchedRun(tmp_path / name) for name in names]
+    console = Console(width=140, height=40, file=io.StringIO(), record=True)
+    console.print(table(watched))
+    for each in watched:
+        console.print(screen(each, console))
+    shown = console.export_text()
+    assert all(shown.count(name) == 2 for name in names)
+
+
+def test_a_lock_is_told_from_that_of_a_file_with_a_longer_number() -> None:
+    locks = ["1: FLOCK  ADVISORY  WRITE 77 fd:01:12345 0 EOF", "1: -> FLOCK  ADVISORY  WRITE 12 fd:01:99 0 EOF"]
+    assert is_locked(locks, 12345)
+    assert is_locked(locks, 99)
+    assert not any(is_locked(locks, inode) for inode in (1234, 123, 2345, 12, 1, 77))
 
 
 def test_a_curve_is_drawn_from_its_left_to_its_right() -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import PacelineError, RecipeError
-from paceline.recipe.load import load_recipe
+from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.studies.batch_sweep.in_place import run_in_place
 from paceline.studies.batch_sweep.page import table_rows, write_sweep
 from paceline.studies.batch_sweep.rates import rates_of
 from paceline.studies.batch_sweep.report import conclude, knee_in_words
-from paceline.studies.batch_sweep.sweep import RUNS_FILE, SweepAsked, SweepRun, Swept, steps_to, sweep
+from paceline.studies.batch_sweep.sweep import RUNS_FILE, SweepAsked, SweepRun, Swept, steps_to, sweep, with_batch
 from paceline.studies.bench.target import Target, TargetRun
 
 QUICK = (
@@ -81,6 +82,8 @@ def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
     from paceline.units import Duration
 
     changes: dict[str, Any] = {"batch_sizes": (64,), "rules": ("constant",), "longest": Duration(10, "steps")}
+    # To stop on the way is of no use here, and is left out.
+    changes["overrides"] = (*QUICK, "train.until=5 steps")
     swept = sweep(asked(tmp_path, **changes, target=Target("top1_accuracy", 99.9)))
     (run,) = swept.runs.values()
     assert (run.reached, run.steps, run.evaluations, run.trouble) == (False, 10, 2, "")
@@ -97,6 +100,37 @@ def test_the_first_run_that_fails_ends_it(tmp_path: Path) -> None:
         sweep(asked(tmp_path, overrides=(*QUICK, "evaluate.every=off")))
     with pytest.raises(RecipeError, match=r"batch\.growth"):
         sweep(asked(tmp_path, overrides=(*QUICK, "batch.growth.2=128")))
+
+
+def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    cut = (*QUICK, "batch.global_size=48", "batch.micro_size=48")
+    with pytest.raises(RecipeError, match=r"--batch-sizes: no run can be made with 64: .*micro_size=48"):
+        sweep(asked(tmp_path, overrides=cut, batch_sizes=(48, 64)), said.append)
+    assert said == []
+    assert not (tmp_path / RUNS_FILE).exists()
+
+
+def test_batch_norms_groups_follow_the_batch(tmp_path: Path) -> None:
+    ghosts = (*QUICK, "model.ghost_batch_norm=32")
+    swept = sweep(asked(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), rules=("constant",)))
+    assert [run.trouble for run in swept.runs.values()] == ["", "", ""]
+    recipe = swept.loaded.recipe
+    assert [with_batch(recipe, batch, 1).model.ghost_batch_norm for batch in (16, 48, 64)] == [None, 24, 32]
+    (note,) = [note for note in conclude(swept).notes if "ghost" in note]
+    assert "of 48: " in note
+
+
+def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(loaded: LoadedRecipe, target: Target, folder: Path) -> TargetRun:
+        if loaded.recipe.batch.global_size == 64:
+            raise DataError("no more shared memory")
+        return run_in_place(loaded, target, folder)
+
+    monkeypatch.setattr("paceline.studies.batch_sweep.sweep.run_in_place", limited)
+    report = conclude(sweep(asked(tmp_path, rules=("constant",))))
+    assert [(row.reached, row.steps is None) for row in report.rules[0].rows] == [(1, False), (0, True)]
+    assert any("no more shared memory" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +185,27 @@ def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
     document = json.loads(written[0].read_text())
     assert document["rules"][0]["law"]["critical_batch"]["middle"] == pytest.approx(100, rel=0.01)
     assert "linear: law" in written[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps_of", "said"),
+    [
+        (lambda batch, _: 10 * batch**0.5, "knee below"),
+        (lambda batch, seed: 1e4 / batch**0.5 * 30.0 ** (seed - 1), "on neither side"),
+        (lambda batch, _: 1e6 / batch**1.2, "knee above"),
+        (lambda batch, _: 50.0, "knee below"),
+    ],
+    ids=["rising", "no order", "falling", "level"],
+)
+def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
+    steps_of: Callable[[int, int], float], said: str, tmp_path: Path
+) -> None:
+    swept = made_up()
+    runs = {key: replace(run, steps=steps_of(run.batch, run.seed)) for key, run in swept.runs.items()}
+    report = conclude(replace(swept, asked=replace(swept.asked, rules=("linear",)), runs=runs))
+    assert said in knee_in_words(report.rules[0])
+    assert all("nan" not in cell for row in table_rows(report.rules[0]) for cell in row)
+    assert len(write_sweep(tmp_path, report)) == 2
 
 
 def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:

@@ -76,6 +76,23 @@ def test_what_cannot_be_cut_is_refused() -> None:
         measure_noise(NoiseAsked(target="digits", overrides=(*SMALL[:2], "batch.global_size=1"), steps=2))
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (("batch.micro_size=32",), r"batch\.micro_size=auto"),
+        (("parallel.logical_ranks=1", "parallel.exact=true"), r"parallel\.logical_ranks=auto"),
+    ],
+)
+def test_one_micro_batch_is_refused_with_what_to_change(given: tuple[str, ...], advice: str) -> None:
+    with pytest.raises(RecipeError, match=f"one micro-batch .*{advice}"):
+        measure_noise(NoiseAsked(target="digits", overrides=(*SMALL, *given), steps=2))
+
+
+def test_batch_norms_groups_fit_the_parts() -> None:
+    ghosts = (*SMALL, "model.ghost_batch_norm=16")
+    assert measure_noise(NoiseAsked(target="digits", overrides=ghosts, steps=2)).micro_batch_size == 8
+
+
 def test_a_gradient_lost_in_noise_is_said_to_be() -> None:
     report = measure_noise(NoiseAsked(target="digits", overrides=(*SMALL, "batch.global_size=2"), steps=2))
     assert report.points[0].step == 0

@@ -28,6 +28,8 @@ Event = Mapping[str, Any]
 _TIMED = ("start", "step")
 # Keys of an evaluation that are no metric.
 _NO_METRICS = {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}
+# What plans did not say at first, of the metrics that there were.
+_OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,11 @@ class RunRecord:
     def metrics(self) -> list[str]:
         """Names of what evaluations measured."""
         return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in _NO_METRICS))
+
+    def higher_is_better(self, metric: str) -> bool | None:
+        """Which way a metric is better; None where nothing says so."""
+        told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        return told.get(metric)
 
     @cached_property
     def attribution(self) -> Attribution | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from paceline.insight.report.drawing import Line, curves, of_events, of_runs
-from paceline.insight.report.reading import RunRecord
+from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Table, Text
 
 _WEIGHTS = ("model", "ema")
@@ -81,19 +81,23 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
                 known = [event for event in events if event.get(metric) is not None]
                 if not known:
                     continue
-                # Accuracies are better when higher, losses and perplexities when lower.
-                choose = max if "accuracy" in metric else min
-                best = choose(known, key=itemgetter(metric))
                 who = [run.name] * (len(runs) > 1)
-                rows.append(
-                    (*who, f"{_in_words(metric)}, {weights}", known[-1][metric], best[metric], int(best["step"]))
-                )
+                rows.append((*who, f"{_in_words(metric)}, {weights}", known[-1][metric], *_best_of(run, metric, known)))
     who = ["run"] * (len(runs) > 1)
     if rows:
         columns = (*who, "metric, weights", "last", "best", "best after step")
         yield Table(columns=columns, rows=rows, caption="Evaluations, accuracies in %, losses in nats")
     else:
         yield Text("The run was not evaluated yet, or has no held-out samples: `evaluate.every` says when it is.")
+
+
+def _best_of(run: RunRecord, metric: str, known: Sequence[Event]) -> tuple[float, int] | tuple[str, str]:
+    """The best value and its step; nothing where the records do not say which way a metric is better."""
+    is_higher = run.higher_is_better(metric)
+    if is_higher is None:
+        return "", ""
+    best = (max if is_higher else min)(known, key=itemgetter(metric))
+    return best[metric], int(best["step"])
 
 
 def _in_words(metric: str) -> str:

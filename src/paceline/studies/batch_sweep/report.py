@@ -10,7 +10,7 @@ from typing import Any
 from paceline.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
 from paceline.formulas.intervals import Interval, time_to_event
 from paceline.studies.batch_sweep.rates import Rule
-from paceline.studies.batch_sweep.sweep import SweepRun, Swept
+from paceline.studies.batch_sweep.sweep import SweepRun, Swept, with_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,13 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
             f"schedule.name={recipe.schedule.name} ends with the run, so that steps to the target depend on how long a "
             "run may be; schedule.name=constant does not."
         )
+    ghosts = recipe.model.ghost_batch_norm
+    models = {each: with_batch(recipe, each, swept.asked.processes).model for each in swept.asked.batch_sizes}
+    if other := [str(batch) for batch, model in models.items() if model.ghost_batch_norm not in (ghosts, None)]:
+        notes.append(
+            f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
+            "groups are smaller there."
+        )
     short = [run for run in runs if run.samples_per_step < 0.99 * run.batch]
     if short:
         notes.append(
@@ -194,6 +201,8 @@ def knee_in_words(result: RuleResult) -> str:
         return f"no knee: {result.why}"
     knee, tried = result.law.critical_batch, [row.samples_per_step for row in result.rows]
     off = f"the law is off by {100 * result.law.worst:.0f} % at most"
+    if knee.low == 0 and math.isinf(knee.high):
+        return f"knee unknown: the runs bound it on neither side, more seeds or a wider range of batches would; {off}"
     if math.isinf(knee.high):
         return f"knee above {knee.low:.3g} samples: the batches tried do not reach it; {off}"
     if knee.low == 0:

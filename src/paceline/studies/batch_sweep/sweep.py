@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecipeError, RunDirectoryError, TrainingError
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
+from paceline.recipe.batching import micro_batch_size, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.running import Checkpoint
@@ -27,7 +29,10 @@ from paceline.studies.batch_sweep.in_place import run_in_place
 from paceline.studies.batch_sweep.rates import Rule, rates_of
 from paceline.studies.bench.target import Target, TargetAsked, TargetRun, one_run
 from paceline.studies.launches import check_alone, check_can_watch
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import plan_run, without_initial_weights
 from paceline.units import Duration
+from paceline.world import World
 
 RUNS_FILE = "runs.jsonl"
 
@@ -119,8 +124,8 @@ def sweep(asked: SweepAsked, say: Callable[[str], None] = lambda _: None) -> Swe
     """Make all runs that have not been made yet.
 
     Raises:
-        PacelineError: If the recipe is wrong, never evaluates, does not know the metric, or the output holds another
-            sweep.
+        PacelineError: If the recipe is wrong, also with one of the batches, never evaluates, does not know the metric,
+            or the output holds another sweep.
         TrainingError: If the first run cannot be made at all.
     """
     check_alone("sweep-batch")
@@ -132,6 +137,7 @@ def sweep(asked: SweepAsked, say: Callable[[str], None] = lambda _: None) -> Swe
     book = _Book(asked, recipe)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
     wanted = list(_wanted(asked, recipe, base_rate))
+    _check_plans(asked, recipe, wanted)
     missing = [each for each in wanted if each not in book.runs]
     if len(missing) < len(wanted):
         say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
@@ -139,7 +145,13 @@ def sweep(asked: SweepAsked, say: Callable[[str], None] = lambda _: None) -> Swe
     with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
         for number, (batch, lr, seed) in enumerate(missing, start=1):
             changed = replace(loaded, recipe=_recipe_of(asked, recipe, batch, lr, seed), origins={})
-            found = _run(asked, changed, Path(scratch) / str(number))
+            try:
+                found = _run(asked, changed, Path(scratch) / str(number))
+            except PacelineError as error:
+                if not book.runs:
+                    raise
+                # What was measured is not lost for what could not be.
+                found = _failed(changed.recipe, str(error))
             if not book.runs and found.trouble:
                 raise TrainingError(f"the first run failed: {found.trouble}")
             book.add(found)
@@ -181,17 +193,60 @@ def _wanted(asked: SweepAsked, recipe: Recipe, base_rate: float) -> Iterator[tup
     yield from dict.fromkeys(keys)
 
 
+def _check_plans(asked: SweepAsked, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
+    """Plan a run with each batch, so that one that cannot be made is known before the first run and not after hours.
+
+    Raises:
+        PacelineError: If one cannot be made.
+    """
+    world = World(world_size=asked.processes, local_world_size=asked.processes)
+    machine = describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
+    for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in wanted}.items():
+        try:
+            made = _recipe_of(asked, without_initial_weights(recipe), batch, lr, seed)
+            plan_run(made, build_task(made), machine, world)
+        except RecipeError as error:
+            raise RecipeError(f"--batch-sizes: no run can be made with {batch}: {error}") from error
+
+
 def _recipe_of(asked: SweepAsked, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
-    micro = recipe.batch.micro_size
+    cut = with_batch(recipe, batch, asked.processes)
     return replace(
-        recipe,
+        cut,
         seed=seed,
-        # A micro-batch that is larger than the batch is the batch.
-        batch=replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch)),
         optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
-        train=recipe.train if asked.longest is None else replace(recipe.train, duration=asked.longest),
+        # A run that is stopped on the way, to go on later, is none of these.
+        train=replace(recipe.train, until=None, duration=asked.longest or recipe.train.duration),
         checkpoint=replace(Checkpoint(), every=None, keep_best=False),
         telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None),
+    )
+
+
+def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
+    """The recipe with another batch, and BatchNorm's groups as near to its own as the micro-batches allow.
+
+    Raises:
+        RecipeError: If its micro-batches, or so many processes, do not divide the batch.
+    """
+    micro = recipe.batch.micro_size
+    # A micro-batch that is larger than the batch is the batch.
+    sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
+    without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
+    return replace(without, model=with_nearest_ghosts(recipe.model, micro_batch_size(without, processes, {})))
+
+
+def _failed(recipe: Recipe, trouble: str) -> SweepRun:
+    batch = recipe.batch.global_size
+    return SweepRun(
+        batch=batch,
+        lr=recipe.optimizer.lr,
+        seed=recipe.seed,
+        reached=False,
+        steps=0.0,
+        samples_per_step=float(batch),
+        evaluations=0,
+        seconds=0.0,
+        trouble=trouble,
     )
 
 

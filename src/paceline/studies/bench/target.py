@@ -72,12 +72,14 @@ class Target:
         found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
         return replace(self, less_is_better=not found.higher_is_better)
 
-    def is_met(self, value: float) -> bool:
-        """Whether a value is as good."""
+    def is_met(self, value: float | None) -> bool:
+        """Whether a value is as good; what is no number, and is recorded as none, is not."""
         return value == self.value or self.is_better(value, self.value)
 
-    def is_better(self, value: float, other: float) -> bool:
-        """Whether a value is better than another."""
+    def is_better(self, value: float | None, other: float | None) -> bool:
+        """Whether a value is better than another; any number is better than none."""
+        if value is None or other is None:
+            return value is not None
         return value < other if self.less_is_better else value > other
 
 
@@ -279,6 +281,10 @@ def _cost(seconds: Interval, price: float) -> dict[str, float]:
     return {**found, **{key: found[key] / _HOUR * price for key in ("middle", "low", "high")}}
 
 
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
 def write_dawnbench(folder: Path, loaded: LoadedRecipe, runs: Sequence[TargetRun], asked: TargetAsked) -> list[Path]:
     """Write each run that got there as an entry of DAWNBench's: a JSON file and a TSV of its progress.
 
@@ -314,7 +320,7 @@ def write_dawnbench(folder: Path, loaded: LoadedRecipe, runs: Sequence[TargetRun
         lines = ["\t".join(["epoch", "hours", *(name for _, name in known)])]
         for each in run.evaluations:
             figures = [f"{each['epoch']}", f"{each['train_seconds'] / _HOUR:.9g}"]
-            lines.append("\t".join([*figures, *(f"{each[key]:.4g}" for key, _ in known)]))
+            lines.append("\t".join([*figures, *(_figure(each.get(key)) for key, _ in known)]))
         write_text(path.with_suffix(".tsv"), "\n".join([*lines, ""]))
         written += [path, path.with_suffix(".tsv")]
     return written

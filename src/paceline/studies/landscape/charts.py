@@ -172,6 +172,6 @@ def _way(trajectory: Trajectory) -> Chart:
 
 
 def _line_charts(line: Line, names: Sequence[str]) -> Iterator[Block]:
-    rises = ", ".join(f"{rise:.4g} ({on})" for on, rise in line.barrier.items())
-    yield Text(f"0 is {names[0]}, 1 is {names[1]}. The loss rises above the line between the two by {rises}.")
+    said = line.in_words()
+    yield Text(f"0 is {names[0]}, 1 is {names[1]}. {said[0].upper()}{said[1:]}.")
     yield from _curve_charts(dict(line.curves), "from one run to the other")

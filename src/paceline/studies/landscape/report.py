@@ -76,11 +76,19 @@ class Line:
 
     Attributes:
         curves: By split.
-        barrier: How far the loss rises above the line between the two losses, by split.
+        barrier: How far the loss rises above the line between the two losses, by split; NaN where a loss is none.
     """
 
     curves: Mapping[str, Curve]
     barrier: Mapping[str, float]
+
+    def in_words(self) -> str:
+        """The barrier as one sentence."""
+        known = ", ".join(f"{rise:.4g} ({on})" for on, rise in self.barrier.items() if not math.isnan(rise))
+        odd = " and ".join(on for on, rise in self.barrier.items() if math.isnan(rise))
+        said = [f"the loss rises above the line between the two by {known}"] if known else []
+        said += [f"how far it rises is not known for {odd}: the loss is no number somewhere on the way"] if odd else []
+        return "; ".join(said)
 
 
 @dataclass(frozen=True, kw_only=True)

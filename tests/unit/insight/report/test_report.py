@@ -83,6 +83,20 @@ def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, story: 
     assert "run 2 0 0 0 yes" in said
 
 
+def test_the_best_is_told_only_where_the_records_say_which_way(tmp_path: Path, story: Any, write: Any) -> None:
+    told = story().start()
+    for number, score in enumerate((0.2, 0.9, 0.8), start=1):
+        told.record(number).evaluation(number, loss=2.0 - score, f1=score, edits=score)
+    told.finish(3)
+    ways = {"device": "cpu", "higher_is_better": {"loss": False, "f1": True, "edits": False}}
+    said = texts(page(write(tmp_path / "run", told, plan=ways)))
+    assert "f1, model 0.8 0.9 2" in said
+    assert "edits, model 0.8 0.2 1" in said
+    old = texts(page(write(tmp_path / "old", told)))
+    assert "loss, model 1.2 1.1 2" in old
+    assert "f1, model 0.8 edits, model 0.8" in " ".join(old.split())
+
+
 def test_a_failed_run_says_why(tmp_path: Path, story: Any, write: Any) -> None:
     told = story().start().record(1).tell("incident", 1, incident="nonfinite_loss", message="it was no number")
     told.finish(1, "failed", message="the loss is no number")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
-from paceline.studies.bench.target import Target, TargetAsked, TargetRun, summarise_runs
+from paceline.studies.bench.target import Target, TargetAsked, TargetRun, follow, summarise_runs, write_dawnbench
 
 
 def test_targets_are_read() -> None:
@@ -36,6 +38,27 @@ def test_the_task_says_which_metrics_there_are_and_which_way_they_go() -> None:
         said = rf"--to {name}=94: {name} is not measured; choose one of: loss, top1_accuracy, top5_accuracy\."
         with pytest.raises(RecipeError, match=said):
             Target(name, 94.0).of(recipe)
+
+
+def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> None:
+    """A loss that is not finite is recorded as none."""
+    events = [{"event": "start", "step": 0, "time": 10.0}] + [
+        {"event": "evaluation", "step": step, "epoch": step, "time": 10.0 + step, "train_seconds": float(step)}
+        | {"weights": which, "loss": loss, "top1_accuracy": 10.0 * step}
+        for step, pair in enumerate(((None, None), (None, 0.7), (0.8, None), (0.4, None)), start=1)
+        for which, loss in zip(("raw", "ema"), pair, strict=True)
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    target = Target("loss", 0.5, less_is_better=True)
+    found = TargetRun(seed=0)
+    follow(found, tmp_path, target)
+    assert found.reached
+    assert [each["loss"] for each in found.evaluations] == [None, 0.7, 0.8, 0.4]
+    assert not target.is_met(None)
+    (tmp_path / "entry").mkdir()
+    asked = TargetAsked(recipe="digits", target=target)
+    _, table = write_dawnbench(tmp_path / "entry", load_recipe("digits"), [found], asked)
+    assert len(table.read_text().splitlines()) == 5
 
 
 def run(seconds: float, *, reached: bool, trouble: str = "") -> TargetRun:

@@ -12,6 +12,7 @@ import torch
 from paceline.formulas.landscape import keskar_box, keskar_sharpness, loss_barrier
 from paceline.studies.landscape.curvature import top_eigenvalue
 from paceline.studies.landscape.directions import filter_normalised, normal_vector, random_direction
+from paceline.studies.landscape.report import Line
 from paceline.studies.landscape.sharpness import STARTS, Box, climb, sharpness
 from paceline.studies.landscape.subject import Subject
 from paceline.studies.landscape.surface import along, on_grid, positions, surface_of
@@ -186,3 +187,13 @@ def test_a_barrier_is_the_rise_above_the_straight_line() -> None:
     assert loss_barrier([0, 0.5, 1], [1, 1.2, 2]) == 0
     with pytest.raises(ValueError, match="must be among"):
         loss_barrier([0, 0.5], [1, 2])
+
+
+def test_a_barrier_with_a_point_that_is_no_number_is_not_known() -> None:
+    assert math.isnan(loss_barrier([0, 0.5, 1], [1, math.nan, 1]))
+    assert loss_barrier([-0.5, 0, 0.5, 1], [math.nan, 1, 3, 1]) == 2
+    assert loss_barrier([0, 0.5, 1], [1, math.inf, 1]) == math.inf
+    assert Line(curves={}, barrier={"train": 0.5, "validation": math.nan}).in_words() == (
+        "the loss rises above the line between the two by 0.5 (train); how far it rises is not known for validation: "
+        "the loss is no number somewhere on the way"
+    )
