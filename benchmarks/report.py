@@ -19,7 +19,7 @@ from typing import Any
 
 from hardware import spread, write_result
 
-from paceline.trainer.api import train
+import paceline
 
 COUNTS = (100, 1_000, 10_000, 100_000)
 PROGRAM = """
@@ -62,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         often = {"train.duration": "2 epochs", "telemetry.log_every": "1 steps"}
-        train("digits", overrides=often, run_dir=run, quiet=True)
+        paceline.train("digits", overrides=often, run_dir=run, quiet=True)
         for count in COUNTS:
             repeated(run, count)
             found = [measure(run) for _ in range(asked.runs)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from paceline.insight.report.report import report_at_the_end
-from paceline.recipe.load import Overrides
-from paceline.trainer import api
-from paceline.trainer.train import TaskMaker, TrainResult
+from paceline.recipe.load import Overrides, load_recipe
+from paceline.telemetry.display import choose_display
+from paceline.trainer.bystander import torch_as_it_was
+from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
 
 
 def train(
@@ -36,6 +38,13 @@ def train(
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    return api.train(
-        recipe, overrides=overrides, run_dir=run_dir, resume=resume, task=task, quiet=quiet, report=report_at_the_end
+    options = Options(
+        run_dir=None if run_dir is None else Path(run_dir),
+        resume=resume,
+        display=None if quiet else choose_display(sys.stdout, unit="images"),
+        task=task,
+        report=report_at_the_end,
     )
+    loaded = load_recipe(recipe, overrides)
+    with torch_as_it_was():
+        return train_recipe(loaded, options)

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
 from paceline.recipe.batching import with_fitting_ghosts
-from paceline.recipe.load import to_yaml
+from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
@@ -21,7 +21,8 @@ from paceline.studies.prove.bare import bare
 from paceline.studies.prove.notes import ORDERS_VARIABLE, Observed, Orders
 from paceline.studies.prove.witness import REFERENCE, Witness
 from paceline.tasks.build import build_task
-from paceline.trainer.api import train
+from paceline.trainer.bystander import torch_as_it_was
+from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 
 _LIMIT_SECONDS = 900.0
@@ -226,7 +227,9 @@ class Runner:
 
         trouble, path = "", self._write(orders, recipe)
         try:
-            if train(path, run_dir=path.parent / "run", task=make, quiet=True).status == "stopped":
+            with torch_as_it_was():
+                result = train_recipe(load_recipe(path), Options(run_dir=path.parent / "run", task=make))
+            if result.status == "stopped":
                 raise KeyboardInterrupt  # the run has heard the signal; it was meant for all of this
         except TrainingError as error:
             trouble = str(error)
