@@ -131,6 +131,10 @@ def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: p
     report = conclude(sweep(asked(tmp_path, rules=("constant",))))
     assert [(row.reached, row.steps is None) for row in report.rules[0].rows] == [(1, False), (0, True)]
     assert any("no more shared memory" in note for note in report.notes)
+    monkeypatch.undo()
+    said: list[str] = []
+    assert all(run.reached for run in sweep(asked(tmp_path, rules=("constant",)), said.append).runs.values())
+    assert said[0] == "1 of 2 runs are there already"
 
 
 @pytest.mark.parametrize(

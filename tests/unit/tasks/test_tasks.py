@@ -173,6 +173,7 @@ def test_the_model_fits_the_data(tiny_task: Callable[..., Any]) -> None:
 
 def test_a_plan_for_any_world_needs_no_world() -> None:
     plans = [plan_only(load_recipe("digits"), world_size=world) for world in (1, 2, 64)]
+    assert plans[0].higher_is_better == {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
     assert [plan.world_size for plan in plans] == [1, 2, 64]
     assert len({plan.total_steps for plan in plans}) == 1
     assert len({plan.data["digest"] for plan in plans}) == 1

@@ -318,7 +318,8 @@ class _Book:
                 f"'{path}' holds the runs of another sweep (to {head.get('target')}, or of a recipe that was changed "
                 "since); name another --output, or remove it."
             )
-        self.runs = {run.key: run for run in runs}
+        # One that failed is tried again: what was in its way may be gone.
+        self.runs = {run.key: run for run in runs if not run.trouble}
 
     def open(self) -> None:
         """Begin the file, without what a killed sweep may have left at its end."""
