@@ -198,6 +198,7 @@ class WorkCounter:
         # Held weakly, so that no address is used again while it is in here.
         self._weights = {ref.cdata: ref for ref in (_reference(each) for each in self._parameters.values()) if ref}
         self._found: dict[Work, list[int]] = {}
+        self._numbered = 0
         self._hooks = contextlib.ExitStack()
         self._failure: Exception | None = None
 
@@ -223,6 +224,7 @@ class WorkCounter:
     def __enter__(self) -> WorkCounter:
         enters = register_module_forward_pre_hook(self._enter_module)
         leaves = register_module_forward_hook(self._leave_module, always_call=True)
+        self._numbered = next_node_number()
         self._hooks.callback(self._within.clear)
         self._hooks.callback(enters.remove)
         self._hooks.callback(leaves.remove)
@@ -236,11 +238,24 @@ class WorkCounter:
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
+            self._number_rest()
             self._within.append(self._names[id(module)])
 
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if id(module) in self._names and self._within:
+            self._number_rest()
             self._within.pop()
+
+    def _number_rest(self) -> None:
+        """What was made for the backward pass after the last operator, as for one in place on a view."""
+        if self._within and not self._phase:
+            self._number(next_node_number(), _Origin(self._within[-1], "forward", uses_weights=False))
+
+    def _number(self, end: int, origin: _Origin) -> None:
+        """Let what was made for the backward pass since the last time, up to a number, be of this origin."""
+        for number in (*range(self._numbered, end), end - 1):
+            self._origins.setdefault(number, origin)
+        self._numbered = end
 
     def _try_to_note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Keep what goes wrong for later: an error in here would end the process where C++ called for the operator."""
@@ -278,10 +293,10 @@ class WorkCounter:
             phase = "recompute"
         else:
             phase = "forward" if self._within else "loss"
-        # What is made here for the backward pass has the number before the next one.
-        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
+        # What is made here for the backward pass has the number before the next one; what changes its input in place
+        # has more of them, since autograd first clones what its gradient needs, and numbers the clone too.
         origin = _Origin(layer, "forward" if self._within else phase, *weights)
-        self._origins.setdefault(number, origin)
+        self._number(next_node_number(), origin)
         return replace(origin, phase=phase)
 
     def _origin_of(self, node: Any) -> _Origin:
@@ -336,6 +351,11 @@ def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, add
     if origin.uses_weights and not uses_weights and (part.flops or adds_up):
         return "wgrad"
     return "dgrad"
+
+
+def next_node_number() -> int:
+    """What autograd will number the next operator's node of the backward graph with."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
 
 
 def _dtype_name(tensor: Tensor) -> str:
