@@ -238,18 +238,11 @@ class WorkCounter:
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
-            self._number_rest()
             self._within.append(self._names[id(module)])
 
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if id(module) in self._names and self._within:
-            self._number_rest()
             self._within.pop()
-
-    def _number_rest(self) -> None:
-        """What was made for the backward pass after the last operator, as for one in place on a view."""
-        if self._within and not self._phase:
-            self._number(next_node_number(), _Origin(self._within[-1], "forward", uses_weights=False))
 
     def _number(self, end: int, origin: _Origin) -> None:
         """Let what was made for the backward pass since the last time, up to a number, be of this origin."""

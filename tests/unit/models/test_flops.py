@@ -333,17 +333,3 @@ def test_the_backward_pass_of_what_works_in_place_is_its_layer_s() -> None:
     # The clone is a real one: read and written, beside the activation's own reading and writing.
     moved = sum(each.bytes_moved for each in found.works if (each.layer, each.phase) == ("1", "forward"))
     assert moved == 4 * (4 * 3 * 8)
-
-
-class InPlaceOnAView(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1.0
-        y[:, :2].mul_(3.0)
-        return y
-
-
-def test_the_backward_pass_of_a_change_of_a_view_is_its_layer_s() -> None:
-    network = nn.Sequential(nn.Linear(6, 8), InPlaceOnAView(), nn.Linear(8, 4))
-    found = count(network, torch.randn(3, 6))
-    assert "as_strided" not in {each.operator for each in found.works if each.phase == "loss" and each.bytes_moved}
-    assert {each.layer for each in found.works if each.phase == "dgrad" and each.operator == "mul"} == {"1"}
