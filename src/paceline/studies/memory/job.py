@@ -30,6 +30,8 @@ from paceline.trainer.fake_run import FakeRun
 
 _MOST = 2**20
 _ROUGHLY = 1 / 32
+# How near the least memory is looked for: a part of what would be taken.
+_NEAR = 512
 _GUESSES = 3
 
 
@@ -73,15 +75,43 @@ class Job:
     def forget(self) -> None:
         """Look at the steps anew, which have changed."""
         self._known: dict[tuple[int, str | None], Peak] = {}
+        self._least: dict[tuple[int, int | None, str | None], int] = {}
 
     def accumulates(self, micro_batch: int) -> bool:
         """Whether gradients of earlier micro-batches are there."""
         return micro_batch < self.share
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
-        """Bytes that a process takes from its device, driver and libraries included."""
+        """Bytes that a process takes from its device if it can, driver and libraries included."""
         peak = self.peak(micro_batch, strategy)
         return (peak.allocated if peak.reserved is None else peak.reserved) + self._outside(strategy)
+
+    def least(self, micro_batch: int, memory: int | None = None, strategy: str | None = None) -> int:
+        """Bytes that a device must have, driver and libraries included: PyTorch's reserve is given back when it must.
+
+        Found by trying, to 1/512 of what would be taken.
+
+        Args:
+            micro_batch: Samples.
+            memory: Bytes of the device in question, which the answer is not above if and only if that many fit.
+            strategy: The plan's unless given.
+        """
+        key = micro_batch, memory, strategy
+        if key not in self._least:
+            self._least[key] = self._found_least(*key)
+        return self._least[key]
+
+    def _found_least(self, micro_batch: int, memory: int | None, strategy: str | None) -> int:
+        most = self.needed(micro_batch, strategy)
+        if not self._caching:
+            return most
+        near = most // _NEAR
+        below = self.peak(micro_batch, strategy).allocated + self._outside(strategy) - 1
+        middle = memory if memory is not None and below < memory < most else (below + most) // 2
+        while most - below > near:
+            below, most = (below, middle) if self.fits(micro_batch, middle, strategy) else (middle, most)
+            middle = (below + most) // 2
+        return most
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
         """Whether a device has room for it; a GPU gives back what it keeps in reserve before it refuses."""
