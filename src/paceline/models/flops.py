@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.models.operator_work import OperatorWork, Product, operator_work, tensors_in
 
 PHASES = ("forward", "dgrad", "wgrad", "recompute", "loss", "optimizer")
+SUM_OF_GRADIENTS = "(sum of gradients)"
+"""The layer of what autograd adds where branches of the network part, which is the work of no module."""
 # The model's own arithmetic, by which MFU goes: what is computed twice counts once.
 _OF_MODEL = ("forward", "dgrad", "wgrad", "loss")
 
@@ -40,7 +43,7 @@ class Work:
     """What one operator does in one layer and phase of a step, all its calls of one shape together.
 
     Attributes:
-        layer: Name of the module; empty for what the network itself does, and outside of it.
+        layer: Name of the module; empty for what the network itself does, and outside of it; ``SUM_OF_GRADIENTS``.
         phase: One of ``PHASES``: ``dgrad`` and ``wgrad`` are the backward pass's gradients of inputs and of weights.
         operator: Name of the operator.
         dtype: Of the numbers that it multiplies, or of its first floating-point tensor.
@@ -149,6 +152,7 @@ class _Origin:
 
 
 _NOWHERE = _Origin("", "loss", uses_weights=False)
+_WHERE_BRANCHES_PART = _Origin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -176,6 +180,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return out
 
 
+_ADDING = frozenset({torch.ops.aten.add, torch.ops.aten.add_})
 _OVER_SAMPLES = frozenset({torch.ops.aten.sum})
 _WHOLE = frozenset({torch.ops.aten.linear.default})
 # Questions about a tensor, which it answers itself.
@@ -270,7 +275,8 @@ class WorkCounter:
             origin = self._forward_origin(again=node is not None, weights=weights)
             phases = [origin.phase] * len(parts)
         else:
-            origin = self._origin_of(node)
+            is_sum = _sums_gradients(func, args, kwargs, node)
+            origin = _WHERE_BRANCHES_PART if is_sum else self._origin_of(node)
             adds_up = getattr(func, "overloadpacket", None) in _OVER_SAMPLES
             phases = [_backward_phase(each, origin, any(from_weights), adds_up) for each in parts]
         dtype = next((_dtype_name(each) for each in given if each.is_floating_point()), "")
@@ -344,6 +350,18 @@ def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, add
     if origin.uses_weights and not uses_weights and (part.flops or adds_up):
         return "wgrad"
     return "dgrad"
+
+
+def _sums_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any) -> bool:
+    """Whether autograd adds up what two branches send back, which it does after the last of them.
+
+    Formulas of torch's own gradients add no two tensors of one shape, but for those of means with variances.
+    """
+    if getattr(func, "overloadpacket", None) not in _ADDING or kwargs or len(args) != 2:
+        return False
+    name = type(node).__name__
+    is_own = isinstance(node, BackwardCFunction) or name == "AccumulateGrad" or name.startswith(("VarMean", "StdMean"))
+    return not is_own and all(isinstance(each, Tensor) for each in args) and args[0].shape == args[1].shape
 
 
 def next_node_number() -> int:
