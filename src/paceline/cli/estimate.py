@@ -22,7 +22,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from paceline.studies.memory.estimate import MemoryEstimate, Size
+    from paceline.studies.memory.estimate import Fit, MemoryEstimate, Size
     from paceline.studies.memory.replay import Peak
     from paceline.studies.memory.savings import Saving
 
@@ -99,7 +99,9 @@ def _show(name: str, found: MemoryEstimate) -> None:
     print_pairs(_largest(found))
     if found.devices:
         click.echo(f"\nLargest micro-batch on known GPUs, in {plan.precision}")
-        rows = [(each.device, format_bytes(each.memory), _samples(each.largest)) for each in found.devices]
+        rows = [
+            (each.device, format_bytes(each.memory), _samples(each, found.asked_precision)) for each in found.devices
+        ]
         print_table(("device", "memory", "samples"), rows)
         click.echo("(a few per cent more may fit on those other than the one asked for)")
     click.echo("\nWhat would save memory")
@@ -170,7 +172,7 @@ def _largest(found: MemoryEstimate) -> dict[str, str]:
         return {}
     if found.largest == 0:
         return {"largest micro-batch": "none: not even one sample fits"}
-    lines = {"largest micro-batch": f"{format_count(found.largest)} samples"}
+    lines = {"largest micro-batch": f"{_count(found.largest)} samples"}
     if found.verified is not None:
         lines["checked by a step"] = f"{100 * (found.verified - 1):+.2f} % off"
     if found.micro_size is not None and not found.fits:
@@ -183,8 +185,18 @@ def _largest(found: MemoryEstimate) -> dict[str, str]:
     return lines
 
 
-def _samples(count: int | None) -> str:
-    return "lacks this precision" if count is None else format_count(count) if count else "none"
+def _samples(fit: Fit, precision: str) -> str:
+    if fit.largest is None:
+        # What train.precision=auto takes there.
+        instead = "" if precision == "auto" else "with train.precision=auto "
+        return f"lacks this precision; {instead}a run there takes fp32: --device {fit.device}"
+    return _count(fit.largest) if fit.largest else "none"
+
+
+def _count(largest: int) -> str:
+    from paceline.studies.memory.job import MOST
+
+    return format_count(largest) if largest < MOST else f"at least {format_count(MOST)}"
 
 
 def _saving_row(saving: Saving) -> tuple[str, str, str]:

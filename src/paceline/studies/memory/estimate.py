@@ -88,6 +88,7 @@ class MemoryEstimate:
 
     Attributes:
         plan: The run's, on the device asked for.
+        asked_precision: What the recipe says; the plan has what that came to.
         device: What it is called.
         memory: Bytes that it has for a process; None if unknown.
         outside: Of these, what is not tensors': on a GPU an allowance for the driver and libraries.
@@ -98,7 +99,8 @@ class MemoryEstimate:
         least: Bytes that a device must have: PyTorch gives back what it keeps in reserve before it is refused memory.
         fits: Whether the device has room for that; None if its memory is unknown.
         sizes: Other sizes of micro-batch.
-        largest: Most samples of a micro-batch that fit the device; None if its memory is unknown.
+        largest: Most samples of a micro-batch that fit the device, or the most that are looked for; None if its memory
+            is unknown.
         micro_size: The largest that fits and divides the process's share of the global batch.
         verified: Tensors at the peak with the largest, of a step that was done, over those worked out from two others.
         devices: What fits on the known devices.
@@ -109,6 +111,7 @@ class MemoryEstimate:
     """
 
     plan: Plan
+    asked_precision: str
     device: str
     memory: int | None
     outside: int
@@ -191,6 +194,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
         now = job.plan.micro_batch_size
         found = MemoryEstimate(
             plan=job.plan,
+            asked_precision=recipe.train.precision,
             device=machine.device_name,
             memory=memory,
             outside=job.outside,

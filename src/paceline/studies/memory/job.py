@@ -28,7 +28,8 @@ from paceline.studies.memory.variants import (
 from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_run import FakeRun
 
-_MOST = 2**20
+MOST = 2**20
+"""Samples of a micro-batch; no more are looked for."""
 _ROUGHLY = 1 / 32
 # How near the least memory is looked for: a part of what would be taken.
 _NEAR = 512
@@ -145,7 +146,7 @@ class Job:
 
         # Below the process's share gradients are kept from one micro-batch to the next.
         if room_for(self.share):
-            return _last(room_for, self.share, self._guess(memory, strategy, self.share), _MOST, roughly)
+            return _last(room_for, self.share, self._guess(memory, strategy, self.share), MOST, roughly)
         if not room_for(1):
             return 0
         return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
@@ -158,7 +159,7 @@ class Job:
             found = first + int((memory - below) * (second - first) / max(above - below, 1))
             if found <= first or abs(found - second) < second * _ROUGHLY:
                 break
-            second = min(found, _MOST)
+            second = min(found, MOST)
         return found
 
     def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
