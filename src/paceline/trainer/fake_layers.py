@@ -8,6 +8,7 @@ place, which have several nodes, and for those that no module ends with.
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ class ForwardLayers:
 
     def of_backward(self) -> str:
         """The module whose gradient is computed; in a second forward pass amid it, the one at work."""
-        node = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
         if node is None or self._within:
             return self.at_work
         if type(node).__name__ == "AccumulateGrad":
