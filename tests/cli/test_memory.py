@@ -22,6 +22,17 @@ def test_an_estimate_tells_causes_sizes_devices_and_a_verdict(
         assert said in done.out
 
 
+def test_what_ends_a_search_and_what_a_device_lacks_is_said(
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...]
+) -> None:
+    done = paceline_here("estimate", "digits", *tiny, "train.precision=bf16", "--device", "b200")
+    assert done.code == 0, done.err
+    largest = next(line for line in done.out.splitlines() if "largest micro-batch" in line)
+    assert "at least 1,048,576 samples" in largest
+    assert "lacks this precision; with train.precision=auto a run there takes fp32: --device t4" in done.out
+    assert " 0.0" not in done.out.split("\nOn 8 processes")[1].split(" GiB")[0]
+
+
 def test_an_estimate_is_one_document(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
     done = paceline_here("estimate", "digits", *tiny, "--device", "t4", "--json")
     found = json.loads(done.out)

@@ -21,7 +21,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from paceline.studies.memory.estimate import MemoryEstimate, Size
+    from paceline.studies.memory.estimate import Fit, MemoryEstimate, Size
     from paceline.studies.memory.replay import Peak
     from paceline.studies.memory.savings import Saving
 
@@ -97,13 +97,17 @@ def _show(name: str, found: MemoryEstimate) -> None:
         click.echo("\nLayers whose activations take the most")
         print_table(("layer", "memory"), [(layer or "(outside)", format_bytes(size)) for layer, size in peak.largest])
     click.echo("\nBy micro-batch")
-    print_table(("samples", "needs in all", ""), [_size_row(each) for each in found.sizes])
+    taken = ("takes if it can",) if peak.reserved is not None else ()
+    print_table(("samples", "needs", *taken, ""), [_size_row(each, found) for each in found.sizes])
     click.echo()
     print_pairs(_largest(found))
     if found.devices:
         click.echo(f"\nLargest micro-batch on known GPUs, in {plan.precision}")
-        rows = [(each.device, format_bytes(each.memory), _samples(each.largest)) for each in found.devices]
+        rows = [
+            (each.device, format_bytes(each.memory), _samples(each, found.asked_precision)) for each in found.devices
+        ]
         print_table(("device", "memory", "samples"), rows)
+        click.echo("(a few per cent more may fit on those other than the one asked for)")
     click.echo("\nWhat would save memory")
     print_table(("change", "needs then", "saves"), [_saving_row(each) for each in found.savings])
     verdict = found.verdict
@@ -123,21 +127,25 @@ def _subject(found: MemoryEstimate) -> dict[str, str]:
     if "evaluation" in peak.parts:
         lines["of these"] = _parts(found)
     if peak.reserved is not None:
-        lines["taken from the device"] = f"{format_bytes(peak.reserved)} (segments of PyTorch's allocator)"
+        lines["taken from the device"] = f"{format_bytes(peak.reserved)} (segments of PyTorch's allocator, if it can)"
     kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
     lines["beside them"] = f"{format_bytes(found.outside)} ({kind})"
     lines["in all"] = format_bytes(found.needed)
+    if peak.reserved is not None:
+        lines["needed at least"] = f"{format_bytes(found.least)} (PyTorch gives back what it keeps in reserve)"
     if found.memory is not None:
-        lines["the device has"] = f"{format_bytes(found.memory)}: {_verdict(found.memory - found.needed, found.fits)}"
+        lines["the device has"] = f"{format_bytes(found.memory)}: {_verdict(found, found.memory)}"
     return lines
 
 
-def _verdict(left: int, fits: bool | None) -> str:
-    if left >= 0:
+def _verdict(found: MemoryEstimate, memory: int) -> str:
+    left = memory - found.least
+    if not found.fits:
+        return f"it does not fit, {format_bytes(-left)} too few"
+    if found.needed <= memory:
         return f"it fits, {format_bytes(left)} are left"
-    if fits:
-        return f"it fits, once PyTorch gives back what it keeps in reserve ({format_bytes(-left)} or more)"
-    return f"it does not fit, {format_bytes(-left)} too few"
+    given_back = format_bytes(found.needed - memory)
+    return f"it fits, once PyTorch gives back what it keeps in reserve ({given_back} or more)"
 
 
 def _parts(found: MemoryEstimate) -> str:
@@ -157,9 +165,10 @@ def _causes(peak: Peak) -> Iterator[tuple[str, int]]:
     yield from sorted(peak.causes.items(), key=lambda each: -each[1])
 
 
-def _size_row(size: Size) -> tuple[str, str, str]:
+def _size_row(size: Size, found: MemoryEstimate) -> tuple[str, ...]:
     fits = "" if size.fits is None else "fits" if size.fits else "does not fit"
-    return format_count(size.micro_batch), format_bytes(size.needed), fits
+    taken = (format_bytes(size.needed),) if found.peak.reserved is not None else ()
+    return format_count(size.micro_batch), format_bytes(size.least), *taken, fits
 
 
 def _largest(found: MemoryEstimate) -> dict[str, str]:
@@ -167,7 +176,7 @@ def _largest(found: MemoryEstimate) -> dict[str, str]:
         return {}
     if found.largest == 0:
         return {"largest micro-batch": "none: not even one sample fits"}
-    lines = {"largest micro-batch": f"{format_count(found.largest)} samples"}
+    lines = {"largest micro-batch": f"{_count(found.largest)} samples"}
     if found.verified is not None:
         lines["checked by a step"] = f"{100 * (found.verified - 1):+.2f} % off"
     if found.micro_size is not None and not found.fits:
@@ -180,8 +189,18 @@ def _largest(found: MemoryEstimate) -> dict[str, str]:
     return lines
 
 
-def _samples(count: int | None) -> str:
-    return "lacks this precision" if count is None else format_count(count) if count else "none"
+def _samples(fit: Fit, precision: str) -> str:
+    if fit.largest is None:
+        # What train.precision=auto takes there.
+        instead = "" if precision == "auto" else "with train.precision=auto "
+        return f"lacks this precision; {instead}a run there takes fp32: --device {fit.device}"
+    return _count(fit.largest) if fit.largest else "none"
+
+
+def _count(largest: int) -> str:
+    from paceline.studies.memory.job import MOST
+
+    return format_count(largest) if largest < MOST else f"at least {format_count(MOST)}"
 
 
 def _saving_row(saving: Saving) -> tuple[str, str, str]:

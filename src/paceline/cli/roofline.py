@@ -95,7 +95,7 @@ def _layers(layers: list[LayerBound]) -> Table:
     table = _table("layers by their least time", *columns)
     for each in layers:
         table.add_row(
-            *(each.layer or ("(network)" if each.kind else ""), each.kind, each.phase),
+            *(each.layer or ("(network)" if each.kind else f"({each.phase})"), each.kind, each.phase),
             *_work(each.flops, each.bytes_read + each.bytes_written),
             *(f"{each.intensity:.1f}", f"{each.ridge:.1f}", each.bound),
             *_time(each.seconds, each.share),

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.models.operator_work import OperatorWork, Product, operator_work, tensors_in
 
 PHASES = ("forward", "dgrad", "wgrad", "recompute", "loss", "optimizer")
+SUM_OF_GRADIENTS = "(sum of gradients)"
+"""The layer of what autograd adds where branches of the network part, which is the work of no module."""
 # The model's own arithmetic, by which MFU goes: what is computed twice counts once.
 _OF_MODEL = ("forward", "dgrad", "wgrad", "loss")
 
@@ -40,7 +43,7 @@ class Work:
     """What one operator does in one layer and phase of a step, all its calls of one shape together.
 
     Attributes:
-        layer: Name of the module; empty for what the network itself does, and outside of it.
+        layer: Name of the module; empty for what the network itself does, and outside of it; ``SUM_OF_GRADIENTS``.
         phase: One of ``PHASES``: ``dgrad`` and ``wgrad`` are the backward pass's gradients of inputs and of weights.
         operator: Name of the operator.
         dtype: Of the numbers that it multiplies, or of its first floating-point tensor.
@@ -149,6 +152,7 @@ class _Origin:
 
 
 _NOWHERE = _Origin("", "loss", uses_weights=False)
+_WHERE_BRANCHES_PART = _Origin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -176,6 +180,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return out
 
 
+_ADDING = frozenset({torch.ops.aten.add, torch.ops.aten.add_})
 _OVER_SAMPLES = frozenset({torch.ops.aten.sum})
 _WHOLE = frozenset({torch.ops.aten.linear.default})
 # Questions about a tensor, which it answers itself.
@@ -198,6 +203,7 @@ class WorkCounter:
         # Held weakly, so that no address is used again while it is in here.
         self._weights = {ref.cdata: ref for ref in (_reference(each) for each in self._parameters.values()) if ref}
         self._found: dict[Work, list[int]] = {}
+        self._numbered = 0
         self._hooks = contextlib.ExitStack()
         self._failure: Exception | None = None
 
@@ -223,6 +229,7 @@ class WorkCounter:
     def __enter__(self) -> WorkCounter:
         enters = register_module_forward_pre_hook(self._enter_module)
         leaves = register_module_forward_hook(self._leave_module, always_call=True)
+        self._numbered = next_node_number()
         self._hooks.callback(self._within.clear)
         self._hooks.callback(enters.remove)
         self._hooks.callback(leaves.remove)
@@ -241,6 +248,12 @@ class WorkCounter:
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if id(module) in self._names and self._within:
             self._within.pop()
+
+    def _number(self, end: int, origin: _Origin) -> None:
+        """Let what was made for the backward pass since the last time, up to a number, be of this origin."""
+        for number in (*range(self._numbered, end), end - 1):
+            self._origins.setdefault(number, origin)
+        self._numbered = end
 
     def _try_to_note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Keep what goes wrong for later: an error in here would end the process where C++ called for the operator."""
@@ -262,7 +275,8 @@ class WorkCounter:
             origin = self._forward_origin(again=node is not None, weights=weights)
             phases = [origin.phase] * len(parts)
         else:
-            origin = self._origin_of(node)
+            is_sum = _sums_gradients(func, args, kwargs, node)
+            origin = _WHERE_BRANCHES_PART if is_sum else self._origin_of(node)
             adds_up = getattr(func, "overloadpacket", None) in _OVER_SAMPLES
             phases = [_backward_phase(each, origin, any(from_weights), adds_up) for each in parts]
         dtype = next((_dtype_name(each) for each in given if each.is_floating_point()), "")
@@ -278,10 +292,10 @@ class WorkCounter:
             phase = "recompute"
         else:
             phase = "forward" if self._within else "loss"
-        # What is made here for the backward pass has the number before the next one.
-        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
+        # What is made here for the backward pass has the number before the next one; what changes its input in place
+        # has more of them, since autograd first clones what its gradient needs, and numbers the clone too.
         origin = _Origin(layer, "forward" if self._within else phase, *weights)
-        self._origins.setdefault(number, origin)
+        self._number(next_node_number(), origin)
         return replace(origin, phase=phase)
 
     def _origin_of(self, node: Any) -> _Origin:
@@ -336,6 +350,23 @@ def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, add
     if origin.uses_weights and not uses_weights and (part.flops or adds_up):
         return "wgrad"
     return "dgrad"
+
+
+def _sums_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any) -> bool:
+    """Whether autograd adds up what two branches send back, which it does after the last of them.
+
+    Formulas of torch's own gradients add no two tensors of one shape, but for those of means with variances.
+    """
+    if getattr(func, "overloadpacket", None) not in _ADDING or kwargs or len(args) != 2:
+        return False
+    name = type(node).__name__
+    is_own = isinstance(node, BackwardCFunction) or name == "AccumulateGrad" or name.startswith(("VarMean", "StdMean"))
+    return not is_own and all(isinstance(each, Tensor) for each in args) and args[0].shape == args[1].shape
+
+
+def next_node_number() -> int:
+    """What autograd will number the next operator's node of the backward graph with."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
 
 
 def _dtype_name(tensor: Tensor) -> str:

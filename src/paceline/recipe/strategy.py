@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.errors import RecipeError
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
+from paceline.units import format_bytes
 
 # Of a device's memory, what a replica's state may take; the rest is for activations and what libraries keep.
 _ROOM_FOR_STATE = 0.7
@@ -216,4 +217,4 @@ def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
 
 
 def _gigabytes(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else format_bytes(size)

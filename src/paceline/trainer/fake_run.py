@@ -36,6 +36,7 @@ from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.trainer.cuda_rules import CudaRules
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
+from paceline.trainer.fake_layers import ForwardLayers
 from paceline.trainer.fake_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
@@ -55,7 +56,6 @@ class FakeRun:
         batch: One micro-batch.
         make_scored: Makes batches for :meth:`evaluate`; None if nothing is to be scored.
         phase: Where the step is: ``forward``, ``backward``, ``update``, ``evaluation``, or nowhere.
-        layer: Which module is at work in it: its name in the network; empty where none is.
     """
 
     recipe: Recipe
@@ -68,16 +68,21 @@ class FakeRun:
     make_batch: BatchMaker
     make_scored: BatchMaker | None = None
     phase: str = ""
-    layer: str = ""
     _precision: Precision = field(init=False)
     _clipping: Clipping = field(init=False)
+    _layers: ForwardLayers = field(init=False)
 
     def __post_init__(self) -> None:
         scaler = self.recipe.train.grad_scaler
         # Its scaler is not used: it would read a number from the device, and holds nothing to speak of.
         self._precision = Precision(self.plan.precision, torch.device("cpu"), scaler)
         self._clipping = Clipping(self.network, self.recipe.optimizer)
-        self._follow()
+        self._layers = ForwardLayers(self.network)
+
+    @property
+    def layer(self) -> str:
+        """Which module is at work, or was when that was computed whose gradient is: its name; empty where none is."""
+        return self._layers.of_backward() if self.phase == "backward" else self._layers.at_work
 
     @property
     def micro_batch(self) -> int:
@@ -141,7 +146,8 @@ class FakeRun:
 
     @contextlib.contextmanager
     def _in(self, phase: str) -> Iterator[None]:
-        self.phase, self.layer = phase, ""
+        self.phase = phase
+        self._layers.leave_all()
         try:
             yield
         except PacelineError:
@@ -149,37 +155,8 @@ class FakeRun:
         except Exception as error:  # whatever a network or a loss of one's own raises
             raise why_not_fake(error, self.layer, self.recipe.model.name) from error
         finally:
-            self.phase = self.layer = ""
-
-    def _follow(self) -> None:
-        """Know at each moment which module is at work."""
-        within: list[str] = []
-
-        def enters(name: str) -> Callable[..., None]:
-            def act(*_: Any) -> None:
-                within.append(self.layer)
-                self.layer = name
-
-            return act
-
-        def leaves(name: str) -> Callable[..., None]:
-            def works(*_: Any) -> None:
-                self.layer = name
-
-            def act(_: nn.Module, __: Any, answer: Any) -> None:
-                self.layer = within.pop() if within else ""
-                node = getattr(answer, "grad_fn", None)
-                # The innermost module of those whose answer it is.
-                if node is not None and "layer" not in node.metadata:
-                    node.metadata["layer"] = name
-                    node.register_prehook(works)
-
-            return act
-
-        for name, module in self.network.named_modules():
-            if name:
-                module.register_forward_pre_hook(enters(name))
-                module.register_forward_hook(leaves(name))
+            self.phase = ""
+            self._layers.leave_all()
 
 
 class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.models.flops import StepWork, Work, WorkCounter
+from paceline.models.flops import SUM_OF_GRADIENTS, StepWork, Work, WorkCounter
 from paceline.models.operator_work import Product
 
 
@@ -300,8 +301,8 @@ def test_a_whole_resnet_trains_for_three_forward_passes_but_one_gradient() -> No
     assert ours.uncounted == ()
 
 
-def test_a_gradient_of_two_branches_is_the_inputs() -> None:
-    """Autograd adds them up in the last one's node, and casts of weights back are the weights' own."""
+def test_the_sum_of_two_branches_gradients_is_of_no_layer() -> None:
+    """Autograd adds them up after the last one's node, and casts of weights back are the weights' own."""
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -316,8 +317,42 @@ def test_a_gradient_of_two_branches_is_the_inputs() -> None:
         found = count(Residual(), torch.randn(2, 3, 16, 16))
     activations, weights = 2 * 8 * 256 * 2, (8 * 8 * 9 + 8) * 2
     own = {phase: works for (layer, phase), works in found.by_layer().items() if layer == "conv"}
-    (added,) = (each for each in own["dgrad"] if each.operator == "add")
+    assert "add" not in {each.operator for each in own["dgrad"]}
+    (added,) = (each for each in found.works if each.layer == SUM_OF_GRADIENTS)
+    assert (added.phase, added.operator) == ("dgrad", "add")
     assert added.bytes_moved == 3 * activations
     (product,) = (each for each in own["wgrad"] if each.product)
     assert product.bytes_moved == 2 * activations + weights
     assert {each.operator for each in own["wgrad"]} <= {"convolution_backward", "_to_copy", "detach"}
+
+
+def test_the_backward_pass_of_what_works_in_place_is_its_layer_s() -> None:
+    """Autograd clones the input of such an activation for its gradient, and numbers the clone too."""
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU6(inplace=True), nn.Linear(8, 4), nn.SiLU(inplace=True))
+    found = count(network, torch.randn(3, 6))
+    for layer, operator in (("1", "hardtanh_backward"), ("3", "sigmoid")):
+        assert operator in {each.operator for each in found.works if (each.layer, each.phase) == (layer, "dgrad")}
+    assert not [each for each in found.works if each.phase == "loss" and "tanh" in each.operator]
+    # The clone is a real one: read and written, beside the activation's own reading and writing.
+    moved = sum(each.bytes_moved for each in found.works if (each.layer, each.phase) == ("1", "forward"))
+    assert moved == 4 * (4 * 3 * 8)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + gradient
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+def test_a_sum_in_a_gradient_of_one_s_own_is_its_layer_s() -> None:
+    found = count(nn.Sequential(nn.Linear(6, 8), Doubling()), torch.randn(3, 6))
+    assert {each.layer for each in found.works if each.phase == "dgrad" and each.operator == "add"} == {"1"}

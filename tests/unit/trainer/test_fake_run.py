@@ -106,6 +106,43 @@ def test_the_step_says_where_it_is() -> None:
     assert (step.phase, step.layer) == ("", "")
 
 
+def test_a_backward_operation_is_of_the_layer_that_was_at_work(own_code: Any) -> None:
+    """Also amid a module made of others, and for what works in place."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU6(inplace=True)
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(x.softmax(1) * self.scale)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.last = nn.Linear(64, 16), Block(), nn.Linear(16, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.block(self.first(x.flatten(1))))
+
+    seen: dict[str, str] = {}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if step.phase == "backward":
+                seen.setdefault(func.overloadpacket.__name__, step.layer)
+            return func(*args, **(kwargs or {}))
+
+    own_code(net=Net)
+    with fake_run(load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe) as step, Watch():
+        one_step(step)
+    assert seen["nll_loss_backward"] == ""
+    assert seen["mm"] == "last"
+    assert seen["hardtanh_backward"] == "block.act"
+    assert seen["_softmax_backward_data"] == "block"
+
+
 def test_a_micro_batch_of_any_size_can_be_shown() -> None:
     with fake_run(load_recipe("digits").recipe, micro_batch=7) as step:
         assert step.micro_batch == 7

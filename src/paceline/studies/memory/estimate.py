@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.devices import DEVICES, Device, find_device
+from paceline.devices import DEVICES, find_device
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.formulas.caching_allocator import Settings
 from paceline.recipe.load import LoadedRecipe
@@ -57,11 +57,13 @@ class Size:
     Attributes:
         micro_batch: Samples.
         needed: Bytes that a process takes from its device in all, if it can.
-        fits: Whether the device has room for it; a GPU gives back what it keeps in reserve before it refuses.
+        least: Bytes that a device must have for it; a GPU gives back what it keeps in reserve before it refuses.
+        fits: Whether the device has room for that.
     """
 
     micro_batch: int
     needed: int
+    least: int
     fits: bool | None
 
 
@@ -86,16 +88,19 @@ class MemoryEstimate:
 
     Attributes:
         plan: The run's, on the device asked for.
+        asked_precision: What the recipe says; the plan has what that came to.
         device: What it is called.
         memory: Bytes that it has for a process; None if unknown.
         outside: Of these, what is not tensors': on a GPU an allowance for the driver and libraries.
         accumulates: Whether gradients of earlier micro-batches are there.
         peak: The highest point of its steps and its evaluation.
         allocator: How PyTorch's allocator is set.
-        needed: Bytes that a process takes from its device in all.
+        needed: Bytes that a process takes from its device in all, if it can.
+        least: Bytes that a device must have: PyTorch gives back what it keeps in reserve before it is refused memory.
         fits: Whether the device has room for that; None if its memory is unknown.
         sizes: Other sizes of micro-batch.
-        largest: Most samples of a micro-batch that fit the device; None if its memory is unknown.
+        largest: Most samples of a micro-batch that fit the device, or the most that are looked for; None if its memory
+            is unknown.
         micro_size: The largest that fits and divides the process's share of the global batch.
         verified: Tensors at the peak with the largest, of a step that was done, over those worked out from two others.
         devices: What fits on the known devices.
@@ -106,6 +111,7 @@ class MemoryEstimate:
     """
 
     plan: Plan
+    asked_precision: str
     device: str
     memory: int | None
     outside: int
@@ -113,6 +119,7 @@ class MemoryEstimate:
     peak: Peak
     allocator: Settings
     needed: int
+    least: int
     fits: bool | None
     sizes: tuple[Size, ...]
     largest: int | None
@@ -126,8 +133,8 @@ class MemoryEstimate:
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device that are left, less than zero if it does not fit."""
-        return None if self.memory is None else self.memory - self.needed
+        """Bytes of the device that are left, of what it must have; less than zero if it does not fit."""
+        return None if self.memory is None else self.memory - self.least
 
     def to_json(self) -> dict[str, Any]:
         """As one JSON object."""
@@ -141,6 +148,7 @@ class MemoryEstimate:
             "micro_batch": plan.micro_batch_size,
             "accumulation_steps": plan.accumulation_steps,
             "needed_bytes": self.needed,
+            "least_bytes": self.least,
             "left_bytes": self.left,
             "fits": self.fits,
             "outside_bytes": self.outside,
@@ -186,6 +194,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
         now = job.plan.micro_batch_size
         found = MemoryEstimate(
             plan=job.plan,
+            asked_precision=recipe.train.precision,
             device=machine.device_name,
             memory=memory,
             outside=job.outside,
@@ -193,18 +202,20 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             peak=job.peak(now),
             allocator=allocator,
             needed=job.needed(now),
+            least=job.least(now, memory),
             fits=None if memory is None else job.fits(now, memory),
             sizes=tuple(_size(job, each, memory) for each in _sizes(now)),
             largest=largest,
             micro_size=_divisor(job.share, largest) if largest else None,
             verified=verified,
-            devices=tuple(_fit(job, each) for each in DEVICES.values()) if machine.device == "cuda" else (),
-            savings=(_spread(job, ways),),
+            devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
+            savings=(_spread(job, ways, memory),),
             verdict=weigh(job, memory, ways),
             notices=tuple(each for each in (assumed, *unheeded, *_notices(job.plan, steps)) if each),
             seconds=0.0,
         )
-    others = savings(recipe, machine, asked.processes, job)
+        least = job.least(now, memory)
+    others = savings(recipe, machine, asked.processes, job, least)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - begun)
 
 
@@ -250,24 +261,32 @@ def _sizes(now: int) -> tuple[int, ...]:
 
 def _size(job: Job, micro_batch: int, memory: int | None) -> Size:
     fits = None if memory is None else job.fits(micro_batch, memory)
-    return Size(micro_batch=micro_batch, needed=job.needed(micro_batch), fits=fits)
+    return Size(
+        micro_batch=micro_batch, needed=job.needed(micro_batch), least=job.least(micro_batch, memory), fits=fits
+    )
 
 
 def _divisor(share: int, most: int) -> int:
     return next(each for each in range(min(most, share), 0, -1) if share % each == 0)
 
 
-def _fit(job: Job, device: Device) -> Fit:
-    lacks = job.plan.precision != "fp32" and device.peak(job.plan.precision) is None
-    largest = None if lacks else job.largest(device.memory_bytes, roughly=True)
-    return Fit(device=device.name, memory=device.memory_bytes, largest=largest)
+def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:
+    """What fits on each known device; on the one that was asked for, what was found for it to the sample."""
+    for device in DEVICES.values():
+        if job.plan.precision != "fp32" and device.peak(job.plan.precision) is None:
+            most = None
+        elif (device.title, device.memory_bytes) == (machine.device_name, machine.memory_bytes):
+            most = largest
+        else:
+            most = job.largest(device.memory_bytes, roughly=True)
+        yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
 
 
-def _spread(job: Job, ways: int) -> Saving:
+def _spread(job: Job, ways: int, memory: int | None) -> Saving:
     now = job.plan.micro_batch_size
-    total = job.needed(now, "fsdp")
+    total = job.least(now, memory, "fsdp")
     change = f"parallel.strategy=fsdp over {ways} processes"
-    return Saving(change=change, needed=total, saved=job.needed(now) - total)
+    return Saving(change=change, needed=total, saved=job.least(now, memory) - total)
 
 
 def _notices(plan: Plan, steps: Steps) -> Iterator[str]:

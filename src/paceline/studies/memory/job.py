@@ -28,8 +28,11 @@ from paceline.studies.memory.variants import (
 from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_run import FakeRun
 
-_MOST = 2**20
+MOST = 2**20
+"""Samples of a micro-batch; no more are looked for."""
 _ROUGHLY = 1 / 32
+# How near the least memory is looked for: a part of what would be taken.
+_NEAR = 512
 _GUESSES = 3
 
 
@@ -73,15 +76,43 @@ class Job:
     def forget(self) -> None:
         """Look at the steps anew, which have changed."""
         self._known: dict[tuple[int, str | None], Peak] = {}
+        self._least: dict[tuple[int, int | None, str | None], int] = {}
 
     def accumulates(self, micro_batch: int) -> bool:
         """Whether gradients of earlier micro-batches are there."""
         return micro_batch < self.share
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
-        """Bytes that a process takes from its device, driver and libraries included."""
+        """Bytes that a process takes from its device if it can, driver and libraries included."""
         peak = self.peak(micro_batch, strategy)
         return (peak.allocated if peak.reserved is None else peak.reserved) + self._outside(strategy)
+
+    def least(self, micro_batch: int, memory: int | None = None, strategy: str | None = None) -> int:
+        """Bytes that a device must have, driver and libraries included: PyTorch's reserve is given back when it must.
+
+        Found by trying, to 1/512 of what would be taken.
+
+        Args:
+            micro_batch: Samples.
+            memory: Bytes of the device in question, which the answer is not above if and only if that many fit.
+            strategy: The plan's unless given.
+        """
+        key = micro_batch, memory, strategy
+        if key not in self._least:
+            self._least[key] = self._found_least(*key)
+        return self._least[key]
+
+    def _found_least(self, micro_batch: int, memory: int | None, strategy: str | None) -> int:
+        most = self.needed(micro_batch, strategy)
+        if not self._caching:
+            return most
+        near = most // _NEAR
+        below = self.peak(micro_batch, strategy).allocated + self._outside(strategy) - 1
+        middle = memory if memory is not None and below < memory < most else (below + most) // 2
+        while most - below > near:
+            below, most = (below, middle) if self.fits(micro_batch, middle, strategy) else (middle, most)
+            middle = (below + most) // 2
+        return most
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
         """Whether a device has room for it; a GPU gives back what it keeps in reserve before it refuses."""
@@ -115,7 +146,7 @@ class Job:
 
         # Below the process's share gradients are kept from one micro-batch to the next.
         if room_for(self.share):
-            return _last(room_for, self.share, self._guess(memory, strategy, self.share), _MOST, roughly)
+            return _last(room_for, self.share, self._guess(memory, strategy, self.share), MOST, roughly)
         if not room_for(1):
             return 0
         return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
@@ -128,7 +159,7 @@ class Job:
             found = first + int((memory - below) * (second - first) / max(above - below, 1))
             if found <= first or abs(found - second) < second * _ROUGHLY:
                 break
-            second = min(found, _MOST)
+            second = min(found, MOST)
         return found
 
     def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:

@@ -19,7 +19,7 @@ class Saving:
 
     Attributes:
         change: As an override or in words.
-        needed: Bytes that a process needs with it; None if it does not go with the recipe.
+        needed: Bytes that its device must have with it; None if it does not go with the recipe.
         saved: Bytes less than now.
         why_not: Why it does not go.
     """
@@ -30,16 +30,16 @@ class Saving:
     why_not: str = ""
 
 
-def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job) -> Iterator[Saving]:
+def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now: int) -> Iterator[Saving]:
     """Try the changes that cost least, one at a time, by a fake step each.
 
     Args:
         recipe: What was asked.
         machine: What it runs on.
         processes: Of the run.
-        job: What it needs as it is.
+        job: Its process as it is.
+        now: Bytes that its device must have as it is.
     """
-    now = job.plan.micro_batch_size
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
             with fake_run(changed, processes=processes, machine=machine, scores=True) as step:
@@ -47,15 +47,15 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job) -> 
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
             continue
-        yield Saving(change=change, needed=needed, saved=job.needed(now) - needed)
+        yield Saving(change=change, needed=needed, saved=now - needed)
 
 
 def _needed(step: FakeRun, machine: MachineFacts, job: Job) -> int:
-    now = step.micro_batch
+    now, memory = step.micro_batch, machine.memory_bytes
     if now == 1:  # not done: a network may do otherwise, or refuse, where there is but one sample
-        return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).needed(now)
+        return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).least(now, memory)
     trace = trace_step(step)
-    return Job(step, lambda _: trace, machine, ways=job.ways, allocator=job.allocator).needed(now)
+    return Job(step, lambda _: trace, machine, ways=job.ways, allocator=job.allocator).least(now, memory)
 
 
 def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:

@@ -52,7 +52,7 @@ def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
             return f"but {str(error).rstrip('.')}"
     size = max(1, min(job.plan.micro_batch_size, job.share * job.plan.world_size // processes))
     if job.fits(size, memory, strategy):
-        left = memory - job.needed(size, strategy)
+        left = memory - job.least(size, memory, strategy)
         beside = f", {format_bytes(left)} are left" if left > 0 else ""
         return f"micro-batches of {size} samples fit{beside}"
     most = job.largest(memory, strategy)

@@ -37,7 +37,7 @@ class Room:
         share: Its part of the step, in passes that fit; the one asked for where nothing fits.
         strategy: ``single``, ``ddp`` or ``fsdp``.
         fits: Whether it has room for that.
-        needed: Bytes that a process takes of it.
+        needed: Bytes that a process needs of it at least.
         memory: Bytes that it has.
         why: What it came to, in words.
     """
@@ -127,7 +127,7 @@ def _with(sought: _Sought, strategy: str) -> Room:
     asked = None if strategy == "single" else strategy
 
     def room(share: Share, why: str, *, fits: bool) -> Room:
-        needed = job.needed(share.micro_batch, asked)
+        needed = job.least(share.micro_batch, memory, asked)
         return Room(share=share, strategy=strategy, fits=fits, needed=needed, memory=memory, why=why)
 
     if strategy == "fsdp":
@@ -137,7 +137,7 @@ def _with(sought: _Sought, strategy: str) -> Room:
             return room(share, str(error), fits=False)
     has = format_bytes(memory)
     if job.fits(share.micro_batch, memory, asked):
-        needed = format_bytes(job.needed(share.micro_batch, asked))
+        needed = format_bytes(job.least(share.micro_batch, memory, asked))
         return room(share, f"passes of {share.micro_batch} samples take {needed} of {has}", fits=True)
     largest = job.largest(memory, asked)
     if largest == 0:
@@ -147,7 +147,7 @@ def _with(sought: _Sought, strategy: str) -> Room:
         mode = sought.recipe.model.compile_mode
         said = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
         return room(share, f"{said} in one pass", fits=False)
-    needed = format_bytes(job.needed(cut.micro_batch, asked))
+    needed = format_bytes(job.least(cut.micro_batch, memory, asked))
     said = (
         f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed} "
         "and make the same step"

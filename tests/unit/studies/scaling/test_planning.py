@@ -155,7 +155,7 @@ def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
         told = _estimated(choice.gpus, 256)
         assert (told.fits, told.plan.strategy) == (True, choice.row.strategy)
         assert choice.room is not None
-        assert choice.room.needed == told.needed
+        assert choice.room.needed == told.least
     assert "1024 samples do not fit" in plan.choices[0].to_json()["memory_reason"]
     # What was planned before memory was looked at.
     assert _estimated(2, 512).fits is False
