@@ -65,8 +65,8 @@ def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> No
 
 
 def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
-    words = ("batch.global_size=512",)
-    done = paceline_here("scale", "resnet50", *words, "--cluster", "dgx-h100", "--world-sizes", "1,4", "--json")
+    words = ("batch.global_size=4096",)
+    done = paceline_here("scale", "resnet50", *words, "--cluster", "dgx-h100", "--world-sizes", "1,2", "--json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document["is_bound"]

@@ -137,7 +137,7 @@ def _row(row: Row) -> tuple[object, ...]:
         _rate(found.rate),
         f"{_rate(low)} – {_rate(high)}",
         f"{found.efficiency:.1%}",
-        "" if row.hours is None else shown_hours(row.hours),
+        shown_hours(row.hours),
         "" if row.cost is None else f"${row.cost:,.2f}",
         found.limit,
     )

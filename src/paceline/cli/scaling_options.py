@@ -70,8 +70,10 @@ figure_options: Callable[[Any], Any] = _all_of(
 )
 
 
-def shown_hours(hours: float) -> str:
-    """Hours for a table; less than six minutes with a unit of their own."""
+def shown_hours(hours: float | None) -> str:
+    """Hours for a table; less than six minutes with a unit of their own, and nothing where they are unknown."""
+    if hours is None:
+        return ""
     if hours < 0.1:
         return format_seconds(3600 * hours)
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from paceline.errors import PacelineError
 from paceline.recipe.schema import Recipe
 from paceline.studies.doctor.target import Target
 from paceline.studies.memory.job import Job
@@ -41,18 +40,28 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
     memory = target.machine.memory_bytes
     if target.kind != "cuda" or memory is None:
         return None
-    try:
-        with (
-            without_collection(),
-            fake_run(recipe, machine=target.machine, processes=world.world_size, scores=True) as step,
-        ):
-            allocator, _ = allocator_settings(os.environ)
-            job = Job(step, trace_steps(step), target.machine, ways=max(2, world.world_size), allocator=allocator)
-            if job.fits(job.plan.micro_batch_size, memory):
-                return None
-            largest = job.largest(memory, roughly=True)
-            divisor = next((each for each in range(min(largest, job.share), 0, -1) if job.share % each == 0), 0)
-            normalises = any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules())
-    except PacelineError:
-        return None  # said where the network itself was looked at
-    return Lack(memory=memory, largest=largest, divisor=divisor, normalises=normalises)
+    # With the evaluation, unless code of the user's own cannot do that on tensors without content.
+    for scores in (True, False):
+        try:
+            return _lack(recipe, target, world, memory, scores=scores)
+        except Exception:  # noqa: BLE001  # whatever code of the user's own raises: other looks tell of it
+            continue
+    return None
+
+
+def _lack(recipe: Recipe, target: Target, world: World, memory: int, *, scores: bool) -> Lack | None:
+    with (
+        without_collection(),
+        fake_run(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
+    ):
+        allocator, _ = allocator_settings(os.environ)
+        job = Job(step, trace_steps(step), target.machine, ways=max(2, world.world_size), allocator=allocator)
+        if job.fits(job.plan.micro_batch_size, memory):
+            return None
+        largest = job.largest(memory, roughly=True)
+        return Lack(
+            memory=memory,
+            largest=largest,
+            divisor=next((each for each in range(min(largest, job.share), 0, -1) if job.share % each == 0), 0),
+            normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
+        )
