@@ -164,6 +164,7 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
             left.evaluate,
             every=Duration(1, "epochs") if evaluates else None,
             batch_size=sizes.evaluation_batch,
+            keep_examples=0,  # what is kept to be looked at is no part of what is proved
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(

@@ -20,6 +20,7 @@ from paceline.data.image.source import SampleSource, SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.environment import read_launch
+from paceline.metrics.answers import Answers
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.studies.prove.notes import (
@@ -147,6 +148,14 @@ class Witness(Task):
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """The task's."""
         return self.task.predict(model, batch)
+
+    def answers(self, model: Model, batch: Batch) -> Answers | None:
+        """The task's."""
+        return self.task.answers(model, batch)
+
+    def pictures(self, inputs: Tensor) -> Tensor | None:
+        """The task's."""
+        return self.task.pictures(inputs)
 
     def finish(self) -> None:
         """Write the notes down; called when the pipeline is closed, after the last checkpoint."""
