@@ -37,12 +37,13 @@ class WandbTool:
         self._known = directory / "paceline.json"
         told = read_json(self._known) if self._known.is_file() else {"id": secrets.token_hex(4), "last": [-1, 0]}
         self._id, self._last = str(told["id"]), tuple(told["last"])
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # it refuses another itself, and names those there are
         self._run = wandb.init(
             # It makes its folder `wandb` there.
             dir=str(directory.parent),
             id=self._id,
             resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=mode,
             project=os.environ.get("WANDB_PROJECT", "paceline"),
             name=facts["name"],
             config={**flat(facts["recipe"]), "environment": facts["environment"]},

@@ -34,7 +34,7 @@ def random_states_kept() -> Iterator[None]:
             yield
     finally:
         random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        np.random.set_state(of_numpy)  # noqa: NPY002  # the state that old code shares
 
 
 def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Module:

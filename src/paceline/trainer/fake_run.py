@@ -163,7 +163,7 @@ class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """Does for an optimizer what fake tensors cannot: fused steps, and reading numbers of its own (a count, say)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # noqa: SLF001
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # noqa: SLF001  # the operator's name
             return 1.0 if args[0].is_floating_point() else 1
         if func.__name__.startswith("_fused_"):
             return None  # it writes to what it is given, and makes nothing

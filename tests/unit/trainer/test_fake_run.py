@@ -70,7 +70,7 @@ def test_nothing_is_left_behind() -> None:
         return (
             torch.random.get_rng_state().tolist(),
             random.getstate(),
-            np.random.get_state()[1].tolist(),  # noqa: NPY002
+            np.random.get_state()[1].tolist(),  # noqa: NPY002  # the state that old code shares
             torch.get_default_device(),
             torch.is_autocast_enabled("cpu"),
             torch.get_num_threads(),

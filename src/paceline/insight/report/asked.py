@@ -52,21 +52,23 @@ def _side_by_side(
 
 def _values(trees: Sequence[Mapping[str, Any]], key: str, *, differs: bool) -> Iterator[str]:
     """A value of each; what differs from the first is marked."""
-    first = _written(trees[0].get(key), key in trees[0])
+    first = _of(trees[0], key)
     for tree in trees:
-        value = _written(tree.get(key), key in tree)
+        value = _of(tree, key)
         yield Marked(value) if differs and value != first else value
 
 
-def _written(value: Any, is_there: bool) -> str:
-    if not is_there:
-        return "–"
+def _of(tree: Mapping[str, Any], key: str) -> str:
+    return _written(tree[key]) if key in tree else "–"
+
+
+def _written(value: Any) -> str:
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
         case list():
-            return ", ".join(_written(each, True) for each in value) or "none"  # noqa: FBT003
+            return ", ".join(map(_written, value)) or "none"
         case _:
             return str(value)
