@@ -20,10 +20,10 @@ def test_a_range_test_is_told_and_applied(
     done = paceline_here("find-lr", "digits", *tiny, *QUICK, "--apply", "better.yaml", "--output", "lr")
     assert done.code == 0, done.err
     assert done.out.startswith("Range test of digits on ")
-    for said in ("optimizer.lr=0.1", "valley", "steepest", "minimum", "slide", "written: lr/lr_range.html"):
+    for said in ("optimizer.lr=0.1", "valley", "steepest", "minimum", "slide", "written: lr/find-lr.html"):
         assert said in done.out
     assert "step 80 of 80" in done.err
-    document = json.loads((tmp_path / "lr" / "lr_range.json").read_text())
+    document = json.loads((tmp_path / "lr" / "find-lr.json").read_text())
     applied = load_recipe(tmp_path / "better.yaml").recipe.optimizer.lr
     assert applied == pytest.approx(document["suggestions"]["median"]["lr"], rel=0.01)
     assert f"better.yaml: the recipe with optimizer.lr={applied:g}" in done.out

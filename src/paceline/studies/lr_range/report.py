@@ -37,12 +37,12 @@ def sparkline(found: RangeTest) -> str:
 
 
 def write_report(folder: Path, found: RangeTest) -> list[Path]:
-    """Write ``lr_range.json`` and ``lr_range.html`` into a folder that is there; the files written.
+    """Write ``find-lr.json`` and ``find-lr.html`` into a folder that is there; the files written.
 
     Raises:
         RunDirectoryError: If they cannot be written.
     """
-    document = folder / "lr_range.json"
+    document = folder / "find-lr.json"
     write_json(document, found.to_json())
     return [document, write_page(document.with_suffix(".html"), page(found))]
 
