@@ -5,6 +5,7 @@ python benchmarks/scaling_shaped.py [MEGABITS ...]
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import tempfile
@@ -28,9 +29,11 @@ MEGABITS = (100.0, 400.0, 1600.0)
 
 def main() -> None:
     """Compare at each rate, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("megabits", type=float, nargs="*", default=MEGABITS, help="rates of the links, in Mbit/s")
+    rates = parser.parse_args().megabits
     if (reason := shaped.why_not()) is not None:
         sys.exit(f"no link can be shaped here: {reason}")
-    rates = tuple(map(float, sys.argv[1:])) or MEGABITS
     found: list[dict[str, Any]] = []
     lines = ["| Mbit/s | processes | predicted s | measured s | error | limit |", "|---|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory(prefix="paceline-shaped-") as folder:
