@@ -65,11 +65,13 @@ class Target:
         """The target with the direction that the recipe's task gives the metric. Opens the data, which some depend on.
 
         Raises:
-            PacelineError: If its task has no such metric, or its data cannot be opened.
+            PacelineError: If its task has no such metric, no run can get there, or its data cannot be opened.
         """
         task = build_task(recipe)
         task.data_facts(World())
         found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
+        if found.scale == 100 and not 0 <= self.value <= 100:
+            raise RecipeError(f"--to {self.metric}={self.value:g}: {self.metric} is in percent; give 0 to 100.")
         return replace(self, less_is_better=not found.higher_is_better)
 
     def is_met(self, value: float | None) -> bool:

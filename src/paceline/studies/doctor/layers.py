@@ -148,6 +148,8 @@ def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
     holders = Counter(_holder(network, name) for name in names)
     found = []
     for kind, count in holders.most_common():
+        if kind.__module__.startswith("torch."):
+            continue  # a list of layers as the whole network: no class of anybody's has made it
         try:
             place = (inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1])
         except (OSError, TypeError):

@@ -43,6 +43,12 @@ class Target:
         """Whether the host waits for it when it asks for a value."""
         return self.kind != "cpu"
 
+    @property
+    def cores(self) -> str:
+        """How many cores it has for its processes, in words."""
+        owner = "this machine has" if self.is_here else "a machine with this device is taken to have"
+        return f"{owner} {self.machine.cores} cores"
+
     def has(self, precision: str) -> bool:
         """Whether it multiplies such numbers faster than fp32."""
         if self.device is not None:

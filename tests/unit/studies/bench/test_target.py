@@ -40,6 +40,13 @@ def test_the_task_says_which_metrics_there_are_and_which_way_they_go() -> None:
             Target(name, 94.0).of(recipe)
 
 
+def test_a_percentage_that_cannot_be_is_refused() -> None:
+    recipe = load_recipe("digits").recipe
+    assert Target.parse("top1_accuracy=100").of(recipe).value == 100
+    with pytest.raises(RecipeError, match=r"top1_accuracy is in percent; give 0 to 100\."):
+        Target.parse("top1_accuracy=200").of(recipe)
+
+
 def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> None:
     """A loss that is not finite is recorded as none."""
     events = [{"event": "start", "step": 0, "time": 10.0}] + [

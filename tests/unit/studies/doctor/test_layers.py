@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
 from paceline.studies.doctor.anatomy import look_at
+from paceline.studies.doctor.layers import class_places
 
 SAMPLES = 3
 
@@ -43,3 +44,15 @@ def test_their_arithmetic_is_what_is_counted() -> None:
     for layer in seen.layers:
         assert layer.flops * SAMPLES == pytest.approx(theirs[f"Odd.{layer.name}"]), layer.name
     assert {layer.name: layer.calls for layer in seen.layers} == {"up": 1, "mix": 2, "over": 1, "head": 1}
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3))
+
+
+def test_layers_are_placed_in_the_class_that_made_them_and_never_in_torchs_own() -> None:
+    (place,) = class_places(Held(), ["layers.0"])
+    assert (place.file, place.what) == (__file__, "class Held")
+    assert class_places(nn.Sequential(nn.Conv2d(3, 4, 3)), ["0"]) == ()

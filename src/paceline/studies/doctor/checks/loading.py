@@ -23,7 +23,7 @@ def no_workers(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         name="no_workers",
         severity="slows",
-        evidence=f"{said}, and this machine has {cores} cores",
+        evidence=f"{said}, and {subject.target.cores}",
         why="Each step waits while its own process reads, decodes and varies the images.",
         source=TUNING,
         advice=Advice(words="data.workers=auto" if reads_itself else "num_workers of one or more", overrides=overrides),
@@ -44,7 +44,7 @@ def too_many_workers(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         name="too_many_workers",
         severity="slows",
-        evidence=f"data.workers={used} loader processes for each rank, and this machine has {cores} cores",
+        evidence=f"data.workers={used} loader processes for each rank, and {subject.target.cores}",
         why="Processes that share a core do not read faster together, and each holds batches in memory.",
         source=TUNING,
         advice=Advice(words="data.workers=auto", overrides={"data.workers": "auto"}),
