@@ -55,9 +55,9 @@ class Opened:
         return {trace["name"]: list(zip(trace["x"], trace["y"], strict=True)) for trace in found}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, once per session; its tests are skipped, and say so, where there is none."""
+    """Chromium, once per file, and gone after it, since other tests count this process's children; its tests are skipped, and say so, where there is none."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if program is None:

@@ -20,7 +20,7 @@ COMMANDS = {
     "predict": "Label images with trained weights.",
     "export": "Write trained weights to one file.",
     "estimate": "Estimate the memory of a training step, on a device that need not be here.",
-    "find-lr": "Find a learning rate by a range test, from how the loss goes as the rate rises.",
+    "find-lr": "Find a learning rate by a range test.",
     "find-batch": "Find the largest micro-batch that this machine trains, by trying.",
     "doctor": "Find what holds a run back, and measure what each change is worth.",
     "roofline": "Say what holds each layer of a step back on a device: arithmetic or memory.",
