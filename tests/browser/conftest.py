@@ -57,7 +57,10 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, once per file, and gone after it, since other tests count this process's children; its tests are skipped, and say so, where there is none."""
+    """Chromium; its tests are skipped, and say so, where there is none.
+
+    It is gone after each file, since tests of others count the children of this process.
+    """
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if program is None:
