@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
-
+from paceline.data.nested import Nested, mapped
 from paceline.data.slices import SampleIds, SampleSlice
 
 Progress = Callable[[int, int], None]
@@ -28,27 +27,31 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        inputs: uint8 [N, C, H, W] from a back-end; normalised float after the prefetcher.
-        targets: Class indices, int64 [N]; of mixed samples their probabilities, float [N, classes].
+        inputs: Tensors, N samples each, nested as the task likes. Of images uint8 [N, C, H, W] from a back-end, and
+            normalised float after the prefetcher.
+        targets: Likewise. Of images class indices, int64 [N]; of mixed samples probabilities, float [N, classes].
         ids: Ids of the samples in the batch, int64 [N]: the slice's without the broken ones.
         slice: What was asked for.
         broken: Samples of the slice that could not be read.
     """
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: Nested
+    targets: Nested
     ids: SampleIds
     slice: SampleSlice
     broken: tuple[BrokenSample, ...] = field(default=())
 
     @property
     def weight(self) -> int:
-        """Samples that count towards the loss."""
-        return 0 if self.slice.phantom else len(self.ids)
+        """What the batch's mean loss counts for: its samples, or where they weigh something, what they weigh."""
+        if self.slice.phantom:
+            return 0
+        return len(self.ids) if self.slice.weight is None else self.slice.weight
 
     def pin_memory(self) -> Batch:
         """Move the tensors to page-locked memory (called by torch's DataLoader)."""
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+        inputs, targets = (mapped(lambda tensor: tensor.pin_memory(), each) for each in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
 
 
 class Backend(Protocol):

@@ -10,9 +10,9 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import torch
 
 from paceline.data.batch import Batch
+from paceline.data.nested import joined_along_samples, tensors_in
 from paceline.data.slices import SampleSlice
 
 
@@ -64,10 +64,11 @@ def _parts_of(whole: SampleSlice, parts: int) -> Iterator[SampleSlice]:
 def _join(parts: list[Batch], whole: SampleSlice) -> Batch:
     batch = replace(
         parts[0],
-        inputs=torch.cat([part.inputs for part in parts]),
-        targets=torch.cat([part.targets for part in parts]),
+        inputs=joined_along_samples([part.inputs for part in parts]),
+        targets=joined_along_samples([part.targets for part in parts]),
         ids=np.concatenate([part.ids for part in parts]),
         slice=whole,
         broken=tuple(broken for part in parts for broken in part.broken),
     )
-    return batch.pin_memory() if parts[0].inputs.is_pinned() else batch
+    is_pinned = any(tensor.is_pinned() for tensor in tensors_in(parts[0].inputs))
+    return batch.pin_memory() if is_pinned else batch

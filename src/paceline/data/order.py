@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from paceline.data.slices import SampleIds, SampleShapes, SampleSlice
+from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.recipe.phases import Epochs
 from paceline.world import World
 
@@ -52,6 +52,7 @@ class StepGeometry:
         logical_ranks: Micro-batch slots per step then, over all processes.
         growth: (Epoch, global batch size, logical ranks) of each later size, and the epoch that it begins with.
         repeats: How often each image is among the samples.
+        weights: What each sample counts for in a step's mean loss, int64 [samples], tokens say; None: each counts once.
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
     """
@@ -63,6 +64,7 @@ class StepGeometry:
     repeats: int = 1
     in_step: bool = False
     growth: tuple[tuple[int, int, int], ...] = ()
+    weights: SampleWeights | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -75,6 +77,7 @@ class StepGeometry:
         order = epoch_order(self.seed, epoch, self.samples, self.repeats)
         ids = order[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
         parts = _parts(len(ids), phase.logical_ranks, world, in_step=self.in_step)
+        step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
         return [
             SampleSlice(
                 step=step,
@@ -82,7 +85,9 @@ class StepGeometry:
                 logical_rank=part.logical_rank,
                 ids=ids[part.begin : part.end],
                 is_last=part.is_last,
-                step_weight=len(ids),
+                weight=None if self.weights is None else int(self.weights[ids[part.begin : part.end]].sum()),
+                step_weight=step_weight,
+                step_samples=None if self.weights is None else len(ids),
                 logical_ranks=phase.logical_ranks,
                 phantom=part.phantom,
             )

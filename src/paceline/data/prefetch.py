@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline.data.batch import Batch
+from paceline.data.nested import Nested, mapped, tensors_in
 from paceline.data.pipeline import Placement
 
 
@@ -42,7 +43,7 @@ class Normalize:
 
 def to_device(
     batches: Iterator[Batch],
-    normalize: Normalize,
+    normalize: Callable[[Nested], Nested],
     placement: Placement,
     finish: Callable[[Batch], Batch] | None = None,
     moving: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -51,7 +52,7 @@ def to_device(
 
     Args:
         batches: From a back-end.
-        normalize: Makes their images floats.
+        normalize: Makes of their inputs what the network takes: floats of images.
         placement: Where they are to be.
         finish: What is done to them there.
         moving: Entered where the step waits for that. Beside the step it costs nothing.
@@ -70,12 +71,13 @@ def to_device(
     return map(move_here, batches)
 
 
-def _moved(batch: Batch, normalize: Normalize, device: torch.device) -> Batch:
-    inputs = batch.inputs.to(device, non_blocking=True)
-    targets = batch.targets.to(device, non_blocking=True)
+def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.device) -> Batch:
+    both = (batch.inputs, batch.targets)
+    inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
     if len(batch.ids) == 0:
         # Every sample of the micro-batch was broken: a blank one with weight zero keeps the collectives matched.
-        inputs, targets = inputs.new_zeros((1, *inputs.shape[1:])), targets.new_zeros(1)
+        blank = (mapped(lambda each: each.new_zeros((1, *each.shape[1:])), nested) for nested in (inputs, targets))
+        inputs, targets = blank
     return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
 
 
@@ -100,7 +102,7 @@ def _one_ahead(
         main = backend.current_stream(device)
         with moving():
             main.wait_stream(side)
-        for tensor in (ready.inputs, ready.targets):
+        for tensor in tensors_in(ready.inputs, ready.targets):
             # Allocated on the side stream, used on this one: the allocator must not reuse it too early.
             tensor.record_stream(main)
         current, ready = ready, fetch()

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SampleIds = NDArray[np.int64]
+SampleWeights = NDArray[np.int64]
+"""What each sample counts for, [N]."""
 SampleShapes = NDArray[np.int64]
 """Height and width for each sample, [N, 2]."""
 
@@ -22,11 +24,14 @@ class SampleSlice:
         logical_rank: Position of the micro-batch within the global batch; keys dropout.
         ids: Sample ids, int64 [N].
         is_last: True on the rank's last micro-batch of the step: gradients are reduced after it.
-        step_weight: Samples in the whole global step, over all ranks and micro-batches.
+        step_weight: What the whole global step weighs in the loss, over all ranks and micro-batches: its samples, or
+            where they weigh something, tokens say, the sum of that.
         logical_ranks: Slots for micro-batches in the step, over all ranks.
         shape: Height and width at which these samples are shown, where that is not the same for all.
         phantom: True where a rank has no samples in an epoch's last step and forwards one with weight
             zero, only so that its collectives match the other ranks'.
+        weight: What these samples weigh; None where each counts once.
+        step_samples: Samples in the whole global step, where they weigh something.
     """
 
     step: int
@@ -38,3 +43,5 @@ class SampleSlice:
     logical_ranks: int = 1
     shape: tuple[int, int] | None = None
     phantom: bool = False
+    weight: int | None = None
+    step_samples: int | None = None

@@ -130,11 +130,11 @@ class ExactDataParallel:
             self._free.append(self._leaf)
             return
         if part.weight:
-            self._leaf.notes[_LOSS] *= part.step_samples
+            self._leaf.notes[_LOSS] *= part.step_weight
         else:  # its images could all not be read; a mean over nothing is no number
             self._leaf.notes[_LOSS] = 0
         self._leaf.notes[_SAMPLES] = part.weight
-        self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_samples)
+        self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_weight)
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
     def aside(self) -> AbstractContextManager[None]:
@@ -192,7 +192,7 @@ class ExactDataParallel:
             self._free.append(self._combined)
             self._combined = None
         self._logical_ranks = part.logical_ranks
-        self._leaves = min(part.logical_ranks, part.step_samples)
+        self._leaves = part.filled
         self._begun = True
 
     def _make_leaf(self) -> Leaf:

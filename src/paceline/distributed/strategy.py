@@ -22,17 +22,24 @@ class MicroBatch:
 
     Attributes:
         logical_rank: Its number among the step's micro-batches over all processes.
-        step_samples: Samples of the whole step, over all processes.
-        weight: Samples of the micro-batch that count; 0 for one that is only there to match others' collectives.
+        step_weight: What the whole step weighs over all processes: its samples, or their tokens.
+        weight: What the micro-batch weighs; 0 for one that is only there to match others' collectives.
         is_last: Whether it is the last one of the step on this process.
         logical_ranks: Micro-batches of the step over all processes; a multiple of their number.
+        step_samples: Samples of the whole step, where that is not their weight.
     """
 
     logical_rank: int
-    step_samples: int
+    step_weight: int
     weight: int
     is_last: bool = True
     logical_ranks: int = 1
+    step_samples: int | None = None
+
+    @property
+    def filled(self) -> int:
+        """Micro-batches of the step that have samples: the first ones."""
+        return min(self.logical_ranks, self.step_weight if self.step_samples is None else self.step_samples)
 
 
 class Wish(NamedTuple):

@@ -1,12 +1,19 @@
-"""How are per-sample values summed over batches, and over processes, without averaging averages?"""
+"""How are per-sample values summed over batches, and over processes, without averaging averages?
+
+What no sums give, the area under a curve say, is left to a :class:`Collector`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from paceline.data.batch import Batch
 
 Rows = list[tuple[float, ...]]
 
@@ -19,11 +26,42 @@ class Metric:
         name: Key in records, e.g. ``top1_accuracy``.
         scale: Factor on the mean; 100 for percentages.
         higher_is_better: Which of two values is better.
+        of: Which per-sample value is summed up, as a task's ``score`` names it; the metric's own name unless given.
+        per: By which per-sample value's sum that is divided: ``tokens``, say, where ``score`` gives their number; None
+            for the number of samples.
+        is_collected: Whether it comes from one of the task's collectors, and is no mean.
     """
 
     name: str
     scale: float = 1.0
     higher_is_better: bool = False
+    of: str | None = None
+    per: str | None = None
+    is_collected: bool = False
+
+    @property
+    def summed(self) -> str:
+        """The per-sample value that is summed up."""
+        return self.of or self.name
+
+
+class Collector(Protocol):
+    """Gathers of each process what a metric needs that is no mean; one for each set of weights and evaluation.
+
+    What comes of all parts together must not depend on how the samples were shared out, nor on the parts' order.
+    """
+
+    def add(self, values: Mapping[str, torch.Tensor], batch: Batch) -> None:
+        """Take what the task's ``score`` gave for a batch. No host-device synchronisation."""
+        ...
+
+    def part(self) -> Any:
+        """What this process has, as plain values and NumPy arrays; waits for the device."""
+        ...
+
+    def results(self, parts: Sequence[Any]) -> dict[str, float]:
+        """The metrics, from the parts of all processes."""
+        ...
 
 
 class Accumulator:
@@ -34,15 +72,17 @@ class Accumulator:
     """
 
     def __init__(self, metrics: tuple[Metric, ...], device: torch.device) -> None:
-        self.metrics = metrics
+        self.metrics = tuple(metric for metric in metrics if not metric.is_collected)
+        divisors = (metric.per for metric in self.metrics if metric.per is not None)
+        self._names = tuple(dict.fromkeys([*(metric.summed for metric in self.metrics), *divisors]))
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums: list[torch.Tensor] = []
         self._counts: list[int] = []
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add one batch: a tensor [N] for each metric. No host-device synchronisation."""
-        self._sums.append(torch.stack([values[metric.name].to(self._dtype).sum() for metric in self.metrics]))
-        self._counts.append(len(values[self.metrics[0].name]))
+        """Add one batch: a tensor [N] for each value that is summed up. No host-device synchronisation."""
+        self._sums.append(torch.stack([values[name].to(self._dtype).sum() for name in self._names]))
+        self._counts.append(len(values[self._names[0]]))
 
     def rows(self) -> Rows:
         """One row per batch: its number of samples, then its sums; the one place that waits for the device."""
@@ -54,8 +94,13 @@ class Accumulator:
         count = round(sum(row[0] for row in rows))
         if count == 0:
             return 0, {metric.name: math.nan for metric in self.metrics}
-        totals = (_exact_sum(row[1 + index] for row in rows) for index in range(len(self.metrics)))
-        return count, {m.name: m.scale * total / count for m, total in zip(self.metrics, totals, strict=True)}
+        totals = {name: _exact_sum(row[1 + index] for row in rows) for index, name in enumerate(self._names)}
+        return count, {m.name: self._mean(m, totals, count) for m in self.metrics}
+
+    @staticmethod
+    def _mean(metric: Metric, totals: Mapping[str, float], count: int) -> float:
+        number = count if metric.per is None else totals[metric.per]
+        return metric.scale * totals[metric.summed] / number if number else math.nan
 
 
 def _exact_sum(values: Iterable[float]) -> float:

@@ -40,12 +40,14 @@ class DataFacts:
         evaluation_samples: Samples held out for evaluation; 0 if there are none.
         description: Further facts for the reader, by name (classes, image size, back-end, ...).
         reasons: Why an `auto` became what it is, and why a key that knows no `auto` is not used, by dotted key.
+        unused: Dotted keys that the task has no use for, with the reason (see :func:`~paceline.recipe.unused.all_but`).
     """
 
     train_samples: int
     evaluation_samples: int
     description: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +279,8 @@ def make_plan(
 
 
 def _unused(recipe: Recipe, data: DataFacts, rates: Rates, strategy: str, epochs: float) -> dict[str, str]:
-    return unused_keys(recipe, data, epochs) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates)
+    found = unused_keys(recipe, data, epochs) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates)
+    return found | data.unused
 
 
 def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:

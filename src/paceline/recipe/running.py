@@ -26,8 +26,9 @@ class Evaluate:
     """Average the probabilities of several views of each image, in evaluation and prediction: itself and its mirror
     (`flip`), its corners and centre (`five_crop`), or these and their mirrors (`ten_crop`, Krizhevsky et al. 2012).
     Costs as many forward passes."""
-    metric: str = "top1_accuracy"
-    """The metric that decides what is best: `top1_accuracy`, `loss`, or one that the task brings."""
+    metric: str = "auto"
+    """The metric that decides what is best: `top1_accuracy`, `loss`, or another one that the task measures; `auto` is
+    the task's own choice, of image classification `top1_accuracy`."""
     patience: Annotated[PositiveInt | None, Off] = None
     """Stop after this many evaluations without a better metric, or `off`."""
     keep_examples: Annotated[int, Field(ge=0, le=100, strict=True)] = 24

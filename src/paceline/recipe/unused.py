@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 from paceline.recipe.adapters import unused_in_adapters
 from paceline.recipe.data import Data
 from paceline.recipe.profile import unused_in_profile
 from paceline.recipe.schema import Recipe
+from paceline.units import Duration, TimeSpan
 
 if TYPE_CHECKING:
     from paceline.recipe.plan import DataFacts
@@ -42,6 +45,27 @@ def unused_keys(recipe: Recipe, data: DataFacts, epochs: float) -> dict[str, str
         if recipe.evaluate.every is not None:
             found["evaluate.every"] = f"nothing is evaluated ({why})"
     return found
+
+
+def all_but(used: Collection[str], why: str, sections: Collection[str] = ("data",)) -> dict[str, str]:
+    """Every dotted key of some sections, with the reason, but for those that are used.
+
+    Args:
+        used: Dotted keys, or the sections within sections that all of it is used of (``data.text``).
+        why: Why the others are not.
+        sections: Whose keys are meant.
+    """
+    keys = (key for section in sections for key in _leaves(getattr(Recipe(), section), f"{section}."))
+    return {key: why for key in keys if not any(key == each or key.startswith(f"{each}.") for each in used)}
+
+
+def _leaves(section: Any, path: str) -> Iterator[str]:
+    for each in dataclasses.fields(section):
+        value = getattr(section, each.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Duration | TimeSpan):
+            yield from _leaves(value, f"{path}{each.name}.")
+        else:
+            yield f"{path}{each.name}"
 
 
 def unused_in_data(data: DataFacts) -> dict[str, str]:

@@ -6,11 +6,13 @@ from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, load_reference
-from paceline.tasks.distillation import Distillation
-from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 
-TASKS = {"image_classification": ImageClassification, "distillation": Distillation}
+# By reference, since each brings libraries that the others do not need.
+TASKS = {
+    "image_classification": "paceline.tasks.image_classification:ImageClassification",
+    "distillation": "paceline.tasks.distillation:Distillation",
+}
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -20,7 +22,8 @@ def build_task(recipe: Recipe) -> Task:
         RecipeError: If there is none of that name, or the reference does not give a task.
     """
     if recipe.task in TASKS:
-        return TASKS[recipe.task](recipe)
+        built: Task = load_reference(TASKS[recipe.task], RecipeError)(recipe)
+        return built
     if not is_reference(recipe.task):
         raise RecipeError(
             f"unknown task '{recipe.task}'.{did_you_mean(recipe.task, TASKS)} Tasks: {', '.join(TASKS)}, or "

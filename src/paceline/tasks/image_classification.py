@@ -42,6 +42,8 @@ class ImageClassification(Task):
     Subclass it to change a part: :meth:`build_model` for a network of one's own, :meth:`loss` for another loss.
     """
 
+    headline = "top1_accuracy"
+
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))

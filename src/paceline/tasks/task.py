@@ -15,7 +15,8 @@ from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.metrics.accumulator import Metric
+from paceline.data.slices import SampleWeights
+from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
@@ -29,10 +30,12 @@ class Task(ABC):
 
     Attributes:
         recipe: What was asked; each section is there to be used.
-        metrics: What :meth:`score` reports, the loss first.
+        metrics: What :meth:`score` and the collectors report, the loss first; may be known once the data are.
+        headline: The metric that ``evaluate.metric=auto`` stands for.
     """
 
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
+    headline: str = "loss"
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -44,6 +47,13 @@ class Task(ABC):
         Args:
             world: The processes planned for; only shares of the machine may depend on it, never samples.
         """
+
+    def sample_weights(self) -> SampleWeights | None:
+        """What each training sample counts for in a step's mean loss, int64 [samples]: its tokens, say.
+
+        By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
+        """
+        return None
 
     def description(self) -> dict[str, Any]:
         """Further facts, beside the plan's, that a weights file should carry to be of use (class names, say)."""
@@ -76,11 +86,22 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Mean training loss over the batch's samples, a scalar; called under autocast."""
+        """Mean training loss over the batch's samples, a scalar; called under autocast.
+
+        With :meth:`sample_weights` the mean is over what they count, and of a batch that weighs nothing it is anything
+        finite.
+        """
 
     @abstractmethod
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """One value per sample, [N], for each metric; called in evaluation mode, without gradients."""
+        """One value per sample, [N], for each metric; called in evaluation mode, without gradients.
+
+        What collectors and the divisors of means (:attr:`Metric.per`) need stands beside them.
+        """
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """What gathers, in one evaluation of one set of weights, the metrics that are no means; by default nothing."""
+        return ()
 
     def evaluated(self, model: Model) -> Model:
         """What evaluation and prediction call in the network's place; by default the network itself."""

@@ -16,9 +16,9 @@ from paceline.data.batch import Batch, BrokenSample
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse
-from paceline.metrics.accumulator import Accumulator
+from paceline.metrics.accumulator import Accumulator, Rows
 from paceline.tasks.task import Model, Task
-from paceline.trainer.kept_answers import Keep, Kept, KeptAnswers
+from paceline.trainer.kept_answers import Keep, Kept, KeptAnswers, Part
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
@@ -41,6 +41,16 @@ class Evaluation:
     results: dict[str, dict[str, float]]
     broken: tuple[BrokenSample, ...]
     kept: Kept = field(default_factory=Kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What one process brings together with the others: of each set of weights, and of what was read."""
+
+    rows: dict[str, Rows]
+    collected: dict[str, tuple[Any, ...]]
+    broken: tuple[BrokenSample, ...]
+    kept: Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,7 @@ class Evaluator:
             observe: Called with (weights, batch, predictions) for each batch, e.g. to write predictions.
         """
         sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
+        collected = {name: self.task.collectors() for name in models}
         answers = KeptAnswers(self.task, self.keep)
         broken: list[BrokenSample] = []
         rounds, last = 0, None
@@ -92,7 +103,10 @@ class Evaluator:
                     once = _OneForward(asked)
                     is_looked_at = observe is not None or name == answers.weights
                     with self.precision.autocast():
-                        sums[name].add(self._score(once if is_looked_at else asked, asked, batch, answers))
+                        scores = self._score(once if is_looked_at else asked, asked, batch, answers)
+                        sums[name].add(scores)
+                        for each in collected[name]:
+                            each.add(scores, batch)
                         if name == answers.weights:
                             answers.add(once.again, batch)
                         if observe is not None:
@@ -103,14 +117,23 @@ class Evaluator:
                 self._go_along(models, last)
         self.pulse.enter("gathering of scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
-        mine = ({name: each.rows() for name, each in sums.items()}, broken, answers.part())
+        mine = _Share(
+            rows={name: each.rows() for name, each in sums.items()},
+            collected={name: tuple(each.part() for each in group) for name, group in collected.items()},
+            broken=tuple(broken),
+            kept=answers.part(),
+        )
         parts = self.collectives.gather(mine)
-        counted = {name: sums[name].results([row for rows, *_ in parts for row in rows[name]]) for name in sums}
+        counted = {name: sums[name].results([row for part in parts for row in part.rows[name]]) for name in sums}
+        results = {name: dict(values) for name, (_, values) in counted.items()}
+        for name, group in collected.items():
+            for index, each in enumerate(group):
+                results[name] |= each.results([part.collected[name][index] for part in parts])
         return Evaluation(
             samples=next(count for count, _ in counted.values()),
-            results={name: values for name, (_, values) in counted.items()},
-            broken=tuple(sorted((each for _, part, _ in parts for each in part), key=lambda each: each.id)),
-            kept=answers.together([part for *_, part in parts], self.collectives, self.pipeline),
+            results=results,
+            broken=tuple(sorted((each for part in parts for each in part.broken), key=lambda each: each.id)),
+            kept=answers.together([part.kept for part in parts], self.collectives, self.pipeline),
         )
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, torch.Tensor]:

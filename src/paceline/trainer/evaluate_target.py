@@ -319,7 +319,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
     counts = {
         metric.name.replace("accuracy", "correct"): round(metrics[metric.name] * evaluation.samples / metric.scale)
         for metric in task.metrics
-        if metric.name.endswith("accuracy")
+        if metric.name.endswith("accuracy") and metric.per is None and not metric.is_collected
     }
     return EvaluationReport(
         path=saved.path,

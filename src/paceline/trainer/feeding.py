@@ -207,7 +207,7 @@ def measure(recipe: Recipe, most: int) -> Feeding:
         torch.set_num_threads(plan.threads_per_process)
         set_float32_matmul(plan.float32_matmul)
         trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)
-        geometry = geometry_of(recipe, plan)
+        geometry = geometry_of(recipe, plan, tasks[numbers[0]])
         streams = {count: each.train_batches(geometry, 0, plan.total_steps, world) for count, each in pipelines.items()}
         # What loader processes hold ready, and a first pass at a size, are no measure.
         skipped = {count: count * recipe.data.prefetch + 1 for count in numbers}

@@ -104,7 +104,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             device=device,
             network=network,
             pipeline=pipeline,
-            geometry=geometry_of(recipe, plan),
+            geometry=geometry_of(recipe, plan, task),
             cores=cores,
             notices=(*limits.warnings, *notices, *([] if cores is None else [cores.why])),
         )
@@ -113,8 +113,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     return prepared
 
 
-def geometry_of(recipe: Recipe, plan: Plan) -> StepGeometry:
-    """Which samples every step of a run uses."""
+def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
+    """Which samples every step of a run uses, and what they weigh."""
     return StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,
@@ -123,6 +123,7 @@ def geometry_of(recipe: Recipe, plan: Plan) -> StepGeometry:
         repeats=recipe.data.augment.repeats,
         growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
+        weights=task.sample_weights(),
     )
 
 
@@ -133,12 +134,27 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     # The class is part of what a run is: weights of one task are not another's.
     named = replace(facts, description={"task": task_name(task), **facts.description})
     plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
-    find_metric(task, recipe.evaluate.metric, f"evaluate.metric={recipe.evaluate.metric}")
+    best = best_metric(task)
+    chosen = {"evaluate.metric": f"{best.name}: the task's own choice"} if recipe.evaluate.metric == "auto" else {}
     return replace(
         plan,
+        reasons=plan.reasons | chosen,
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
     )
+
+
+def best_metric(task: Task) -> Metric:
+    """The metric that decides which evaluation is best.
+
+    Raises:
+        RecipeError: If the task does not measure the one asked for.
+    """
+    asked = task.recipe.evaluate.metric
+    if asked == "auto":
+        # A task of the user's own may have left out the one that its parent names.
+        return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
+    return find_metric(task, asked, f"evaluate.metric={asked}")
 
 
 def find_metric(task: Task, name: str, asked: str) -> Metric:

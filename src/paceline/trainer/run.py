@@ -38,6 +38,7 @@ from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
+from paceline.trainer.preparation import best_metric
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.signals import StopRequest
@@ -188,4 +189,4 @@ class Run:
 
     def best_metric(self) -> Metric:
         """The metric that decides which evaluation is best."""
-        return next(metric for metric in self.task.metrics if metric.name == self.recipe.evaluate.metric)
+        return best_metric(self.task)

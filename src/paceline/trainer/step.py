@@ -56,11 +56,18 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def _place_of(batch: Batch) -> MicroBatch:
     part = batch.slice
-    return MicroBatch(part.logical_rank, part.step_weight, batch.weight, part.is_last, part.logical_ranks)
+    return MicroBatch(
+        logical_rank=part.logical_rank,
+        step_weight=part.step_weight,
+        step_samples=part.step_samples,
+        weight=batch.weight,
+        is_last=part.is_last,
+        logical_ranks=part.logical_ranks,
+    )
 
 
 def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
-    # A mean over the micro-batch becomes its part of the mean over the step's samples.
+    # A mean over the micro-batch becomes its part of the mean over the step's samples, or over its tokens.
     factor = batch.weight * averages_over / batch.slice.step_weight
     return loss if factor == 1 else loss * factor
 

@@ -283,7 +283,7 @@ WORKERS = {"backend": "pytorch", "workers": 3}
         (["evaluate.top_k=9"], {"reasons": {"evaluate.top_k": "left out"}}, "evaluate.top_k", "left out"),
         (["optimizer.decay_norm_and_bias=true"], {}, "optimizer.decay_norm_and_bias", "weight_decay=0"),
         ([], {"world_size": 1}, "parallel.bucket_cap_mb", "one process"),
-        (["evaluate.every=off"], {}, "evaluate.metric", "evaluate.every=off"),
+        (["evaluate.every=off", "evaluate.metric=loss"], {}, "evaluate.metric", "evaluate.every=off"),
         (["evaluate.every=off", "evaluate.batch_size=3"], {}, "evaluate.batch_size", "evaluate.every=off"),
         ([], {"held_out": 0}, "evaluate.every", "no samples are held out"),
         (["data.mix.epochs=3"], {}, "data.mix.epochs", "nothing is mixed"),
