@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from paceline.data.batch import Batch
+from numpy.typing import NDArray
 
 Rows = list[tuple[float, ...]]
 
@@ -51,8 +50,8 @@ class Collector(Protocol):
     What comes of all parts together must not depend on how the samples were shared out, nor on the parts' order.
     """
 
-    def add(self, values: Mapping[str, torch.Tensor], batch: Batch) -> None:
-        """Take what the task's ``score`` gave for a batch. No host-device synchronisation."""
+    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
+        """Take what the task's ``score`` gave for the samples of a batch. No host-device synchronisation."""
         ...
 
     def part(self) -> Any:

@@ -93,10 +93,10 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """One value per sample, [N], for each metric; called in evaluation mode, without gradients.
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """One value per sample, a tensor [N], for each metric; called in evaluation mode, without gradients.
 
-        What collectors and the divisors of means (:attr:`Metric.per`) need stands beside them.
+        What the divisors of means (:attr:`Metric.per`) are stands beside them, and whatever the collectors need.
         """
 
     def collectors(self) -> tuple[Collector, ...]:

@@ -106,7 +106,7 @@ class Evaluator:
                         scores = self._score(once if is_looked_at else asked, asked, batch, answers)
                         sums[name].add(scores)
                         for each in collected[name]:
-                            each.add(scores, batch)
+                            each.add(scores, batch.ids)
                         if name == answers.weights:
                             answers.add(once.again, batch)
                         if observe is not None:
@@ -136,7 +136,7 @@ class Evaluator:
             kept=answers.together([part.kept for part in parts], self.collectives, self.pipeline),
         )
 
-    def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, torch.Tensor]:
+    def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
         """Score a batch; a task that does more with the network than call it is given the network itself."""
         try:
             return self.task.score(looked_at, batch)

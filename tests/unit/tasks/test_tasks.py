@@ -187,7 +187,9 @@ def test_a_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
             return facts
 
     with pytest.raises(PacelineError, match=r"evaluate\.metric=top1_accuracy is not measured; choose one of: loss"):
-        paceline.train("digits", ["evaluate.metric=top1_accuracy"], task=Lossy, run_dir=tmp_path / "run", quiet=True)
+        paceline.train(
+            "digits", overrides=["evaluate.metric=top1_accuracy"], task=Lossy, run_dir=tmp_path / "run", quiet=True
+        )
     assert not (tmp_path / "run").exists()
 
 
