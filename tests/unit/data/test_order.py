@@ -310,3 +310,23 @@ def test_an_epoch_that_begins_costs_no_sorting() -> None:
     begun = time.thread_time()
     assert next(stream).epoch == 1
     assert time.thread_time() - begun < 0.1 * sorting
+
+
+# ---------------------------------------------------------------------------------------- what samples weigh
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_weights_add_up_to_the_whole_steps_on_any_number_of_processes(world_size: int) -> None:
+    """Each process knows what all of a step weighs, and parts of it are those of its own samples."""
+    weights = np.random.default_rng(3).integers(0, 50, 37)
+    plain = geometry(37, 8, 4)
+    shape = dataclasses.replace(plain, weights=weights)
+    for step in range(2 * shape.epochs.phases[0].steps_per_epoch):
+        parts = step_of_all(shape, step, world_size)
+        real = [each for each in parts if not each.phantom]
+        assert {each.step_weight for each in parts} == {int(weights[used(parts)].sum())}
+        assert [each.weight for each in real] == [int(weights[each.ids].sum()) for each in real]
+        assert sum(each.weight or 0 for each in real) == real[0].step_weight
+        assert {each.step_samples for each in parts} == {len(used(parts))}
+        # Which samples a step has, and who takes them, is no matter of weights.
+        assert used(parts) == used(step_of_all(plain, step, world_size))

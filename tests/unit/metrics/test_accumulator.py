@@ -85,3 +85,22 @@ def test_a_loss_that_is_no_number_shows() -> None:
     values = made.results(made.rows())[1]
     assert math.isnan(values["loss"])
     assert values["top1_accuracy"] == 50.0
+
+
+def test_a_metric_may_divide_by_another_sum_than_the_samples() -> None:
+    """Nats per token: of samples of 1 and 9 tokens, no mean of means."""
+    per_token = (Metric(name="loss", per="tokens"), Metric(name="bits", of="loss", per="tokens", scale=1 / math.log(2)))
+    values = {"loss": torch.tensor([2.0, 9.0]), "tokens": torch.tensor([1, 9])}
+    made = Accumulator((*per_token, Metric(name="area", is_collected=True)), CPU)
+    made.add(values)
+    assert made.results(made.rows()) == (2, {"loss": 1.1, "bits": pytest.approx(1.1 / math.log(2))})
+    halves = Accumulator(per_token, CPU)
+    for half in range(2):
+        halves.add({name: each[half : half + 1] for name, each in values.items()})
+    assert halves.results(halves.rows())[1]["loss"] == 1.1
+
+
+def test_a_mean_over_nothing_is_no_number() -> None:
+    made = Accumulator((Metric(name="loss", per="tokens"),), CPU)
+    made.add({"loss": torch.zeros(2), "tokens": torch.zeros(2)})
+    assert math.isnan(made.results(made.rows())[1]["loss"])

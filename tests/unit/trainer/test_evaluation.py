@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
-from paceline.metrics.accumulator import Accumulator
+from paceline.metrics.accumulator import Accumulator, Metric
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.tasks.image_classification import ImageClassification
@@ -332,3 +332,32 @@ def test_saved_weights_are_multiplied_as_they_were_in_training(
     seen.clear()
     evaluate_target(EvaluationRequest(target=run_dir, overrides=["train.float32_matmul=auto"]))
     assert set(seen) == {True}
+
+
+class _Spread:
+    """Collects every score, and gives their spread: a metric that no sums give."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[list[int], torch.Tensor]] = []
+
+    def add(self, values: Any, ids: Any) -> None:
+        self.found.append((ids.tolist(), values["loss"]))
+
+    def part(self) -> Any:
+        return [
+            (sample, value) for ids, values in self.found for sample, value in zip(ids, values.tolist(), strict=True)
+        ]
+
+    def results(self, parts: Any) -> dict[str, float]:
+        values = [value for _, value in sorted(pair for part in parts for pair in part)]
+        return {"spread": max(values) - min(values), "scored": float(len(values))}
+
+
+def test_a_collector_sees_each_sample_once_for_each_set_of_weights(opened: Callable[..., Any]) -> None:
+    task, pipeline = opened(classes=4, evaluation_images=21)
+    task.metrics = (*task.metrics, Metric(name="spread", is_collected=True))
+    task.collectors = lambda: (_Spread(),)
+    found = evaluator(task, pipeline, batch_size=8)({"model": Linear(4), "ema": Linear(4)})
+    assert found.results["model"]["scored"] == found.results["ema"]["scored"] == 21
+    assert found.results["model"]["spread"] > 0
+    assert {"loss", "top1_accuracy", "spread", "scored"} <= found.results["model"].keys()
