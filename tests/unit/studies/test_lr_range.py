@@ -170,6 +170,21 @@ def test_the_following_training_has_the_same_bits(find: Callable[..., Any], trai
         assert (each.weights_sha256, each.ema_sha256) == (alone.weights_sha256, alone.ema_sha256)
 
 
+@pytest.mark.parametrize(("rising", "told"), [(True, False), (False, True)])
+def test_rates_above_the_highest_are_spoken_of_only_where_the_loss_still_falls(
+    find: Callable[..., Any], *, rising: bool, told: bool
+) -> None:
+    """All steps may be taken although nothing better lies above: the loss rose, but not to four times its best."""
+
+    def shaped(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        step = batch.slice.step
+        return loss * 0 + (1 + abs(step - 20) / 20 if rising else 2 - step / 40)
+
+    found = find(on_loss=shaped, steps=40, smoothing=0.5)
+    assert found.ending == "highest"
+    assert any("above it" in note for note in found.notes) == told
+
+
 def test_it_ends_where_the_loss_diverges(find: Callable[..., Any]) -> None:
     def explode(batch: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * 1000 if batch.slice.step >= 20 else loss
@@ -200,7 +215,7 @@ def test_a_curve_that_says_nothing_gives_no_number(find: Callable[..., Any], tmp
     assert all(each.lr is None and each.why_not for each in found.suggestions.values())
     with pytest.raises(RecipeError, match="suggests no learning rate by 'median': the loss does not fall"):
         found.lr()
-    assert any("had not diverged" in note for note in found.notes)
+    assert not any("above it" in note for note in found.notes)
     with pytest.raises(RecipeError, match=r"no suggestion 'steep'\. Did you mean 'steepest'"):
         found.lr("steep")
 

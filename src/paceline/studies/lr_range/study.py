@@ -27,6 +27,8 @@ from paceline.world import World
 DEFAULT = MEDIAN
 # More digits than the next seed would agree with.
 _DIGITS = 3
+# From this share of the steps on, the lowest loss lies at the upper end.
+_NEAR_THE_END = 0.9
 _ENDINGS: Mapping[Ending, str] = {
     "highest": "all steps were taken",
     "diverged": "the loss diverged",
@@ -261,8 +263,9 @@ def _result(loaded: LoadedRecipe, sweep: Sweep, taken: Taken, facts: Mapping[str
 
 
 def _notes(recipe: Recipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any]) -> Iterator[str]:
-    if taken.ending == "highest":
-        yield f"the loss had not diverged at the highest rate, {sweep.highest:g}: there may be better ones above it"
+    averages = smoothed(taken.losses, sweep.smoothing)
+    if taken.ending == "highest" and averages.index(min(averages)) >= _NEAR_THE_END * len(averages):
+        yield f"the loss was lowest near the highest rate, {sweep.highest:g}: there may be better ones above it"
     if facts["lr_factor"] != 1:
         yield (
             f"rates are those of the steps; optimizer.lr is multiplied by {facts['lr_factor']:g} "
