@@ -170,6 +170,19 @@ def test_the_following_training_has_the_same_bits(find: Callable[..., Any], trai
         assert (each.weights_sha256, each.ema_sha256) == (alone.weights_sha256, alone.ema_sha256)
 
 
+def test_a_suggestion_far_below_the_recipes_own_rate_is_told_of(find: Callable[..., Any]) -> None:
+    """As of weights that were trained already: what falls are the first batches, and the rate is no rate to train at."""
+
+    def falls_at_once(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 0 + (2 - batch.slice.step / 20 if batch.slice.step < 20 else 1.0)
+
+    far = find({"optimizer.lr": 10.0}, on_loss=falls_at_once, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    near = find({"optimizer.lr": 1e-5}, on_loss=falls_at_once, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    assert far.suggestions["median"].lr == near.suggestions["median"].lr is not None
+    assert any("times below the recipe's own rate" in note for note in far.notes)
+    assert not any("times below" in note for note in near.notes)
+
+
 @pytest.mark.parametrize(("rising", "told"), [(True, False), (False, True)])
 def test_rates_above_the_highest_are_spoken_of_only_where_the_loss_still_falls(
     find: Callable[..., Any], *, rising: bool, told: bool
@@ -216,6 +229,7 @@ def test_a_curve_that_says_nothing_gives_no_number(find: Callable[..., Any], tmp
     with pytest.raises(RecipeError, match="suggests no learning rate by 'median': the loss does not fall"):
         found.lr()
     assert not any("above it" in note for note in found.notes)
+    assert any("stays the best guess" in note for note in found.notes)
     with pytest.raises(RecipeError, match=r"no suggestion 'steep'\. Did you mean 'steepest'"):
         found.lr("steep")
 

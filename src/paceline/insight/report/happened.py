@@ -60,8 +60,10 @@ def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
     for run in runs:
         if run.summary is None or run.summary.ledger is None:
             yield Text(f"{run.name}: the ledger is counted when a run completes or is stopped, which it has not been.")
+    which = runs[0].path if len(runs) == 1 else "RUN"
     yield Text(
-        "`paceline audit RUN` counts it anew, and compares each step's samples with those that the recipe determines."
+        f"`paceline audit {which}` counts it anew, and compares each step's samples with those that the recipe "
+        "determines."
     )
 
 

@@ -20,13 +20,16 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         whose = f"{run.name}: " if len(runs) > 1 else ""
         confusion, examples = run.extra("evaluation/confusion.json"), run.extra("evaluation/examples.json")
         if confusion is None and examples is None:
-            yield Text(f"{whose}No predictions were kept: only evaluations of classifiers leave them behind.")
+            yield Text(
+                f"{whose}No predictions are kept here: evaluations of classifiers leave them behind, unless "
+                "evaluate.keep_examples=0."
+            )
             continue
         named = (confusion or examples or {}).get("classes")
         classes = [str(each) for each in named] if isinstance(named, list) else []
         matrix = _matrix(confusion, len(classes))
         if matrix and len(matrix) == len(classes):
-            yield from _confusion(matrix, classes, f"{whose}{_of(confusion or {})}")
+            yield from _confusion(matrix, classes, f"{whose}{_of(confusion or {})}", whose)
         pictures = list(_pictures(examples or {}, classes))
         if pictures:
             wrong = sum(each.is_wrong for each in pictures)
@@ -59,24 +62,33 @@ def _of(document: Mapping[str, Any], before: str = "") -> str:
     return before + ", ".join(said) if said else ""
 
 
-def _confusion(matrix: Sequence[Sequence[int]], classes: Sequence[str], told: str) -> Iterator[Block]:
+def _confusion(matrix: Sequence[Sequence[int]], classes: Sequence[str], told: str, whose: str) -> Iterator[Block]:
     count = len(classes)
     sums = [sum(row) for row in matrix]
     if count <= _MOST_CLASSES:
-        yield _heatmap(matrix, sums, classes, told)
+        yield _heatmap(matrix, sums, classes, told, f"{whose}confusion matrix" if whose else "Confusion matrix")
     pairs = sorted(
         ((matrix[a][b], a, b) for a in range(count) for b in range(count) if a != b and matrix[a][b]), reverse=True
     )
     rows = [(classes[a], classes[b], number, f"{number / sums[a]:.1%}") for number, a, b in pairs[:_MOST_PAIRS]]
     if rows:
         columns = ("is", "taken for", "times", "of its samples")
-        yield Table(columns=columns, rows=rows, caption="What is confused most")
+        yield Table(
+            columns=columns, rows=rows, caption=f"{whose}what is confused most" if whose else "What is confused most"
+        )
     recall = [(classes[at], sums[at], matrix[at][at], _share(matrix[at][at], sums[at])) for at in range(count)]
     columns = ("class", "samples", "right", "share")
-    yield Table(columns=columns, rows=recall, caption="Right answers by class", folded=True)
+    yield Table(
+        columns=columns,
+        rows=recall,
+        caption=f"{whose}right answers by class" if whose else "Right answers by class",
+        folded=True,
+    )
 
 
-def _heatmap(matrix: Sequence[Sequence[int]], sums: Sequence[int], classes: Sequence[str], told: str) -> Chart:
+def _heatmap(
+    matrix: Sequence[Sequence[int]], sums: Sequence[int], classes: Sequence[str], told: str, title: str
+) -> Chart:
     shares = [[value / total if total else None for value in row] for row, total in zip(matrix, sums, strict=True)]
     places = list(range(len(classes)))
     labels = [name if len(name) <= 18 else f"{name[:17]}…" for name in classes]
@@ -102,7 +114,7 @@ def _heatmap(matrix: Sequence[Sequence[int]], sums: Sequence[int], classes: Sequ
     if len(classes) <= _MOST_FIGURES:
         trace |= {"text": [[str(value) for value in row] for row in matrix], "texttemplate": "%{text}"}
     return Chart(
-        title="Confusion matrix",
+        title=title,
         traces=[trace],
         layout={
             "height": min(760, 190 + 30 * len(classes)),

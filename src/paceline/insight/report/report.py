@@ -94,7 +94,11 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
 
 def page_of(runs: Sequence[RunRecord]) -> Page:
     """The page; a section that has nothing to tell is left out."""
-    sections = ((title, _blocks(make, runs)) for title, make in _SECTIONS.items())
+    order = list(_SECTIONS)
+    if len(runs) > 1:
+        # What differs is why one compares: it comes before what came of it.
+        order.insert(1, order.pop(order.index("Recipe")))
+    sections = ((title, _blocks(_SECTIONS[title], runs)) for title in order)
     return Page(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         subtitle=_subtitle(runs),

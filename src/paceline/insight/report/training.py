@@ -88,7 +88,9 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
         columns = (*who, "metric, weights", "last", "best", "best after step")
         yield Table(columns=columns, rows=rows, caption="Evaluations, accuracies in %, losses in nats")
     else:
-        yield Text("The run was not evaluated yet, or has no held-out samples: `evaluate.every` says when it is.")
+        over = all(run.status in ("completed", "failed") for run in runs)
+        when = "was not evaluated" if over else "was not evaluated yet"
+        yield Text(f"The run {when}, or has no held-out samples: `evaluate.every` says when it is.")
 
 
 def _best_of(run: RunRecord, metric: str, known: Sequence[Event]) -> tuple[float, int] | tuple[str, str]:

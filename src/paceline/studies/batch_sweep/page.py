@@ -18,6 +18,10 @@ _LAW = (
     "(1 + B_crit / B), and epochs = epochs_min (1 + B / B_crit). At the knee, B_crit, a run takes twice the fewest "
     "steps and twice the fewest samples (McCandlish et al. 2018)."
 )
+_STEPS = (
+    "Steps to the target lie between two evaluations, the last one that was not good enough and the first that was: in "
+    "between, the metric is taken to change evenly."
+)
 
 
 def write_sweep(folder: Path, report: SweepReport) -> list[Path]:
@@ -33,7 +37,7 @@ def sweep_page(report: SweepReport) -> Page:
         title="Steps and samples by batch size",
         subtitle=f"{report.name} to {report.target}, {report.seeds} runs each",
         sections=(
-            Section(title="The law", blocks=(Text(_LAW, *report.notes), *sweep_charts(report.rules))),
+            Section(title="The law", blocks=(Text(_LAW, _STEPS, *report.notes), *sweep_charts(report.rules))),
             *(
                 Section(title=f"Rule: {each.rule}", blocks=(Text(knee_in_words(each)), _table(each)))
                 for each in report.rules
@@ -45,13 +49,17 @@ def sweep_page(report: SweepReport) -> Page:
 def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     """Samples against steps, and both against the batch."""
     log = {"type": "log"}
-    steps, samples, batch = ({"title": {"text": text}, **log} for text in ("steps", "samples", "samples in a step"))
+    steps, samples, batch = (
+        dict[str, Any](title={"text": text}, **log) for text in ("steps", "samples", "samples in a step")
+    )
     trade = Chart(
         title="Samples against steps to the target",
         traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (s, b * s))],
         layout={"xaxis": steps, "yaxis": samples},
         description="Each run's samples against its steps, and the fitted hyperbola.",
     )
+    tried = sorted({row.batch for rule in rules for row in rule.rows})
+    batch |= {"tickmode": "array", "tickvals": tried, "ticktext": [str(each) for each in tried]}
     by_batch = Chart(
         title="Samples to the target by batch",
         traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (b, b * s))],
@@ -79,10 +87,14 @@ def _trace(name: str, points: Sequence[tuple[float, float]], *, mode: str) -> di
 
 
 def _table(rule: RuleResult) -> Table:
-    return Table(columns=COLUMNS, rows=tuple(map(tuple, table_rows(rule))), caption=f"Medians, {rule.rule} rule")
+    return Table(
+        columns=COLUMNS,
+        rows=tuple(map(tuple, table_rows(rule))),
+        caption=f"Medians of the runs that got there, {rule.rule} rule",
+    )
 
 
-COLUMNS = ("batch", "rate", "there", "steps", "from, to", "samples", "by the law")
+COLUMNS = ("batch", "rate", "there", "steps", "fewest, most", "samples", "by the law")
 
 
 def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:

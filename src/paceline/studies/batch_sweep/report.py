@@ -186,12 +186,10 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
             f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
             "groups are smaller there."
         )
-    short = [run for run in runs if run.samples_per_step < 0.99 * run.batch]
+    short = {run.batch: run.samples_per_step for run in runs if run.samples_per_step < 0.99 * run.batch}
     if short:
-        notes.append(
-            f"an epoch's last step has fewer samples: with {short[0].batch} a step has {short[0].samples_per_step:.0f} "
-            "on average, and the law is fitted to that."
-        )
+        told = ", ".join(f"with {batch} a step has {samples:.0f}" for batch, samples in sorted(short.items()))
+        notes.append(f"An epoch's last step has fewer samples: {told} on average, and the law is fitted to that.")
     return notes
 
 

@@ -33,7 +33,12 @@ def page_of(report: LandscapeReport) -> Page:
 def table_of(report: LandscapeReport) -> Table:
     """All runs side by side: what they were trained with, how well they do, and how sharp their minima are."""
     columns, rows = comparison(report)
-    return Table(columns=columns, rows=rows, caption="Results, generalisation gap and sharpness")
+    return Table(columns=columns, rows=rows, caption=f"Results, generalisation gap and sharpness{stored(report)}")
+
+
+def stored(report: LandscapeReport) -> str:
+    """What tells the table's losses from those of the curves, if anything does."""
+    return "; losses and accuracies with BatchNorm's stored statistics" if report.batch_norm == "recomputed" else ""
 
 
 def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
@@ -41,7 +46,7 @@ def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[obj
     metric = report.runs[0].gap_metric
     loss = next(iter(report.runs[0].results["train"]))
     heading = ["run", "batch", "peak lr", "steps", f"train {loss}", f"test {loss}"]
-    heading += [] if metric is None else ["train %", "test %", "gap"]
+    heading += [] if metric is None else ["train %", "test %", "gap (points)"]
     epsilons = [each.epsilon for each in report.runs[0].sharpness]
     heading += [f"sharpness {epsilon:g} (%)" for epsilon in epsilons]
     heading += ["top eigenvalue"] if report.runs[0].curvature is not None else []

@@ -83,7 +83,7 @@ def _chart(found: RangeTest) -> Chart:
     axis: dict[str, Any] = {"title": "learning rate", "type": "log" if log else "linear", "exponentformat": "power"}
     return Chart(
         title="Training loss as the learning rate rises",
-        traces=list(_traces(found)),
+        traces=[*_traces(found), *_beyond(found, top)],
         layout={
             "xaxis": axis,
             "yaxis": {"title": "loss", "range": [min(lowest, *found.losses) - 0.05 * abs(lowest), top]},
@@ -93,6 +93,22 @@ def _chart(found: RangeTest) -> Chart:
         f"{found.rates[found.averages.index(lowest)]:.3g}; {found.ending_in_words}.",
         wide=True,
     )
+
+
+def _beyond(found: RangeTest, top: float) -> Iterator[dict[str, Any]]:
+    """What lies above the axis, at its edge: how a test ended is part of what it shows."""
+    above = [(rate, loss) for rate, loss in zip(found.rates, found.losses, strict=True) if loss > top]
+    if above:
+        yield {
+            "x": [rate for rate, _ in above],
+            "y": [top] * len(above),
+            "customdata": [loss for _, loss in above],
+            "hovertemplate": "rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
+            "name": "loss above the axis",
+            "mode": "markers",
+            "marker": {"size": 8, "symbol": "triangle-up-open"},
+            "cliponaxis": False,
+        }
 
 
 def _traces(found: RangeTest) -> Iterator[dict[str, Any]]:

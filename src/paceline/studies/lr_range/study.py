@@ -29,6 +29,8 @@ DEFAULT = MEDIAN
 _DIGITS = 3
 # From this share of the steps on, the lowest loss lies at the upper end.
 _NEAR_THE_END = 0.9
+# A suggestion that is a smaller part of the recipe's own rate is told of.
+_FAR = 0.001
 _ENDINGS: Mapping[Ending, str] = {
     "highest": "all steps were taken",
     "diverged": "the loss diverged",
@@ -258,11 +260,25 @@ def _result(loaded: LoadedRecipe, sweep: Sweep, taken: Taken, facts: Mapping[str
         ending=taken.ending,
         skipped=taken.skipped,
         suggestions=suggestions,
-        notes=tuple(_notes(loaded.recipe, sweep, taken, facts)),
+        notes=tuple(_notes(loaded.recipe, sweep, taken, facts, suggestions)),
     )
 
 
-def _notes(recipe: Recipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any]) -> Iterator[str]:
+def _notes(
+    recipe: Recipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
+) -> Iterator[str]:
+    chosen = suggestions[MEDIAN].lr
+    if chosen is None:
+        yield (
+            "without a suggestion the recipe's own optimizer.lr stays the best guess; more --steps, or a higher "
+            "--highest, may show a fall that these steps do not"
+        )
+    elif chosen < _FAR * (own := facts["optimizer_lr"] * facts["lr_factor"]):
+        yield (
+            f"the suggestion is {own / chosen:,.0f} times below the recipe's own rate: of weights that are trained "
+            "already the loss hardly falls, and the first batches decide where; try more --steps or another seed "
+            "before it is believed"
+        )
     averages = smoothed(taken.losses, sweep.smoothing)
     if taken.ending == "highest" and averages.index(min(averages)) >= _NEAR_THE_END * len(averages):
         yield f"the loss was lowest near the highest rate, {sweep.highest:g}: there may be better ones above it"
