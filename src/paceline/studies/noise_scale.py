@@ -21,13 +21,14 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.distributed.strategy import Replicas
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, RunDirectoryError
 from paceline.formulas.batch import examples_ratio, steps_ratio
 from paceline.formulas.noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
 from paceline.recipe.batching import fixed_logical_ranks, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
+from paceline.records.run_directory import RunDirectory
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
@@ -167,10 +168,15 @@ def in_words(point: NoisePoint) -> str:
 
 
 def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
-    folder = target / "checkpoints"
-    if not folder.is_dir():
+    directory = RunDirectory(target)
+    if not directory.exists():
         return []
-    store = CheckpointStore(folder)
+    store = CheckpointStore(directory.checkpoints)
+    if not store.steps():
+        raise RunDirectoryError(
+            f"the run in '{target}' holds no checkpoint (yet), at whose weights the noise could be measured; wait for "
+            f"one, or give {directory.recipe} to measure it at fresh weights."
+        )
     return [(step, store.path(step)) for step in store.steps()]
 
 

@@ -107,6 +107,10 @@ def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Pa
     cut = (*QUICK, "batch.global_size=48", "batch.micro_size=48")
     with pytest.raises(RecipeError, match=r"--batch-sizes: no run can be made with 64: .*micro_size=48"):
         sweep(asked(tmp_path, overrides=cut, batch_sizes=(48, 64)), said.append)
+    with pytest.raises(
+        RecipeError, match=r"--batch-sizes: a step of 5,000 samples cannot be made of an epoch of 1,438"
+    ):
+        sweep(asked(tmp_path, overrides=QUICK, batch_sizes=(48, 5000)), said.append)
     assert said == []
     assert not (tmp_path / RUNS_FILE).exists()
 

@@ -171,7 +171,7 @@ def test_the_following_training_has_the_same_bits(find: Callable[..., Any], trai
 
 
 def test_a_suggestion_far_below_the_recipes_own_rate_is_told_of(find: Callable[..., Any]) -> None:
-    """As of weights that were trained already: what falls are the first batches, and the rate is no rate to train at."""
+    """As of weights that were trained already: what falls are the first batches, which is no rate to train at."""
 
     def falls_at_once(batch: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * 0 + (2 - batch.slice.step / 20 if batch.slice.step < 20 else 1.0)

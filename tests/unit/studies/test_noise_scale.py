@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, RunDirectoryError
 from paceline.recipe.load import load_recipe
 from paceline.studies.noise_page import write_noise
 from paceline.studies.noise_scale import NoiseAsked, in_words, measure_noise
@@ -69,6 +70,15 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
     (tmp_path / "out").mkdir()
     written = write_noise(tmp_path / "out", report)
     assert [path.name for path in written] == ["noise-scale.json", "noise-scale.html"]
+
+
+def test_a_run_without_a_checkpoint_is_not_measured_as_if_it_were_fresh(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_recipe(load_recipe("digits", (*SMALL, "train.duration=2 steps")), Options(run_dir=run))
+    for each in (run / "checkpoints").iterdir():
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    with pytest.raises(RunDirectoryError, match=r"holds no checkpoint \(yet\).*recipe.yaml to measure it at fresh"):
+        measure_noise(NoiseAsked(target=str(run)))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -204,9 +204,14 @@ def _check_plans(asked: SweepAsked, recipe: Recipe, wanted: Sequence[tuple[int, 
     for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in wanted}.items():
         try:
             made = _recipe_of(asked, without_initial_weights(recipe), batch, lr, seed)
-            plan_run(made, build_task(made), machine, world)
+            samples = plan_run(made, build_task(made), machine, world).train_samples
         except RecipeError as error:
             raise RecipeError(f"--batch-sizes: no run can be made with {batch}: {error}") from error
+        if batch > samples:
+            raise RecipeError(
+                f"--batch-sizes: a step of {batch:,} samples cannot be made of an epoch of {samples:,}, and its rate "
+                "would be that of another batch; give sizes up to that."
+            )
 
 
 def _recipe_of(asked: SweepAsked, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:

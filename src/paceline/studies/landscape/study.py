@@ -91,6 +91,8 @@ def explore(request: LandscapeRequest) -> LandscapeReport:
         opened.enter_context(keeping_float32_matmul())
         set_float32_matmul("highest")
         runs = [open_run(target, request.selection, launch.world) for target in request.targets]
+        for run in runs:
+            _check_subspace(run, request.box)
         opened.callback(leave)
         collectives = join(launch, runs[0].subject.device, timeout_seconds=_PATIENCE_SECONDS)
         notes: list[str] = []
@@ -119,10 +121,19 @@ def _check(request: LandscapeRequest) -> None:
         "--points": request.points != LandscapeRequest.points and not {"curve", "line"} & {*asked},
         "--grid": request.grid != LandscapeRequest.grid and not {"surface", "trajectory"} & {*asked},
         "--range": request.reach != LandscapeRequest.reach and not {"curve", "surface"} & {*asked},
+        "--epsilon": request.epsilons != LandscapeRequest.epsilons and "sharpness" not in asked,
         "--subspace": request.box.subspace is not None and "sharpness" not in asked,
     }
     if asked and (option := next((each for each, is_unused in unused.items() if is_unused), None)):
         raise PacelineError(f"{option} has no effect on --measure {','.join(asked)}; leave it out.")
+
+
+def _check_subspace(run: Opened, box: Box) -> None:
+    if box.subspace is not None and box.subspace > run.subject.size:
+        raise PacelineError(
+            f"--subspace {box.subspace} is more than the {run.subject.size:,} dimensions that the weights of "
+            f"{run.target} have; give fewer, or leave it out to search all of them."
+        )
 
 
 def _look_at(run: Opened, request: LandscapeRequest, collectives: Collectives, notes: list[str]) -> RunLandscape:

@@ -20,6 +20,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.records.run_directory import encode_json
 from paceline.studies.landscape.charts import comparison, page_of
 from paceline.studies.landscape.opening import Selection, open_run, read_trajectory
+from paceline.studies.landscape.sharpness import Box
 from paceline.studies.landscape.study import LandscapeRequest, explore
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.world import World
@@ -174,6 +175,10 @@ def test_what_cannot_be_had_is_said_in_one_sentence(trained: Trained, tmp_path: 
         looked(run, other, measure=("line",))
     with pytest.raises(PacelineError, match="--grid has no effect on --measure curve"):
         looked(run, measure=("curve",), grid=5)
+    with pytest.raises(PacelineError, match="--epsilon has no effect on --measure curve"):
+        looked(run, measure=("curve",), epsilons=(0.1,))
+    with pytest.raises(PacelineError, match=r"--subspace 1000000 is more than the [\d,]+ dimensions"):
+        looked(run, measure=("sharpness",), box=Box(subspace=1_000_000))
     with pytest.raises(CheckpointError, match="does not exist"):
         looked(tmp_path / "nowhere")
 
