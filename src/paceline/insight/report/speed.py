@@ -172,11 +172,16 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
     columns = ("run", "measured peak", "estimated", "of the device", "device")
     yield Table(columns=columns, rows=rows, caption="Memory of the first process, at its most")
     if any(run.plan.get("device") == "cpu" for run in runs):
-        yield Text("On a CPU the measured peak is the whole process with its libraries; the estimate is of the step.")
+        yield Text(
+            "On a CPU both are of the whole process: what was measured is the most that it had in memory, and the "
+            "estimate is the step's own need and what the libraries had taken where it was made."
+        )
     for run in runs:
-        causes = ((run.extra("estimate.json") or {}).get("peak") or {}).get("causes")
+        estimate = run.extra("estimate.json") or {}
+        causes, outside = (estimate.get("peak") or {}).get("causes"), estimate.get("outside_bytes")
         if isinstance(causes, Mapping) and causes:
-            yield _causes(run, causes)
+            libraries = {"libraries and runtime": outside} if isinstance(outside, int | float) and outside else {}
+            yield _causes(run, {**causes, **libraries})
         elif len(runs) == 1:
             yield Text(
                 f"There is no estimate beside it: `paceline estimate {run.path} --json > {run.path}/estimate.json` "

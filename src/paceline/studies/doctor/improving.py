@@ -42,6 +42,10 @@ def check_new(path: Path) -> None:
         raise RecipeError(f"--apply {path}: there is a file of that name already; name a new one, or remove it.")
     if not path.absolute().parent.is_dir():
         raise RecipeError(f"--apply {path}: there is no folder '{path.absolute().parent}'; make it, or name another.")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise RecipeError(
+            f"--apply {path}: nothing may be written in '{path.absolute().parent}'; name a file in another folder."
+        )
 
 
 def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Improved:
