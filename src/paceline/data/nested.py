@@ -84,6 +84,9 @@ def joined_along_samples(parts: list[Nested]) -> Nested:
 
     Args:
         parts: Of the same structure, at least one.
+
+    Raises:
+        RuntimeError: If tensors differ along other axes: padded to unequal lengths, say.
     """
     first = parts[0]
     if isinstance(first, Tensor):

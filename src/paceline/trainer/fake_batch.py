@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.data.batch import Batch
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
-from paceline.data.order import StepGeometry
 from paceline.data.nested import Nested
+from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice, SampleWeights
 from paceline.recipe.data import Augment, Data, Progressive
