@@ -141,7 +141,15 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
         reasons=plan.reasons | chosen,
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
+        headline=headline_of(task).name,
+        sample_name=task.unit if task.sample_weights() is None else "samples",
+        weight_unit=task.unit,
     )
+
+
+def headline_of(task: Task) -> Metric:
+    """The metric that one looks at first; a task of the user's own may have left out the one that its parent names."""
+    return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
 
 
 def best_metric(task: Task) -> Metric:
@@ -152,8 +160,7 @@ def best_metric(task: Task) -> Metric:
     """
     asked = task.recipe.evaluate.metric
     if asked == "auto":
-        # A task of the user's own may have left out the one that its parent names.
-        return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
+        return headline_of(task)
     return find_metric(task, asked, f"evaluate.metric={asked}")
 
 

@@ -45,8 +45,8 @@ class Subject:
     ) -> None:
         if task.metrics[0].is_collected:
             raise PacelineError(
-                f"the first metric of the task {type(task).__name__}, {task.metrics[0].name}, is collected and no mean, "
-                "and a landscape is that of a loss; put the loss first among its metrics."
+                f"the first metric of the task {type(task).__name__}, {task.metrics[0].name}, is collected and no "
+                "mean, and a landscape is that of a loss; put the loss first among its metrics."
             )
         self.task = task
         self.network = network.eval().requires_grad_(requires_grad=True)
