@@ -41,7 +41,7 @@ def train(
     options = Options(
         run_dir=None if run_dir is None else Path(run_dir),
         resume=resume,
-        display=None if quiet else choose_display(sys.stdout, unit="images"),
+        display=None if quiet else choose_display(sys.stdout),
         task=task,
         report=report_at_the_end,
     )

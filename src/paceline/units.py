@@ -147,6 +147,21 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1))
 
 
+def metric_title(name: str) -> str:
+    """What a metric is called for people: ``top-1 accuracy``, ``bits per byte``."""
+    return re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " ")
+
+
+def metric_unit(name: str) -> str:
+    """What its figures are in, as far as its name tells: ``%`` of accuracies."""
+    return "%" if name == "accuracy" or name.endswith("_accuracy") else ""
+
+
+def format_metric(name: str, value: float) -> str:
+    """A metric's value for people: ``91.23 %`` of an accuracy, else four digits."""
+    return f"{value:.2f} %" if metric_unit(name) else f"{value:.4g}"
+
+
 def format_count(count: float) -> str:
     """Write a count with thousands separators: ``1,281,167``."""
     return f"{count:,.0f}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,9 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import print_json, print_pairs, print_table, program
+from paceline.errors import PacelineError
 from paceline.recipe.load import LoadedRecipe, load_recipe, named_code, to_tree
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
     from paceline.distributed.restarts import Restarts
@@ -143,7 +146,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     from paceline.telemetry.display import choose_display
     from paceline.trainer.train import Options, train_recipe
 
-    display = choose_display(sys.stderr if as_json else sys.stdout, unit="images")
+    display = choose_display(sys.stderr if as_json else sys.stdout)
     options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)
     result = train_recipe(loaded, options)
     if is_first_process():
@@ -175,13 +178,16 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
 def _figures(result: TrainResult) -> dict[str, Any]:
     summary = result.summary
     figures: dict[str, Any] = {}
-    metrics = summary.metrics
-    if "top1_accuracy" in metrics:
-        figures["top-1 accuracy"] = f"{metrics['top1_accuracy']:.2f} % ({metrics['weights']} weights, held-out samples)"
+    metrics, plan = summary.metrics, _plan_of(result)
+    headline = plan.get("headline", "top1_accuracy")
+    if headline != "loss" and metrics.get(headline) is not None:
+        figure = format_metric(headline, metrics[headline])
+        figures[metric_title(headline)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
     if "loss" in metrics:
         figures["validation loss"] = f"{metrics['loss']:.4f}"
     if summary.throughput_samples_per_second:
-        figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} images/s"
+        unit = plan.get("sample_name", "samples")
+        figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} {unit}/s"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
     figures["time"] = (
@@ -194,6 +200,16 @@ def _figures(result: TrainResult) -> dict[str, Any]:
     if report.is_file():
         figures["report"] = report
     return figures
+
+
+def _plan_of(result: TrainResult) -> Mapping[str, Any]:
+    """What the run's plan says; nothing where it cannot be read."""
+    from paceline.records.reader import read_plan
+    from paceline.records.run_directory import RunDirectory
+
+    with contextlib.suppress(PacelineError):
+        return read_plan(RunDirectory(result.run_dir))
+    return {}
 
 
 def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json: bool) -> None:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from paceline.insight.text_chart import Points, draw_chart
 from paceline.insight.watched import State, WatchedRun
 from paceline.telemetry.progress import describe, figures
-from paceline.units import format_seconds
+from paceline.units import format_metric, format_seconds, metric_title, metric_unit
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
 
-_UNIT = "samples"
 _STYLES: Mapping[State, str] = {"completed": "green", "failed": "bold red", "gone": "bold red", "stopped": "yellow"}
 _WORDS: Mapping[State, str] = {"gone": "gone without a word: nobody trains here"}
 _MOST_EVALUATIONS = 4
+_MOST_METRICS = 6
 _MOST_INCIDENTS = 3
 _WIDE = 100
 # Rows that are not curves.
@@ -33,7 +33,7 @@ def line_of(event: Mapping[str, Any], run: WatchedRun) -> str | None:
         return f"step {event['step']}  {event['status']}{said}"
     if event["event"] != "step":
         return describe(event)
-    return "  ".join(part for part in (_place(event, run), figures(event, _UNIT)) if part)
+    return "  ".join(part for part in (_place(event, run), figures(event, run.sample_name)) if part)
 
 
 def _place(event: Mapping[str, Any], run: WatchedRun) -> str:
@@ -58,7 +58,7 @@ def screen(run: WatchedRun, console: Console) -> RenderableType:
 
     parts: list[RenderableType] = [_title(run), _bar(run, console.width)]
     if run.record:
-        parts.append(Text(figures(run.record, _UNIT)))
+        parts.append(Text(figures(run.record, run.sample_name)))
     parts += [_charts(run, console), _phases(run, console.width)]
     if run.told.evaluations:
         parts.append(_evaluations(run))
@@ -89,9 +89,10 @@ def table(runs: Sequence[WatchedRun]) -> Table:
 
 def row(run: WatchedRun) -> tuple[str, ...]:
     """The cells of one run."""
-    record, best = run.record, run.curve("top1_accuracy", evaluations=True)
-    loss = run.curve("loss", evaluations=True)
-    evaluated = f"top-1 {best[-1][1]:.2f} %" if best else (f"loss {loss[-1][1]:.4g}" if loss else "")
+    record, name = run.record, run.headline if run.headline in run.metrics else "loss"
+    scored = run.curve(name, evaluations=True)
+    title = "top-1" if name == "top1_accuracy" else metric_title(name)
+    evaluated = f"{title} {format_metric(name, scored[-1][1])}" if scored else ""
     left = run.seconds_left
     return (
         run.name,
@@ -150,11 +151,12 @@ def _charts(run: WatchedRun, console: Console) -> RenderableType:
     """The training loss, and beside it how good the run is."""
     from rich.table import Table
 
-    accuracy = run.curve("top1_accuracy", evaluations=True)
-    beside: tuple[str, Points] = ("top-1 accuracy, % (evaluations)", accuracy)
-    if not accuracy:
-        scored = run.curve("loss", evaluations=True)
-        beside = ("loss (evaluations)", scored) if scored else ("samples/s", run.curve("throughput_samples_per_second"))
+    name = run.headline if run.headline in run.metrics else "loss"
+    scored = run.curve(name, evaluations=True)
+    beside: tuple[str, Points] = (", ".join(filter(None, (metric_title(name), metric_unit(name)))), scored)
+    beside = (f"{beside[0]} (evaluations)", scored)
+    if not scored:
+        beside = (f"{run.sample_name}/s", run.curve("throughput_samples_per_second"))
     charts = [("training loss", run.curve("loss")), beside]
     is_wide = console.width >= _WIDE
     rows = (console.height - _OTHER_ROWS) // (1 if is_wide else 2)
@@ -194,13 +196,14 @@ def _evaluations(run: WatchedRun) -> Table:
     from rich.table import Table
 
     told = run.told.evaluations
-    names = [name for name in ("loss", "top1_accuracy", "top5_accuracy") if any(name in each for each in told)]
+    names = run.metrics[:_MOST_METRICS]
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "weights", *names):
-        found.add_column(name.replace("_accuracy", " %").replace("top", "top-"), justify="right")
-    best = max((each.get("top1_accuracy") or 0.0 for each in told), default=0.0)
+        found.add_column(metric_title(name).replace(" accuracy", " %"), justify="right")
+    known = [each[run.headline] for each in told if each.get(run.headline) is not None]
+    best = (max if run.is_higher_better(run.headline) else min)(known, default=None)
     for each in told[-_MOST_EVALUATIONS:]:
-        values = [_number(each.get(name), "{:.2f}" if name.endswith("accuracy") else "{:.4g}") for name in names]
-        is_best = best > 0 and each.get("top1_accuracy") == best
+        values = [_number(each.get(name), "{:.2f}" if metric_unit(name) else "{:.4g}") for name in names]
+        is_best = best is not None and each.get(run.headline) == best
         found.add_row(str(each["step"]), str(each["weights"]), *values, style="bold" if is_best else None)
     return found

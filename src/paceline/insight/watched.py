@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
 from paceline.insight.following import EventFollower, is_being_trained, resolved
-from paceline.records.reader import read_plan
+from paceline.records.reader import NO_METRICS, read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.meter import PHASES
 
@@ -108,6 +108,29 @@ class WatchedRun:
         if is_quiet and is_being_trained(self.directory) is False:
             return "gone"
         return "running" if self.told.start else "starting"
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of what its evaluations measured; the loss first, then what one looks at first."""
+        found = dict.fromkeys(key for each in self.told.evaluations for key in each if key not in NO_METRICS)
+        front = [name for name in dict.fromkeys(("loss", self.headline)) if name in found]
+        return [*front, *(name for name in found if name not in front)]
+
+    @property
+    def headline(self) -> str:
+        """The metric that one looks at first."""
+        # Plans did not say it at first; those runs were of images.
+        return str(self.plan.get("headline", "top1_accuracy"))
+
+    @property
+    def sample_name(self) -> str:
+        """What its samples are called."""
+        return str(self.plan.get("sample_name", "samples"))
+
+    def is_higher_better(self, metric: str) -> bool:
+        """Which way a metric is better."""
+        told: Mapping[str, bool] = self.plan.get("higher_is_better") or {}
+        return told.get(metric, metric != "loss")
 
     @property
     def is_over(self) -> bool:

@@ -117,6 +117,9 @@ class Plan(Compiled, Rates):
 
     ``higher_is_better`` says of each metric that the task measures which way it is better.
 
+    ``headline`` is the metric that one looks at first, ``sample_name`` what samples are called (``images``), and
+    ``weight_unit`` what they count for in a step's mean loss (``tokens``).
+
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
     """
 
@@ -155,6 +158,9 @@ class Plan(Compiled, Rates):
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
     higher_is_better: dict[str, bool] = field(default_factory=dict)
+    headline: str = "loss"
+    sample_name: str = "samples"
+    weight_unit: str = "samples"
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
     fp8_layers: tuple[str, ...] = ()

@@ -49,6 +49,12 @@ def read_summary(run: RunDirectory) -> Summary:
     return Summary.from_json(read_json(run.summary))
 
 
+# Keys of an evaluation that are no metric.
+NO_METRICS = frozenset(
+    {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}
+)
+
+
 def read_plan(run: RunDirectory) -> dict[str, Any]:
     """Read ``plan.json``.
 

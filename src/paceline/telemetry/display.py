@@ -33,8 +33,12 @@ class Display(Protocol):
         epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
+        unit: str = "samples",
     ) -> None:
-        """Begin: show the title and the lines (the plan, in words), then progress from ``start_step`` on."""
+        """Begin: show the title and the lines (the plan, in words), then progress from ``start_step`` on.
+
+        ``unit`` is what samples are called: ``images``.
+        """
         ...
 
     def advance(self, step: int) -> None:
@@ -58,11 +62,11 @@ class Display(Protocol):
         ...
 
 
-def choose_display(stream: TextIO, *, unit: str = "samples") -> Display:
+def choose_display(stream: TextIO) -> Display:
     """Return live bars if the stream is a terminal that can draw them, else plain lines."""
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        return LiveDisplay(stream, unit=unit)
-    return PlainDisplay(stream, unit=unit)
+        return LiveDisplay(stream)
+    return PlainDisplay(stream)
 
 
 class SilentDisplay:
@@ -76,6 +80,7 @@ class SilentDisplay:
         epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
+        unit: str = "samples",
     ) -> None:
         """Show nothing."""
 
@@ -101,15 +106,11 @@ class PlainDisplay:
     Args:
         stream: Where the lines go.
         interval_seconds: Least time between two progress lines.
-        unit: What a sample is called.
     """
 
-    def __init__(
-        self, stream: TextIO, *, interval_seconds: float = PLAIN_INTERVAL_SECONDS, unit: str = "samples"
-    ) -> None:
+    def __init__(self, stream: TextIO, *, interval_seconds: float = PLAIN_INTERVAL_SECONDS) -> None:
         self._stream = stream
         self._interval = interval_seconds
-        self._unit = unit
         self._progress: RunProgress | None = None
         self._due = float("inf")
 
@@ -121,9 +122,10 @@ class PlainDisplay:
         epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
+        unit: str = "samples",
     ) -> None:
         """Show title and lines."""
-        self._progress = RunProgress(total_steps, start_step, epochs, self._unit)
+        self._progress = RunProgress(total_steps, start_step, epochs, unit)
         for text in (title, *lines):
             self.message(text)
         self._due = time.perf_counter() + self._interval
@@ -171,12 +173,10 @@ class LiveDisplay:
 
     Args:
         stream: A terminal.
-        unit: What a sample is called.
     """
 
-    def __init__(self, stream: TextIO, *, unit: str = "samples") -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._unit = unit
         self._progress: RunProgress | None = None
         self._console: Console | None = None
         self._bars: Progress | None = None
@@ -192,13 +192,14 @@ class LiveDisplay:
         epochs: Epochs,
         title: str,
         lines: Sequence[str] = (),
+        unit: str = "samples",
     ) -> None:
         """Show title and lines, and draw the bars below them."""
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.text import Text
 
-        self._progress = RunProgress(total_steps, start_step, epochs, self._unit)
+        self._progress = RunProgress(total_steps, start_step, epochs, unit)
         console = self._open_console()
         console.print(Text(title, style="bold"))
         for text in lines:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.recipe.phases import Epochs
-from paceline.units import format_count, format_seconds
+from paceline.units import format_count, format_metric, format_seconds, metric_title
 
 _ACCURACY = re.compile(r"^top(\d+)_accuracy$")
 _WORTH_TELLING = 0.05
@@ -145,6 +145,7 @@ def _evaluation(event: Mapping[str, Any]) -> str:
         if name in _NOT_METRICS or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         accuracy = _ACCURACY.match(name)
-        shown.append(f"top-{accuracy[1]} {value:.2f} %" if accuracy else f"{name.replace('_', ' ')} {value:.4g}")
+        title = f"top-{accuracy[1]}" if accuracy else metric_title(name)
+        shown.append(f"{title} {format_metric(name, value)}")
     place = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
     return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown)}"

@@ -141,7 +141,15 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
         reasons=plan.reasons | chosen,
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
+        headline=headline_of(task).name,
+        sample_name=task.unit if task.sample_weights() is None else "samples",
+        weight_unit=task.unit,
     )
+
+
+def headline_of(task: Task) -> Metric:
+    """The metric that one looks at first; a task of the user's own may have left out the one that its parent names."""
+    return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
 
 
 def best_metric(task: Task) -> Metric:
@@ -152,8 +160,7 @@ def best_metric(task: Task) -> Metric:
     """
     asked = task.recipe.evaluate.metric
     if asked == "auto":
-        # A task of the user's own may have left out the one that its parent names.
-        return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
+        return headline_of(task)
     return find_metric(task, asked, f"evaluate.metric={asked}")
 
 
@@ -266,7 +273,7 @@ def _check_tail(prepared: Prepared) -> None:
 def _as_small_as_in_training(sample: Batch, prepared: Prepared) -> Batch:
     """An evaluation's image cut to the smallest that training shows: of a larger one, BatchNorm would see more."""
     size = prepared.plan.data.get("image_size")
-    if not isinstance(size, int) or sample.inputs.ndim != 4:
+    if not isinstance(size, int) or not isinstance(sample.inputs, torch.Tensor) or sample.inputs.ndim != 4:
         return sample
     smallest = prepared.recipe.data.progressive.size_at(0, size)
     return replace(sample, inputs=sample.inputs[:, :, :smallest, :smallest])

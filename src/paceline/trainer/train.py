@@ -341,11 +341,13 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[s
         epochs=plan.epochs,
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
+        unit=plan.sample_name,
     )
 
 
 def _load(run: Run) -> None:
-    run.pipeline.load(lambda done, total: run.display.status(f"reading images: {done} of {total}"))
+    name = run.plan.sample_name
+    run.pipeline.load(lambda done, total: run.display.status(f"reading {name}: {done} of {total}"))
     run.display.status("")
 
 

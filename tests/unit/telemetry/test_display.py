@@ -47,8 +47,8 @@ EVALUATION = EvaluationEvent(
 
 def test_plain_lines_per_interval_and_per_evaluation() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream, interval_seconds=0.05, unit="images")
-    display.start(**RUN)
+    display = PlainDisplay(stream, interval_seconds=0.05)
+    display.start(**RUN, unit="images")
     for step in range(1, 21):
         display.advance(step)
     display.record(STEP)
@@ -177,7 +177,7 @@ import sys, time
 from paceline.recipe.phases import Epochs
 from paceline.telemetry.display import choose_display
 epochs = Epochs.cut(10, [(0, 1, 1)])
-display = choose_display(sys.stdout, unit="images")
+display = choose_display(sys.stdout)
 display.start(total_steps=30, start_step=10, epochs=epochs, title="digits", lines=["a plan [of two]"])
 for step in range(11, 31):
     time.sleep(0.02)

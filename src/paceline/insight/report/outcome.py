@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Table, Text, Tile, Tiles
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 _STATUS = {
     "completed": "completed",
@@ -88,7 +88,7 @@ def _ending(run: RunRecord) -> str:
 
 def _facts(run: RunRecord) -> dict[str, str]:
     """By label a value, and after a dot a few more words."""
-    facts = {"status": _STATUS.get(run.status, run.status), **_accuracy(run), "steps": format_count(run.step)}
+    facts = {"status": _STATUS.get(run.status, run.status), **_headline(run), "steps": format_count(run.step)}
     steps, summary = run.of("step"), run.summary
     if steps:
         facts["samples"] = f"{format_count(steps[-1]['samples'])} · in training, with repeats"
@@ -111,13 +111,12 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return {**facts, "hardware": _hardware(run)}
 
 
-def _accuracy(run: RunRecord) -> dict[str, str]:
-    """The last and the best evaluation of what is best kept by: accuracy, else loss."""
+def _headline(run: RunRecord) -> dict[str, str]:
+    """The last and the best evaluation of what one looks at first: accuracy, say, else the loss."""
     evaluations = run.of("evaluation")
-    for metric, label, unit, choose in (
-        ("top1_accuracy", "top-1 accuracy", " %", max),
-        ("loss", "held-out loss", "", min),
-    ):
+    for metric in dict.fromkeys((run.headline, "loss")):
+        label = "held-out loss" if metric == "loss" else metric_title(metric)
+        unit, choose = f" {metric_unit(metric)}".rstrip(), max if run.higher_is_better(metric) else min
         known = [event for event in evaluations if event.get(metric) is not None]
         if known:
             last = [event for event in known if event["step"] == known[-1]["step"]]

@@ -13,6 +13,7 @@ from typing import Any
 from paceline.errors import RunDirectoryError
 from paceline.insight.attribution import Attribution, attribute_events
 from paceline.records.reader import (
+    NO_METRICS,
     read_environment,
     read_events,
     read_json,
@@ -26,8 +27,6 @@ from paceline.records.summary import Summary
 Event = Mapping[str, Any]
 
 _TIMED = ("start", "step")
-# Keys of an evaluation that are no metric.
-_NO_METRICS = {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}
 # What plans did not say at first, of the metrics that there were.
 _OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
 
@@ -107,7 +106,18 @@ class RunRecord:
     @cached_property
     def metrics(self) -> list[str]:
         """Names of what evaluations measured."""
-        return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in _NO_METRICS))
+        return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in NO_METRICS))
+
+    @property
+    def headline(self) -> str:
+        """The metric that one looks at first."""
+        # Plans did not say it at first; those runs were of images.
+        return str(self.plan.get("headline", "top1_accuracy"))
+
+    @property
+    def weight_unit(self) -> str:
+        """What samples count for in the mean loss: ``tokens``, say."""
+        return str(self.plan.get("weight_unit", "samples"))
 
     def higher_is_better(self, metric: str) -> bool | None:
         """Which way a metric is better; None where nothing says so."""

@@ -8,13 +8,14 @@ from operator import itemgetter
 from paceline.insight.report.drawing import Line, curves, of_events, of_runs
 from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Table, Text
+from paceline.units import metric_title, metric_unit
 
 _WEIGHTS = ("model", "ema")
 # The rest of a step record's keys are told elsewhere, or are no figures of training.
 _GRADIENT = {
     "grad_norm": ("Gradient norm", "L2 norm", "Before clipping, of the step that was recorded."),
     "grad_scale": ("Loss scale", "factor", "By which fp16 training keeps small gradients from vanishing."),
-    "noise_scale": ("Gradient noise scale", "samples", "Batches much smaller than this waste few samples."),
+    "noise_scale": ("Gradient noise scale", "", "Batches that count for much less than this waste few samples."),
 }
 
 
@@ -28,10 +29,10 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
             "something went wrong; the section Events names them."
         )
     title = "Training loss" if len(runs) > 1 else "Loss"
-    yield from curves(title, "nats per sample", _losses(runs), runs, _told_of_loss(runs))
+    yield from curves(title, _unit_of_loss(runs), _losses(runs), runs, _told_of_loss(runs))
     for metric in _metrics(runs):
-        unit = "%" if metric.endswith("_accuracy") else ""
-        name = "Held-out loss" if metric == "loss" else _in_words(metric).capitalize()
+        unit = metric_unit(metric)
+        name = "Held-out loss" if metric == "loss" else metric_title(metric).capitalize()
         yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.")
     yield from curves("Learning rate", "learning rate", of_runs(runs, "step", "lr", "learning rate"), runs)
     for key, (title, unit, told) in _GRADIENT.items():
@@ -39,13 +40,23 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
         # A scale that is always 1 is none.
         if key == "grad_scale" and all(value in (1, None) for line in lines for value in line.y):
             continue
-        yield from curves(title, unit, lines, runs, told)
+        yield from curves(title, unit or _weight_units(runs), lines, runs, told)
     yield from _best(runs)
 
 
 def _losses(runs: Sequence[RunRecord]) -> list[Line]:
     lines = of_runs(runs, "step", "loss", "training")
     return [*lines, *_evaluated(runs, "loss", first=1)] if len(runs) == 1 else lines
+
+
+def _unit_of_loss(runs: Sequence[RunRecord]) -> str:
+    if all(run.headline == "top1_accuracy" for run in runs):
+        return "nats per sample"
+    return f"mean over {_weight_units(runs)}"
+
+
+def _weight_units(runs: Sequence[RunRecord]) -> str:
+    return " or ".join(dict.fromkeys(run.weight_unit for run in runs))
 
 
 def _told_of_loss(runs: Sequence[RunRecord]) -> str:
@@ -82,11 +93,15 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
                 if not known:
                     continue
                 who = [run.name] * (len(runs) > 1)
-                rows.append((*who, f"{_in_words(metric)}, {weights}", known[-1][metric], *_best_of(run, metric, known)))
+                rows.append(
+                    (*who, f"{metric_title(metric)}, {weights}", known[-1][metric], *_best_of(run, metric, known))
+                )
     who = ["run"] * (len(runs) > 1)
     if rows:
         columns = (*who, "metric, weights", "last", "best", "best after step")
-        yield Table(columns=columns, rows=rows, caption="Evaluations, accuracies in %, losses in nats")
+        is_usual = all(run.headline == "top1_accuracy" for run in runs)
+        units = "accuracies in %, losses in nats" if is_usual else "accuracies in %, all else as the task gives it"
+        yield Table(columns=columns, rows=rows, caption=f"Evaluations, {units}")
     else:
         over = all(run.status in ("completed", "failed") for run in runs)
         when = "was not evaluated" if over else "was not evaluated yet"
@@ -100,7 +115,3 @@ def _best_of(run: RunRecord, metric: str, known: Sequence[Event]) -> tuple[float
         return "", ""
     best = (max if is_higher else min)(known, key=itemgetter(metric))
     return best[metric], int(best["step"])
-
-
-def _in_words(metric: str) -> str:
-    return metric.replace("top1", "top-1").replace("top5", "top-5").replace("_", " ")

@@ -23,7 +23,10 @@ from paceline.models.operator_work import tensors_in
 from paceline.models.transfer import adapt
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers
+from paceline.studies.scaling.room import of_one_process
+from paceline.studies.scaling.shares import Share
 from paceline.tasks.build import build_task
+from paceline.trainer.fake_run import fake_run
 from paceline.world import World
 
 # The task that a folder of images stands for until it is there: ImageNet-1k (Russakovsky et al. 2015).
@@ -80,7 +83,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
         network = build()
         adapt(network, plain.model)
     network.train()
-    found = _counted(network, facts)
+    found = _counted(network, facts) or _counted_as_the_task_does(plain)
     costs = _costs(network, found)
     if costs is None:
         notices.append("the network could not be called without its data: layers are weighed by their parameters")
@@ -134,6 +137,19 @@ def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
             sums = [each.sum() for each in tensors_in(answer) if each.requires_grad]
             torch.autograd.backward(torch.stack(sums).sum())
     except Exception:  # noqa: BLE001  # whatever a network of the user's own raises where there are no numbers
+        return None
+    return counter.found
+
+
+def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
+    """The same with the task's own batches and loss, for networks that take no images."""
+    try:
+        with (
+            fake_run(of_one_process(recipe, Share(devices=1, micro_batch=_TRIED, passes=1))) as step,
+            WorkCounter(step.network) as counter,
+        ):
+            step.backward(step.forward())
+    except Exception:  # noqa: BLE001  # data that are not here, or a network that needs the numbers
         return None
     return counter.found
 
