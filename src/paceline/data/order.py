@@ -1,8 +1,9 @@
 """In which order are samples used, and by whom? Pure functions of (seed, epoch, step) and the world.
 
 An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
-(micro-batch slots); a process takes its logical ranks' parts. So neither the number of processes nor a resume
-changes which samples a step sees, and a position in the data is one integer.
+(micro-batch slots); a process takes its logical ranks' parts. Where samples are of unequal length, the permutation and
+the cuts see to it that steps and parts cost about the same (`data/balance.py`). So neither the number of processes
+nor a resume changes which samples a step sees, and a position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
+from paceline.data.balance import SampleLengths, StepLoad, dealt_to_steps, even_bounds, padded_bounds
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.recipe.phases import Epochs
 from paceline.world import World
@@ -41,6 +44,14 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     return order
 
 
+@lru_cache(maxsize=2)
+def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: int) -> SampleIds:
+    """The same for samples of unequal length: steps of ``batch_size`` have about the same number of tokens."""
+    order = dealt_to_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
+    order.flags.writeable = False
+    return order
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepGeometry:
     """How steps are cut from epochs.
@@ -55,6 +66,8 @@ class StepGeometry:
         weights: What each sample counts for in a step's mean loss, int64 [samples], tokens say; None: each counts once.
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
+        lengths: How long each sample is; None where that makes no difference.
+        balanced: Whether steps and micro-batches are to cost about the same, where samples are of unequal length.
     """
 
     seed: int
@@ -65,6 +78,8 @@ class StepGeometry:
     in_step: bool = False
     growth: tuple[tuple[int, int, int], ...] = ()
     weights: SampleWeights | None = field(default=None, repr=False, compare=False)
+    lengths: SampleLengths | None = field(default=None, repr=False, compare=False)
+    balanced: bool = True
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -73,10 +88,9 @@ class StepGeometry:
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
         """The micro-batches of one step on one process, in logical order, phantoms first; never empty."""
-        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
-        order = epoch_order(self.seed, epoch, self.samples, self.repeats)
-        ids = order[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
-        parts = _parts(len(ids), phase.logical_ranks, world, in_step=self.in_step)
+        ids, bounds = self._cut(step)
+        epoch, ranks = self.epochs.place(step)[0], self.epochs.phase_at(step).logical_ranks
+        parts = _parts(bounds, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
         return [
             SampleSlice(
@@ -88,11 +102,47 @@ class StepGeometry:
                 weight=None if self.weights is None else int(self.weights[ids[part.begin : part.end]].sum()),
                 step_weight=step_weight,
                 step_samples=None if self.weights is None else len(ids),
-                logical_ranks=phase.logical_ranks,
+                logical_ranks=ranks,
                 phantom=part.phantom,
             )
             for part in parts
         ]
+
+    def load(self, step: int, processes: int) -> StepLoad | None:
+        """What one step has so many processes compute; None where samples have no lengths."""
+        if self.lengths is None:
+            return None
+        ids, bounds = self._cut(step)
+        padded = self.lengths.padded(ids)
+        # Of no samples there is nothing to be longest.
+        costs = [(end - begin) * int(padded[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
+        each = len(costs) // processes
+        return StepLoad(
+            tokens=int(self.lengths.tokens[ids].sum()),
+            positions=sum(costs),
+            busiest=max(sum(costs[rank * each : (rank + 1) * each]) for rank in range(processes)),
+            processes=processes,
+        )
+
+    def _order(self, epoch: int) -> SampleIds:
+        if self._balances is None:
+            return epoch_order(self.seed, epoch, self.samples, self.repeats)
+        return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
+
+    def _cut(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
+        """The samples of one step, and where each logical rank's begin and end among them."""
+        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
+        ids = self._order(epoch)[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
+        if self._balances is None:
+            return ids, even_bounds(len(ids), phase.logical_ranks)
+        ids = ids[np.argsort(-self._balances.tokens[ids], kind="stable")]
+        return ids, padded_bounds(self._balances.padded(ids), phase.logical_ranks)
+
+    @property
+    def _balances(self) -> SampleLengths | None:
+        """The lengths that steps and micro-batches are balanced by, if they are; repeated samples stay together."""
+        balances = self.balanced and self.repeats == 1 and self.lengths is not None and self.lengths.is_ragged
+        return self.lengths if balances else None
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
         """All micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
@@ -107,12 +157,13 @@ class StepGeometry:
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Have a long epoch's order ready before it begins: sorting a million samples takes longer than some steps."""
         if self.samples >= _ORDERED_AHEAD and self.epochs.place(last_step - 1)[0] >= epoch:
-            order = (self.seed, epoch, self.samples, self.repeats)
-            threading.Thread(target=epoch_order, args=order, name="epoch order", daemon=True).start()
+            threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
 
     def smallest_part(self, steps: int) -> int:
         """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""
         epochs = self.epochs
+        if self._balances is not None:
+            return 1  # a long sample may have a micro-batch to itself
         parts = (epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps))
         return max(1, min(parts, default=self.samples))
 
@@ -129,14 +180,13 @@ class _Part:
 
 
 @lru_cache(maxsize=8)
-def _parts(size: int, logical_ranks: int, world: World, *, in_step: bool) -> tuple[_Part, ...]:
-    """Cut ``size`` samples into logical ranks, larger parts first, and return those of one process."""
-    part, larger = divmod(size, logical_ranks)
-    bounds = [rank * part + min(rank, larger) for rank in range(logical_ranks + 1)]
+def _parts(bounds: tuple[int, ...], world: World, *, in_step: bool) -> tuple[_Part, ...]:
+    """The parts of a step, which lie within ``bounds``, that are one process's; empty ones come last among all."""
+    size, logical_ranks = bounds[-1], len(bounds) - 1
     per_process = logical_ranks // world.world_size
     owned = range(world.rank * per_process, (world.rank + 1) * per_process)
     filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
-    # Larger parts come first: no process has more of them than the first.
+    # Empty parts come last: no process has more of the others than the first.
     wanted = min(size, per_process) if in_step else 1
     empty = [rank for rank in owned if rank not in filled][: max(0, wanted - len(filled))]
     phantoms = [

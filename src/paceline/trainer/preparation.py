@@ -124,6 +124,8 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
         weights=task.sample_weights(),
+        lengths=task.sample_lengths(),
+        balanced=recipe.batch.balance is not None,
     )
 
 
@@ -139,9 +141,16 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     return replace(
         plan,
         reasons=plan.reasons | chosen,
+        lengths_sha256=_balanced_by(recipe, task),
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
     )
+
+
+def _balanced_by(recipe: Recipe, task: Task) -> str | None:
+    lengths = task.sample_lengths()
+    is_asked = recipe.batch.balance is not None and recipe.data.augment.repeats == 1
+    return lengths.sha256 if is_asked and lengths is not None and lengths.is_ragged else None
 
 
 def best_metric(task: Task) -> Metric:

@@ -129,7 +129,9 @@ class _Repeated:
         self._inner.load(report)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        few = replace(geometry, samples=_FEW, global_batch_size=_FEW, logical_ranks=1, growth=(), repeats=1)
+        few = replace(
+            geometry, samples=_FEW, global_batch_size=_FEW, logical_ranks=1, growth=(), repeats=1, lengths=None
+        )
         example = next(iter(self._inner.train_batches(few, 0, 1, World())))
         ready: Batch | None = None
         for part in geometry.stream(first, last, world):
