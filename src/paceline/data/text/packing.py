@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.text.rows import RowTable
+
 Integers = NDArray[np.int64]
 
 # Keys the draws apart from those of an epoch's order, which begin at epoch 0.
@@ -58,6 +60,26 @@ def pack(lengths: Integers, context: int, seed: int) -> Pieces:
     row[by_length] = _rows(np.bincount(sizes, minlength=context + 1), context)
     order = np.lexsort((drawn[len(document) :], row))
     return Pieces(document=document[order], begin=begin[order], end=end[order], row=row[order])
+
+
+def packed_rows(lengths: Integers, context: int, seed: int) -> RowTable:
+    """Rows of whole documents, filled up as :func:`pack` does; their documents know nothing of one another.
+
+    Args:
+        lengths: Tokens of each document, int64 [documents].
+        context: Tokens of a row.
+        seed: Keys the draws.
+    """
+    pieces = pack(lengths, context, seed)
+    rows = int(pieces.row[-1]) + 1 if len(pieces.row) else 0
+    return RowTable.of_separate(
+        pieces.document,
+        pieces.begin,
+        pieces.end,
+        np.searchsorted(pieces.row, np.arange(rows + 1)),
+        lengths=lengths,
+        context=context,
+    )
 
 
 def cut(lengths: Integers, context: int) -> tuple[Integers, Integers, Integers]:
