@@ -182,6 +182,8 @@ def _figures(result: TrainResult) -> dict[str, Any]:
         figures["validation loss"] = f"{metrics['loss']:.4f}"
     if summary.throughput_samples_per_second:
         figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} images/s"
+    if summary.throughput_tokens_per_second:
+        figures["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s, padding left out"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
     figures["time"] = (

@@ -67,6 +67,21 @@ class StepLoad:
     processes: int
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class Costliest:
+    """The micro-batch that takes most memory.
+
+    Attributes:
+        positions: Places for tokens in it, padding included.
+        step: Its step.
+        logical_rank: Its place in that.
+    """
+
+    positions: int
+    step: int
+    logical_rank: int
+
+
 def dealt_to_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int) -> SampleIds:
     """An epoch's order in which each step's samples have about as many tokens as every other's.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
@@ -64,7 +65,8 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """What makes batches like the run's, with empty tensors; to be used where those are fake.
 
-    An image task's are known from its plan. Of another one's, two samples are read.
+    An image task's are known from its plan. Of another one's, two samples are read; where they are of unequal length,
+    a batch is as wide as makes it as large as the run's largest with so many samples.
     """
     if _shows_images(task):
         return _images(task, plan, placement)
@@ -75,7 +77,8 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
             seed=task.recipe.seed, samples=plan.train_samples, global_batch_size=few, logical_ranks=1
         )
         example = next(iter(pipeline.train_batches(geometry, 0, 1, World())))
-    return _like(example)
+    lengths = task.sample_lengths()
+    return _like(example) if lengths is None or not lengths.is_ragged else _as_large(example, lengths, plan)
 
 
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
@@ -137,6 +140,36 @@ def _like(example: Batch) -> BatchMaker:
         part = _part(count)
         inputs, targets = (tree_map_only(Tensor, resized, each) for each in (example.inputs, example.targets))
         return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())
+
+    return make
+
+
+def _as_large(example: Batch, lengths: SampleLengths, plan: Plan) -> BatchMaker:
+    width = int(lengths.padded(example.ids).max())
+
+    def make(count: int) -> Batch:
+        ranks = max(1, plan.global_batch_size // count)
+        steps = StepGeometry(
+            seed=0,
+            samples=plan.train_samples,
+            global_batch_size=count * ranks,
+            logical_ranks=ranks,
+            lengths=lengths,
+            balanced=plan.lengths_sha256 is not None,
+        )
+        largest = steps.costliest(0, steps.epochs.first_step(1))
+        assert largest is not None
+        wide = -(-largest.positions // (count * lengths.multiple)) * lengths.multiple
+
+        def widened(tensor: Tensor) -> Tensor:
+            # Tokens are a batch's second axis.
+            if tensor.ndim < 2 or tensor.shape[1] != width:
+                return tensor
+            return torch.empty((tensor.shape[0], wide, *tensor.shape[2:]), dtype=tensor.dtype)
+
+        batch = _like(example)(count)
+        inputs, targets = (tree_map_only(Tensor, widened, each) for each in (batch.inputs, batch.targets))
+        return replace(batch, inputs=inputs, targets=targets)
 
     return make
 
