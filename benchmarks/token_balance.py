@@ -6,8 +6,8 @@ The plan's own geometry over one epoch, for eight processes: how many tokens a s
 (`useful`). Lengths: lognormal ones, and the embedded documentation's own. *Drawn* is what a plain data loader does that
 pads each process's batch to its longest sample.
 
-Then real steps of a small GPT on documents of lognormal length, one thread, the ways in turns; tokens per second without
-padding, as the run's summary has them.
+Then real steps of a small GPT on documents of lognormal length, one thread, the ways in turns; tokens per second
+without padding, as the run's summary has them.
 
     python benchmarks/token_balance.py [--rounds 3] [--steps 25]
 """
@@ -31,22 +31,25 @@ from paceline.data.order import StepGeometry
 from paceline.data.text.datasets import python_documentation
 from paceline.data.text.packing import packed_rows
 from paceline.data.text.rows import single_rows
+from paceline.world import World
 
 PROCESSES, CONTEXT, TYPICAL, MULTIPLE = 8, 1024, 180, 8
 WAYS = ("drawn", "balanced", "packed")
+FINE = "balanced, 4 micro-batches each"
 CUTS = {"drawn": {"batch.balance": "off"}, "balanced": {}, "packed": {"data.text.rows": "packed"}}
 RECIPE: dict[str, Any] = {
     "data.dataset": "text_folder",
     "data.text.context": 512,
     "data.text.rows": "single",
-    "model.options": {"depth": 4, "width": 128, "heads": 4},
-    "batch.global_size": 32,
-    "batch.micro_size": 8,
+    "model.options": {"depth": 2, "width": 96, "heads": 4},
+    "batch.global_size": 16,
+    "batch.micro_size": 4,
+    "train.precision": "fp32",
     "evaluate.every": "off",
     "checkpoint.every": "off",
     "parallel.threads": 1,
     "telemetry.trackers": [],
-    "telemetry.report": "off",
+    "telemetry.report": False,
 }
 
 
@@ -68,7 +71,7 @@ def geometry(way: str, lengths: NDArray[np.int64], batch: int, context: int) -> 
         seed=0,
         samples=len(table),
         global_batch_size=batch,
-        logical_ranks=PROCESSES,
+        logical_ranks=PROCESSES * 4 if way == FINE else PROCESSES,
         lengths=SampleLengths(tokens=table.tokens, multiple=MULTIPLE, width=width, most=context),
         balanced=way != "drawn",
     )
@@ -98,8 +101,6 @@ def epoch(steps: StepGeometry) -> dict[str, float]:
 
 def shapes(steps: StepGeometry, step: int) -> Iterator[tuple[int, int]]:
     """Rows and width of each micro-batch of a step."""
-    from paceline.world import World
-
     assert steps.lengths is not None
     for part in steps.slices(step, World()):
         yield len(part.ids), int(steps.lengths.padded(part.ids).max())
@@ -162,7 +163,7 @@ def main() -> None:
     ]
     for name, (lengths, context) in cases.items():
         for batch in (32, 256):
-            for way in WAYS:
+            for way in ("drawn", "balanced", FINE, "packed"):
                 steps = geometry(way, lengths, batch, context)
                 if steps.samples // batch < 3:
                     continue

@@ -101,21 +101,73 @@ def dealt_to_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int)
     if steps < 2 or batch_size < 2:
         return order
     whole = order[: steps * batch_size]
-    places = _dealt(tokens[whole], steps)
+    descending = np.argsort(-tokens[whole], kind="stable")
+    places = _dealt(descending[None], tokens[whole], steps)
     # A step comes where its longest sample was drawn to come: its place says nothing of its length.
     places = places[np.argsort(places[:, 0])]
     return np.concatenate([whole[places.ravel()], order[steps * batch_size :]])
 
 
-def _dealt(tokens: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
-    """Places of the samples that each step takes, the longest first, int64 [steps, samples per step]."""
-    strata = np.argsort(-tokens, kind="stable").reshape(-1, steps)
-    dealt = np.empty_like(strata)
-    sums = np.zeros(steps, dtype=np.int64)
-    for row, stratum in zip(dealt, strata, strict=True):
-        row[np.argsort(sums, kind="stable")] = stratum
-        sums += tokens[row]
-    return dealt.T
+def _dealt(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> NDArray[np.int64]:
+    """Deal each group's members into shares of equal number and about equal cost.
+
+    Of so many members as there are shares, from the most expensive on, each share takes one: the one that costs most
+    goes to the share that has cost least so far.
+
+    Args:
+        groups: Members of each group, descending by cost, int64 [groups, members].
+        costs: Of each member, by its number.
+        shares: Of each group; divides its members.
+
+    Returns:
+        Members of each share, descending by cost, int64 [groups * shares, members / shares].
+    """
+    count, members = groups.shape
+    strata = groups.reshape(count, members // shares, shares)
+    dealt = np.empty((members // shares, count, shares), dtype=np.int64)
+    sums = np.zeros((count, shares), dtype=np.int64)
+    for index, taken in enumerate(dealt):
+        np.put_along_axis(taken, np.argsort(sums, axis=1, kind="stable"), strata[:, index], axis=1)
+        sums += costs[taken]
+    return dealt.transpose(1, 2, 0).reshape(count * shares, members // shares)
+
+
+def shared_out(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """Share a step's samples out over parts that cost about the same, and order those for any number of processes.
+
+    Where samples are few and long, no cut makes all parts alike. So the parts are ordered such that those of each half,
+    of each quarter and so on, which are a process's, cost about the same together.
+
+    Args:
+        padded: Length of each sample, descending, int64 [N].
+        parts: Their number.
+
+    Returns:
+        Places of the samples in ``padded``, part by part, int64 [N]; and where the parts begin and end there,
+        [parts + 1].
+    """
+    bounds = np.array(padded_bounds(padded, parts))
+    if len(padded) < parts:
+        return np.arange(len(padded)), tuple(bounds.tolist())  # empty parts stay last
+    sizes = np.diff(bounds)
+    costs = sizes * padded[bounds[:-1]]
+    groups = np.argsort(-costs, kind="stable")[None]
+    for factor in _prime_factors(parts):
+        groups = _dealt(groups, costs, factor)
+    parts_in_order = groups.ravel()
+    places = np.concatenate([np.arange(bounds[part], bounds[part + 1]) for part in parts_in_order])
+    return places, (0, *np.cumsum(sizes[parts_in_order]).tolist())
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Ascending."""
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found
 
 
 def even_bounds(size: int, parts: int) -> tuple[int, ...]:

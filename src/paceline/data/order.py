@@ -17,12 +17,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, padded_bounds
+from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.recipe.phases import Epochs
 from paceline.world import World
 
-_LOOKED_AT = 1000  # steps; cutting one takes less than a millisecond
+_LOOKED_AT = 200  # steps; cutting one takes a millisecond or so
 _ORDERED_AHEAD = 2**16  # samples; fewer are sorted within a few milliseconds
 
 
@@ -51,6 +51,18 @@ def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: in
     order = dealt_to_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
     order.flags.writeable = False
     return order
+
+
+@lru_cache(maxsize=64)
+def _balanced_cut(
+    seed: int, epoch: int, lengths: SampleLengths, position: int, batch_size: int, logical_ranks: int
+) -> tuple[SampleIds, tuple[int, ...]]:
+    """A step's samples and where its parts begin and end; kept, since batches and records both ask for it."""
+    order = balanced_order(seed, epoch, lengths, batch_size)
+    ids = order[position * batch_size : (position + 1) * batch_size]
+    ids = ids[np.argsort(-lengths.tokens[ids], kind="stable")]
+    places, bounds = shared_out(lengths.padded(ids), logical_ranks)
+    return ids[places], bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +135,7 @@ class StepGeometry:
         )
 
     def costliest(self, first: int, last: int) -> Costliest | None:
-        """The largest micro-batch of steps ``first`` to ``last`` (excluded), of the first thousand of them.
+        """The largest micro-batch of steps ``first`` to ``last`` (excluded), of the first 200 of them.
 
         None where there are no such steps, and where all are alike: samples have no lengths, or are padded to one.
         """
@@ -151,11 +163,12 @@ class StepGeometry:
     def _cut(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
         """The samples of one step, and where each logical rank's begin and end among them."""
         (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
+        if self._balances is not None:
+            return _balanced_cut(
+                self.seed, epoch, self._balances, position, phase.global_batch_size, phase.logical_ranks
+            )
         ids = self._order(epoch)[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
-        if self._balances is None:
-            return ids, even_bounds(len(ids), phase.logical_ranks)
-        ids = ids[np.argsort(-self._balances.tokens[ids], kind="stable")]
-        return ids, padded_bounds(self._balances.padded(ids), phase.logical_ranks)
+        return ids, even_bounds(len(ids), phase.logical_ranks)
 
     @property
     def _balances(self) -> SampleLengths | None:

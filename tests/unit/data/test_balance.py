@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.balance import SampleLengths, even_bounds, padded_bounds
+from paceline.data.balance import SampleLengths, even_bounds, padded_bounds, shared_out
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
 from paceline.world import World
@@ -182,6 +182,28 @@ def test_no_other_cut_costs_less(lengths: list[int], parts: int) -> None:
     assert cost(padded_bounds(descending, parts)) == min(map(cost, others))
 
 
+def test_processes_cost_about_the_same_where_parts_cannot() -> None:
+    """Single samples for parts: in the order of their lengths, the first process would have all long ones."""
+    lengths = long_tailed(2048)
+    shape = steps_of(lengths, 32, 32)
+    for processes in (2, 4, 8):
+        loads = [load for step in range(60) if (load := shape.load(step, processes)) is not None]
+        busiest = sum(load.busiest for load in loads)
+        assert busiest * processes / sum(load.positions for load in loads) < (1.35 if processes == 8 else 1.1)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 24))
+def test_sharing_out_is_an_order_of_the_parts(lengths: list[int], parts: int) -> None:
+    descending = np.sort(lengths)[::-1]
+    places, bounds = shared_out(descending, parts)
+    assert sorted(places.tolist()) == list(range(len(lengths)))
+    cut = padded_bounds(descending, parts)
+    found = [tuple(places[begin:end].tolist()) for begin, end in pairwise(bounds)]
+    assert sorted(found) == sorted(tuple(range(begin, end)) for begin, end in pairwise(cut))
+    filled = [bool(part) for part in found]
+    assert filled == sorted(filled, reverse=True), "empty parts come last"
+
+
 def test_even_parts() -> None:
     assert even_bounds(7, 3) == (0, 3, 5, 7)
     assert even_bounds(1, 3) == (0, 1, 1, 1)
@@ -210,7 +232,7 @@ def test_the_load_of_a_step_is_counted_by_process() -> None:
     assert alone is not None
     assert apart is not None
     assert (alone.tokens, alone.positions, alone.busiest) == (100, 48 + 32 + 32 + 16, 128)
-    assert (apart.tokens, apart.positions, apart.busiest, apart.processes) == (100, 128, 80, 2)
+    assert (apart.tokens, apart.positions, apart.busiest, apart.processes) == (100, 128, 64, 2)
 
 
 def test_rows_of_one_width_are_left_in_the_order_that_was_drawn() -> None:
