@@ -188,6 +188,8 @@ def _figures(result: TrainResult) -> dict[str, Any]:
     if summary.throughput_samples_per_second:
         unit = plan.get("sample_name", "samples")
         figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} {unit}/s"
+    if summary.throughput_tokens_per_second:
+        figures["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s, padding left out"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
     figures["time"] = (

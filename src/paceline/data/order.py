@@ -1,8 +1,9 @@
 """In which order are samples used, and by whom? Pure functions of (seed, epoch, step) and the world.
 
 An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
-(micro-batch slots); a process takes its logical ranks' parts. So neither the number of processes nor a resume
-changes which samples a step sees, and a position in the data is one integer.
+(micro-batch slots); a process takes its logical ranks' parts. Where samples are of unequal length, the permutation and
+the cuts see to it that steps and parts cost about the same (`data/balance.py`). So neither the number of processes
+nor a resume changes which samples a step sees, and a position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
+from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.recipe.phases import Epochs
 from paceline.world import World
 
+_LOOKED_AT = 200  # steps; cutting one takes a millisecond or so
 _ORDERED_AHEAD = 2**16  # samples; fewer are sorted within a few milliseconds
 
 
@@ -41,6 +45,26 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     return order
 
 
+@lru_cache(maxsize=2)
+def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: int) -> SampleIds:
+    """The same for samples of unequal length: steps of ``batch_size`` have about the same number of tokens."""
+    order = dealt_to_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
+    order.flags.writeable = False
+    return order
+
+
+@lru_cache(maxsize=64)
+def _balanced_cut(
+    seed: int, epoch: int, lengths: SampleLengths, position: int, batch_size: int, logical_ranks: int
+) -> tuple[SampleIds, tuple[int, ...]]:
+    """A step's samples and where its parts begin and end; kept, since batches and records both ask for it."""
+    order = balanced_order(seed, epoch, lengths, batch_size)
+    ids = order[position * batch_size : (position + 1) * batch_size]
+    ids = ids[np.argsort(-lengths.tokens[ids], kind="stable")]
+    places, bounds = shared_out(lengths.padded(ids), logical_ranks)
+    return ids[places], bounds
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepGeometry:
     """How steps are cut from epochs.
@@ -55,6 +79,8 @@ class StepGeometry:
         weights: What each sample counts for in a step's mean loss, int64 [samples], tokens say; None: each counts once.
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
+        lengths: How long each sample is; None where that makes no difference.
+        balanced: Whether steps and micro-batches are to cost about the same, where samples are of unequal length.
     """
 
     seed: int
@@ -65,6 +91,8 @@ class StepGeometry:
     in_step: bool = False
     growth: tuple[tuple[int, int, int], ...] = ()
     weights: SampleWeights | None = field(default=None, repr=False, compare=False)
+    lengths: SampleLengths | None = field(default=None, repr=False, compare=False)
+    balanced: bool = True
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -73,10 +101,9 @@ class StepGeometry:
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
         """The micro-batches of one step on one process, in logical order, phantoms first; never empty."""
-        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
-        order = epoch_order(self.seed, epoch, self.samples, self.repeats)
-        ids = order[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
-        parts = _parts(len(ids), phase.logical_ranks, world, in_step=self.in_step)
+        ids, bounds = self._cut(step)
+        epoch, ranks = self.epochs.place(step)[0], self.epochs.phase_at(step).logical_ranks
+        parts = _parts(bounds, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
         return [
             SampleSlice(
@@ -88,11 +115,66 @@ class StepGeometry:
                 weight=None if self.weights is None else int(self.weights[ids[part.begin : part.end]].sum()),
                 step_weight=step_weight,
                 step_samples=None if self.weights is None else len(ids),
-                logical_ranks=phase.logical_ranks,
+                logical_ranks=ranks,
                 phantom=part.phantom,
             )
             for part in parts
         ]
+
+    def load(self, step: int, processes: int) -> StepLoad | None:
+        """What one step has so many processes compute; None where samples have no lengths."""
+        if self.lengths is None:
+            return None
+        costs = self._costs(step, self.lengths)
+        each = len(costs) // processes
+        return StepLoad(
+            tokens=int(self.lengths.tokens[self._cut(step)[0]].sum()),
+            positions=sum(costs),
+            busiest=max(sum(costs[rank * each : (rank + 1) * each]) for rank in range(processes)),
+            processes=processes,
+        )
+
+    def costliest(self, first: int, last: int) -> Costliest | None:
+        """The largest micro-batch of steps ``first`` to ``last`` (excluded), of the first 200 of them.
+
+        None where there are no such steps, and where all are alike: samples have no lengths, or are padded to one.
+        """
+        if self.lengths is None or not self.lengths.is_ragged:
+            return None
+        found = (
+            Costliest(positions=cost, step=step, logical_rank=rank)
+            for step in range(first, min(last, first + _LOOKED_AT))
+            for rank, cost in enumerate(self._costs(step, self.lengths))
+        )
+        return max(found, default=None)
+
+    def _costs(self, step: int, lengths: SampleLengths) -> list[int]:
+        """Places for tokens, padding included, in the micro-batch of each logical rank."""
+        ids, bounds = self._cut(step)
+        padded = lengths.padded(ids)
+        # Of no samples there is nothing to be longest.
+        return [(end - begin) * int(padded[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
+
+    def _order(self, epoch: int) -> SampleIds:
+        if self._balances is None:
+            return epoch_order(self.seed, epoch, self.samples, self.repeats)
+        return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
+
+    def _cut(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
+        """The samples of one step, and where each logical rank's begin and end among them."""
+        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
+        if self._balances is not None:
+            return _balanced_cut(
+                self.seed, epoch, self._balances, position, phase.global_batch_size, phase.logical_ranks
+            )
+        ids = self._order(epoch)[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
+        return ids, even_bounds(len(ids), phase.logical_ranks)
+
+    @property
+    def _balances(self) -> SampleLengths | None:
+        """The lengths that steps and micro-batches are balanced by, if they are; repeated samples stay together."""
+        balances = self.balanced and self.repeats == 1 and self.lengths is not None and self.lengths.is_ragged
+        return self.lengths if balances else None
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
         """All micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
@@ -107,12 +189,13 @@ class StepGeometry:
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Have a long epoch's order ready before it begins: sorting a million samples takes longer than some steps."""
         if self.samples >= _ORDERED_AHEAD and self.epochs.place(last_step - 1)[0] >= epoch:
-            order = (self.seed, epoch, self.samples, self.repeats)
-            threading.Thread(target=epoch_order, args=order, name="epoch order", daemon=True).start()
+            threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
 
     def smallest_part(self, steps: int) -> int:
         """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""
         epochs = self.epochs
+        if self._balances is not None:
+            return 1  # a long sample may have a micro-batch to itself
         parts = (epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps))
         return max(1, min(parts, default=self.samples))
 
@@ -129,14 +212,13 @@ class _Part:
 
 
 @lru_cache(maxsize=8)
-def _parts(size: int, logical_ranks: int, world: World, *, in_step: bool) -> tuple[_Part, ...]:
-    """Cut ``size`` samples into logical ranks, larger parts first, and return those of one process."""
-    part, larger = divmod(size, logical_ranks)
-    bounds = [rank * part + min(rank, larger) for rank in range(logical_ranks + 1)]
+def _parts(bounds: tuple[int, ...], world: World, *, in_step: bool) -> tuple[_Part, ...]:
+    """The parts of a step, which lie within ``bounds``, that are one process's; empty ones come last among all."""
+    size, logical_ranks = bounds[-1], len(bounds) - 1
     per_process = logical_ranks // world.world_size
     owned = range(world.rank * per_process, (world.rank + 1) * per_process)
     filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
-    # Larger parts come first: no process has more of them than the first.
+    # Empty parts come last: no process has more of the others than the first.
     wanted = min(size, per_process) if in_step else 1
     empty = [rank for rank in owned if rank not in filled][: max(0, wanted - len(filled))]
     phantoms = [

@@ -2,7 +2,8 @@
 
 Two independent proofs from the run directory alone. *Counting*: over all ranks' ledgers, every sample of a
 finished epoch was used once (or was found broken once). *Order*: the samples of every step are those that the
-pure function of (seed, epoch, step) gives.
+pure function of (seed, epoch, step) gives. Where steps are balanced by the samples' lengths, these lie in the run
+directory too.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.balance import SampleLengths
 from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
 from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
 from paceline.records.ledger_count import EpochCount, LedgerSummary, count_epochs
+from paceline.records.lengths import read_lengths
 from paceline.records.reader import read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.world import World
@@ -71,7 +74,7 @@ def audit_run(run_dir: Path) -> Audit:
     if not directory.exists():
         raise RunDirectoryError(f"'{run_dir}' holds no run (no recipe.yaml); give a run directory.")
     plan, recipe = read_plan(directory), read_recipe(directory)
-    geometry = _geometry(plan, recipe)
+    geometry = _geometry(plan, recipe, None)
     if not directory.summary.is_file():
         raise RunDirectoryError(
             f"the run in '{run_dir}' has not come to a stop (no summary.json): it is under way or was killed; run its "
@@ -83,12 +86,17 @@ def audit_run(run_dir: Path) -> Audit:
             f"the run in '{run_dir}' failed and has not come to a stop; run its train command again, then audit it."
         )
     steps = _steps_done(summary.samples, geometry)
+    epochs: tuple[EpochCount, ...] = ()
+    objections: list[str] = []
     try:
         counted = count_epochs(directory.ledger, geometry.samples, epochs_over=geometry.epochs.completed(steps))
         epochs = counted.epochs
-        objections = [*_wrong_counts(epochs), *_wrong_order(directory.ledger, geometry, steps)]
+        objections = [*_wrong_counts(epochs)]
+        # What each sample was used for can be counted without its length; in which order cannot be told.
+        ordered = _geometry(plan, recipe, _lengths(directory, plan))
+        objections += _wrong_order(directory.ledger, ordered, steps)
     except RunDirectoryError as error:
-        epochs, objections = (), [str(error)]
+        objections = [*objections, str(error)]
     return Audit(
         run_dir=run_dir,
         steps=steps,
@@ -98,7 +106,25 @@ def audit_run(run_dir: Path) -> Audit:
     )
 
 
-def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometry:
+def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:
+    """The lengths that steps were balanced by, if they were.
+
+    Raises:
+        RunDirectoryError: If they are not there any more, or others.
+    """
+    digest = plan.get("lengths_sha256")
+    if digest is None:
+        return None
+    lengths = SampleLengths(tokens=read_lengths(directory.sample_lengths))
+    if lengths.sha256 != digest:
+        raise RunDirectoryError(
+            f"'{directory.sample_lengths}' holds other lengths than the run was balanced by: the order of its samples "
+            "cannot be checked."
+        )
+    return lengths
+
+
+def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any], lengths: SampleLengths | None) -> StepGeometry:
     """The run's steps, each whole: it does not matter here who takes which part of one."""
     return StepGeometry(
         seed=int(recipe["seed"]),
@@ -108,6 +134,7 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometr
         repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
         # Runs of earlier versions have no phases, and one size.
         growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan.get("batch_phases", [])[1:]),
+        lengths=lengths,
     )
 
 

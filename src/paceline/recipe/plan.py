@@ -115,6 +115,8 @@ class Plan(Compiled, Rates):
     Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
     are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
 
+    ``lengths_sha256`` is of the samples' lengths by which steps are balanced (``batch.balance``), if they are.
+
     ``higher_is_better`` says of each metric that the task measures which way it is better.
 
     ``headline`` is the metric that one looks at first, ``sample_name`` what samples are called (``images``), and
@@ -154,6 +156,7 @@ class Plan(Compiled, Rates):
     noise_scale_every_steps: int | None
     batch_phases: tuple[BatchPhase, ...]
     moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
+    lengths_sha256: str | None = None
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()

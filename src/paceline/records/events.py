@@ -105,7 +105,8 @@ class StepEvent(Event):
             ``optimizer_seconds``, ``ema_seconds``, ``logging_seconds`` and ``host_seconds`` (None where one cannot be
             told from others); ``data_wait_fraction`` and ``throughput_samples_per_second``. On a device with streams
             also ``launch_<phase>_seconds``, by the host's clock, and ``device_lag_seconds``; on one whose peak is known
-            ``mfu``.
+            ``mfu``; where samples have tokens ``throughput_tokens_per_second``, ``padding_fraction`` and
+            ``token_imbalance``.
         metrics: The task's own numbers, by name; where ``telemetry.noise_scale`` is on, ``noise_scale`` in samples with
             ``noise_scale_low`` and ``noise_scale_high``, and what it is the ratio of, ``gradient_variance`` and
             ``gradient_square``: averages over the measured steps, the last 50 or so (None where they tell nothing).

@@ -74,6 +74,11 @@ class RunDirectory:
         return self.root / "ledger"
 
     @property
+    def sample_lengths(self) -> Path:
+        """How long each training sample is, where steps are balanced by that."""
+        return self.root / "sample_lengths.npy"
+
+    @property
     def confusion(self) -> Path:
         """Which classes the last evaluation took for which."""
         return self.root / "evaluation" / "confusion.json"
@@ -168,12 +173,17 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as :func:`write_json` does: temporary file, fsync, rename, fsync of the directory."""
+    """Write a text file as :func:`write_json` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file as :func:`write_json` does: temporary file, fsync, rename, fsync of the directory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
             with temporary.open("wb") as file:
-                file.write(text.encode("utf-8"))
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -43,6 +43,7 @@ class Summary:
         train_seconds: Time spent in steps over all launches, without evaluation, saving and starting up.
         total_seconds: Time the processes ran, over all launches.
         throughput_samples_per_second: Over all steps but each launch's warm-up; None if there were no others.
+        throughput_tokens_per_second: Likewise, padding left out; None too where samples have no tokens.
         data_wait_fraction: Share of step time spent waiting for data, in [0, 1]; None likewise.
         phase_fractions: Share of each phase of a step, likewise; those that cannot be told are left out.
         mfu: Model FLOPs utilisation at that throughput, in [0, 1]; None where the device's peak or the FLOPs are not
@@ -66,6 +67,7 @@ class Summary:
     train_seconds: float
     total_seconds: float
     throughput_samples_per_second: float | None
+    throughput_tokens_per_second: float | None = None
     data_wait_fraction: float | None
     mfu: float | None = None
     peak_memory_bytes: int | None

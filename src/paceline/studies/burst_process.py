@@ -201,7 +201,7 @@ def _only_data(run: Run) -> None:
         for _ in micro_batches(run, batches):
             pass
         run.progress.advance(stepped=True)
-        run.clock.end_step(run.plan.step_samples(run.progress.position - 1))
+        run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
         run.display.advance(run.progress.step)
 
 

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
+from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.data.text.corpus import TextDataset, TokenCorpus
 from paceline.data.text.datasets import open_text
 from paceline.data.text.masking import EVALUATION_SEED, Masking, masked_count
+from paceline.data.text.packing import packed_rows
 from paceline.data.text.pipeline import TextPipeline, TextSplit
 from paceline.data.text.rows import NOTHING, RowTable, chunked_rows, single_rows
 from paceline.errors import DataError, ModelError
@@ -56,12 +58,12 @@ class LanguageModeling(Task):
     @cached_property
     def train_rows(self) -> RowTable:
         """What each training sample is made of."""
-        return self._rows(self.dataset.train)
+        return self._rows(self.dataset.train, self.recipe.seed)
 
     @cached_property
     def evaluation_rows(self) -> RowTable:
         """What each held-out sample is made of."""
-        return self._rows(self.dataset.validation)
+        return self._rows(self.dataset.validation, EVALUATION_SEED)
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the text and cut it into samples."""
@@ -102,6 +104,14 @@ class LanguageModeling(Task):
         table = self.train_rows
         return self._hidden(table) if self._is_masked else table.targets
 
+    def sample_lengths(self) -> SampleLengths:
+        """Tokens of each training sample."""
+        return self._train_lengths
+
+    @cached_property
+    def _train_lengths(self) -> SampleLengths:
+        return self._lengths(self.train_rows)
+
     def description(self) -> dict[str, Any]:
         """The tokenizer, and what else prediction needs."""
         text = self.recipe.data.text
@@ -116,10 +126,8 @@ class LanguageModeling(Task):
         """Rows of tokens, read in this process."""
         found = self.dataset
         return TextPipeline(
-            train=TextSplit(corpus=found.train, table=self.train_rows, masking=self._masking(self.recipe.seed)),
-            evaluation=TextSplit(
-                corpus=found.validation, table=self.evaluation_rows, masking=self._masking(EVALUATION_SEED)
-            ),
+            train=self._split(found.train, self.train_rows, self.recipe.seed),
+            evaluation=self._split(found.validation, self.evaluation_rows, EVALUATION_SEED),
             tokenizer=found.tokenizer,
             placement=placement,
         )
@@ -158,9 +166,19 @@ class LanguageModeling(Task):
         """Perplexity, which is no mean: e to the power of one."""
         return () if self._is_masked else (Perplexity(),)
 
-    def _rows(self, corpus: TokenCorpus) -> RowTable:
+    def _rows(self, corpus: TokenCorpus, seed: int) -> RowTable:
         text = self.recipe.data.text
+        if text.rows == "packed":
+            return packed_rows(corpus.lengths, text.context, seed)
         return _ROWS[text.rows](corpus.lengths, text.context)
+
+    def _lengths(self, table: RowTable) -> SampleLengths:
+        text = self.recipe.data.text
+        width = None if text.rows == "single" else text.context
+        return SampleLengths(tokens=table.tokens, multiple=text.pad_multiple, width=width, most=text.context)
+
+    def _split(self, corpus: TokenCorpus, table: RowTable, seed: int) -> TextSplit:
+        return TextSplit(corpus=corpus, table=table, lengths=self._lengths(table), masking=self._masking(seed))
 
     def _hidden(self, table: RowTable) -> SampleWeights:
         return masked_count(table.tokens, self.recipe.data.text.mask_fraction)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.nested import Nested
 from paceline.data.pipeline import Pipeline, Placement
@@ -55,6 +56,14 @@ class Task(ABC):
         """What each training sample counts for in a step's mean loss, int64 [samples]: its tokens, say.
 
         By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
+        """
+        return None
+
+    def sample_lengths(self) -> SampleLengths | None:
+        """How long each training sample is, in tokens or whatever decides what it costs; by default no matter.
+
+        Then step records tell of tokens, and where samples are padded to their micro-batch's longest, ``batch.balance``
+        shares them out evenly. Known after :meth:`data_facts`, and a function of the data and the recipe alone.
         """
         return None
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from paceline.telemetry.meter import HOST, PHASES, WARMUP_STEPS, Meter, Totals
+from paceline.telemetry.meter import HOST, PHASES, WARMUP_STEPS, Load, Meter, Totals
 
 _PAUSE = len(PHASES)
 _INDEX = {phase: index for index, phase in enumerate(PHASES)}
@@ -73,7 +73,7 @@ class StepClock(abc.ABC):
         """Change the phase that is on, given as its number in ``PHASES``; returns the one before."""
 
     @abc.abstractmethod
-    def end_step(self, samples: int) -> None:
+    def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step, which used this many samples over all ranks, and begin the next."""
 
     @abc.abstractmethod
@@ -155,11 +155,11 @@ class HostStepClock(StepClock):
         self._phase, self._since = index, now
         return before
 
-    def end_step(self, samples: int) -> None:
+    def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step and begin the next."""
         self.turn_to(self._phase)
         phases = self._seconds[:_PAUSE]
-        self._meter.add_step(samples, sum(phases), phases)
+        self._meter.add_step(samples, sum(phases), phases, load)
         self._seconds = [0.0] * (_PAUSE + 1)
 
     def _settle(self) -> None:
@@ -196,6 +196,7 @@ class _OpenStep:
 
     marks: list[tuple[int, TimingEvent]]  # (number of the phase that begins there, the moment)
     samples: int = 0
+    load: Load | None = None
 
 
 @final
@@ -230,13 +231,13 @@ class EventStepClock(StepClock):
             self._open.marks.append((index, self._record_event()))
         return self._host.turn_to(index)
 
-    def end_step(self, samples: int) -> None:
+    def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step and begin the next."""
         phase, ended = self._host.turn_to(HOST), self._record_event()
         self._host.end_step(samples)
         if self._open is not None:
             self._open.marks.append((phase, ended))
-            self._open.samples = samples
+            self._open.samples, self._open.load = samples, load
             self._closed.append(self._open)
         self._open = _OpenStep([(HOST, ended)])
 
@@ -275,4 +276,4 @@ class EventStepClock(StepClock):
         for (index, begun), (_, ended) in pairwise(step.marks):
             seconds[index] += begun.elapsed_time(ended) / 1e3
             self._free.append(begun)  # the last one begins the next step
-        self._meter.add_step(step.samples, sum(seconds[:_PAUSE]), seconds[:_PAUSE])
+        self._meter.add_step(step.samples, sum(seconds[:_PAUSE]), seconds[:_PAUSE], step.load)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "ema", "logging", "host")
 """Parts of a step, in the order in which they come:
@@ -29,6 +29,56 @@ HOST = PHASES.index("host")
 _DATA_WAIT = PHASES.index("data_wait")
 
 
+class Load(Protocol):
+    """What a step has the processes compute, where samples are of unequal length (`data/balance.py`)."""
+
+    @property
+    def tokens(self) -> int:
+        """Of its samples."""
+
+    @property
+    def positions(self) -> int:
+        """Places for tokens, padding included."""
+
+    @property
+    def busiest(self) -> int:
+        """Of these, those of the process that has most."""
+
+    @property
+    def processes(self) -> int:
+        """How many share them."""
+
+
+@dataclass
+class LoadSums:
+    """Sums over some steps.
+
+    Attributes:
+        tokens: Of the samples.
+        positions: Places for tokens, padding included.
+        waited_for: What all processes would have computed, had each as much as the one that had most in its step.
+    """
+
+    tokens: int = 0
+    positions: int = 0
+    waited_for: int = 0
+
+    def add(self, load: Load) -> None:
+        """Add one step."""
+        self.tokens += load.tokens
+        self.positions += load.positions
+        self.waited_for += load.busiest * load.processes
+
+    def figures(self) -> dict[str, float | None]:
+        """Shares of these, as step records have them; empty without tokens."""
+        if not self.positions:
+            return {}
+        return {
+            "padding_fraction": 1 - self.tokens / self.positions,
+            "token_imbalance": self.waited_for / self.positions,
+        }
+
+
 @dataclass
 class StepSums:
     """Sums over some steps; ``phase_seconds`` in the order of ``PHASES``."""
@@ -37,9 +87,12 @@ class StepSums:
     samples: int = 0
     seconds: float = 0.0
     phase_seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    load: LoadSums = field(default_factory=LoadSums)
 
-    def add(self, samples: int, seconds: float, phase_seconds: Sequence[float]) -> None:
+    def add(self, samples: int, seconds: float, phase_seconds: Sequence[float], load: Load | None = None) -> None:
         """Add one step."""
+        if load is not None:
+            self.load.add(load)
         self.steps += 1
         self.samples += samples
         self.seconds += seconds
@@ -50,6 +103,11 @@ class StepSums:
     def throughput(self) -> float | None:
         """Samples per second; None without steps."""
         return self.samples / self.seconds if self.seconds > 0 else None
+
+    @property
+    def token_throughput(self) -> float | None:
+        """Tokens per second, padding left out; None without steps or without tokens."""
+        return self.load.tokens / self.seconds if self.seconds > 0 and self.load.tokens else None
 
     @property
     def data_wait_fraction(self) -> float | None:
@@ -80,6 +138,7 @@ class Totals:
         throughput_samples_per_second: Without warm-up steps; None if there were no others.
         data_wait_fraction: Likewise.
         phase_fractions: Share of each phase, likewise; empty if there were no others.
+        throughput_tokens_per_second: Likewise; None too where samples have no tokens.
     """
 
     train_seconds: float
@@ -87,6 +146,7 @@ class Totals:
     throughput_samples_per_second: float | None
     data_wait_fraction: float | None
     phase_fractions: Mapping[str, float] = field(default_factory=dict)
+    throughput_tokens_per_second: float | None = None
 
 
 class Meter:
@@ -104,16 +164,16 @@ class Meter:
         self._train_seconds = 0.0
         self._steps = 0
 
-    def add_step(self, samples: int, seconds: float, phase_seconds: Sequence[float]) -> None:
+    def add_step(self, samples: int, seconds: float, phase_seconds: Sequence[float], load: Load | None = None) -> None:
         """Add one step; ``phase_seconds`` in the order of ``PHASES``."""
         self._train_seconds += seconds
         self._steps += 1
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            self._warmup.add(samples, seconds, phase_seconds)
+            self._warmup.add(samples, seconds, phase_seconds, load)
         else:
-            self._window.add(samples, seconds, phase_seconds)
-            self._rated.add(samples, seconds, phase_seconds)
+            self._window.add(samples, seconds, phase_seconds, load)
+            self._rated.add(samples, seconds, phase_seconds, load)
 
     def drain(self) -> dict[str, float | None]:
         """Return the means since the last call, and begin anew.
@@ -125,6 +185,9 @@ class Meter:
         timings = (window if window.steps else self._warmup).means()
         timings["data_wait_fraction"] = window.data_wait_fraction
         timings["throughput_samples_per_second"] = window.throughput
+        # Only where samples have tokens: others' records stay as they are.
+        if shares := (window if window.steps else self._warmup).load.figures():
+            timings |= {"throughput_tokens_per_second": window.token_throughput, **shares}
         self._window, self._warmup = StepSums(), StepSums()
         return timings
 
@@ -133,7 +196,8 @@ class Meter:
         """What the whole run comes to."""
         rated = self._rated
         return Totals(
-            self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions
+            *(self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions),
+            throughput_tokens_per_second=rated.token_throughput,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,6 +209,7 @@ class Meter:
             "rated_samples": self._rated.samples,
             "rated_seconds": self._rated.seconds,
             "rated_phase_seconds": dict(zip(PHASES, self._rated.phase_seconds, strict=True)),
+            **({"rated_tokens": self._rated.load.tokens} if self._rated.load.tokens else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,4 +224,5 @@ class Meter:
             state["rated_seconds"],
             # Earlier versions knew fewer; what they left out was host time.
             [phases.get(name, unnamed if name == "host" else 0.0) for name in PHASES],
+            LoadSums(tokens=state.get("rated_tokens", 0)),
         )

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, final
 import torch
 
 from paceline.telemetry.clock import ErrorType, StepClock
-from paceline.telemetry.meter import Totals
+from paceline.telemetry.meter import Load, Totals
 from paceline.telemetry.operator_table import AROUND_THE_STEP, operator_table
 
 
@@ -202,10 +202,10 @@ class ProfilingClock(StepClock):
         """Leave the time inside out of the step."""
         return self._named(AROUND_THE_STEP, self._clock.paused())
 
-    def end_step(self, samples: int) -> None:
+    def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step and begin the next; what the tool does in between belongs to neither."""
         self._step.close()
-        self._clock.end_step(samples)
+        self._clock.end_step(samples, load)
         position = self._asked.position()
         if self._state != "over" and position in (self._first - 1, self._first, self._asked.end):
             with self._clock.paused():

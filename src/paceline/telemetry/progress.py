@@ -111,6 +111,8 @@ def figures(record: Mapping[str, Any], unit: str) -> str:
         parts.append(f"lr {record['lr']:.3g}")
     if record.get("throughput_samples_per_second") is not None:
         parts.append(f"{format_count(record['throughput_samples_per_second'])} {unit}/s")
+    if record.get("throughput_tokens_per_second") is not None:
+        parts.append(f"{format_count(record['throughput_tokens_per_second'])} tokens/s")
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
     if record.get("data_wait_fraction") is not None:

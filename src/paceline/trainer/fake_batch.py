@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
-from paceline.data.nested import Nested
+from paceline.data.nested import Nested, mapped
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice, SampleWeights
@@ -66,7 +67,8 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """What makes batches like the run's, with empty tensors; to be used where those are fake.
 
     An image task's are known from its plan. Of another one's, a few samples are read: those that count for most, if
-    they do not count alike, so that batches are as long as they get.
+    they do not count alike; where they are of unequal length, a batch is as wide as makes it as large as the run's
+    largest with so many samples.
     """
     if _shows_images(task):
         return _images(task, plan, placement)
@@ -78,7 +80,9 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
             geometry = one_batch(task.recipe.seed, min(count, plan.train_samples), weights)
             return next(iter(pipeline.train_batches(geometry, 0, 1, World())))
 
-        return _like(read(_FEW), read(2 * _FEW))
+        few, more = read(_FEW), read(2 * _FEW)
+    lengths, make = task.sample_lengths(), _like(few, more)
+    return make if lengths is None or not lengths.is_ragged else _as_large(make, more, lengths, plan)
 
 
 def one_batch(seed: int, count: int, weights: SampleWeights | None = None) -> StepGeometry:
@@ -185,6 +189,36 @@ def _empty(small: Tensor, large: Tensor, sizes: tuple[int, int], count: int) -> 
     channels_last = large.ndim == 4 and large.is_contiguous(memory_format=torch.channels_last)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=large.dtype).to(memory_format=memory_format)
+
+
+def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: Plan) -> BatchMaker:
+    width = int(lengths.padded(example.ids).max())
+
+    def make(count: int) -> Batch:
+        ranks = max(1, plan.global_batch_size // count)
+        steps = StepGeometry(
+            seed=0,
+            samples=plan.train_samples,
+            global_batch_size=count * ranks,
+            logical_ranks=ranks,
+            lengths=lengths,
+            balanced=plan.lengths_sha256 is not None,
+        )
+        largest = steps.costliest(0, steps.epochs.first_step(1))
+        assert largest is not None
+        wide = -(-largest.positions // (count * lengths.multiple)) * lengths.multiple
+
+        def widened(tensor: Tensor) -> Tensor:
+            # Tokens are a batch's second axis.
+            if tensor.ndim < 2 or tensor.shape[1] != width:
+                return tensor
+            return torch.empty((tensor.shape[0], wide, *tensor.shape[2:]), dtype=tensor.dtype)
+
+        batch = plain(count)
+        inputs, targets = (mapped(widened, each) for each in (batch.inputs, batch.targets))
+        return replace(batch, inputs=inputs, targets=targets)
+
+    return make
 
 
 def _part(count: int) -> SampleSlice:

@@ -31,7 +31,7 @@ def _fit(run: Run) -> str:
         stepped = train_step(run, batches)
         progress.advance(stepped=stepped)
         run.guard.report(run)
-        run.clock.end_step(plan.step_samples(progress.position - 1))
+        run.clock.end_step(plan.step_samples(progress.position - 1), run.load)
         run.display.advance(progress.step)
 
         run.pulse.enter("record")

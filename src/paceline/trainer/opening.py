@@ -11,12 +11,14 @@ from typing import Any
 
 from paceline.checkpoint.restore import Choice
 from paceline.checkpoint.store import CheckpointStore, step_of
+from paceline.data.balance import SampleLengths
 from paceline.errors import RunDirectoryError
 from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.ledger import ledger_files
+from paceline.records.lengths import write_lengths
 from paceline.records.reader import read_environment, read_events, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
@@ -46,6 +48,7 @@ _FIXED_NUMBERS = {
     "train_samples": "data.path",
     "steps_per_epoch": "batch.global_size",
     # Else a longer run would freeze again what it trains already.
+    "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
 }
 
@@ -79,12 +82,14 @@ class Asked:
         plan: Its plan in this world.
         resume: ``auto``, ``never``, or the path of a checkpoint of this run.
         device_facts: What the trainer knows of the device, for environment.json.
+        lengths: How long the training samples are, where that makes a difference.
     """
 
     recipe: Recipe
     plan: Plan
     resume: str
     device_facts: dict[str, Any]
+    lengths: SampleLengths | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +188,9 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
 
 def _is_ours(name: str) -> bool:
     """What a launch may have left before there was a run: one that was killed while it opened it, or a batch job."""
-    ours = ("plan.json", "environment.json", ".lock")
-    return name in ours or name.startswith((".writable-", ".plan", ".environment", ".recipe", "slurm-"))
+    ours = ("plan.json", "environment.json", "sample_lengths.npy", ".lock")
+    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", "slurm-")
+    return name in ours or name.startswith(begun)
 
 
 def _never_trained(directory: RunDirectory) -> bool:
@@ -195,6 +201,8 @@ def _never_trained(directory: RunDirectory) -> bool:
 
 def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:
     environment = capture_environment(asked.device_facts)
+    if asked.lengths is not None and asked.plan.lengths_sha256 is not None:
+        write_lengths(directory.sample_lengths, asked.lengths.tokens)
     write_json(directory.plan, asked.plan.to_tree())
     write_json(directory.environment, environment)
     # Last, since a directory counts as a run's once its recipe is there.

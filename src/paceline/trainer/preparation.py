@@ -124,6 +124,8 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
         weights=task.sample_weights(),
+        lengths=task.sample_lengths(),
+        balanced=recipe.batch.balance is not None,
     )
 
 
@@ -139,6 +141,7 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     return replace(
         plan,
         reasons=plan.reasons | chosen,
+        lengths_sha256=_balanced_by(recipe, task),
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
@@ -150,6 +153,12 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
 def headline_of(task: Task) -> Metric:
     """The metric that one looks at first; a task of the user's own may have left out the one that its parent names."""
     return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
+
+
+def _balanced_by(recipe: Recipe, task: Task) -> str | None:
+    lengths = task.sample_lengths()
+    is_asked = recipe.batch.balance is not None and recipe.data.augment.repeats == 1
+    return lengths.sha256 if is_asked and lengths is not None and lengths.is_ragged else None
 
 
 def best_metric(task: Task) -> Metric:

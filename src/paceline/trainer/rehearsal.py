@@ -1,4 +1,4 @@
-"""Do the replicas fit together? One batch through all of them before the first step, and nothing moves."""
+"""Do the replicas fit together, and batches into memory? Some go through before the first step, and nothing moves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.data.batch import Batch
 from paceline.distributed.exact_buffers import buffers_of, put_back
 from paceline.distributed.strategy import Wish, refuse_unused
 from paceline.trainer.step import seed_forward
+from paceline.world import World
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -28,6 +29,7 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
     """
     run.pulse.enter("data_wait")
+    claim_memory(run)
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
@@ -36,6 +38,20 @@ def rehearse(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     if run.thawing.at(max(run.progress.step - 1, 0)):
         _send_through(run, first)
     return chain([first], batches)
+
+
+def claim_memory(run: Run) -> None:
+    """Send the largest micro-batch through forward and backward, where samples are of unequal length.
+
+    Memory is then claimed once, and not bit by bit as longer samples turn up; and what is too large fails at once. All
+    processes send the same one, whoever's it will be.
+    """
+    largest = run.geometry.costliest(run.progress.position, run.plan.total_steps)
+    if largest is None:
+        return
+    batches = run.pipeline.train_batches(run.geometry, largest.step, largest.step + 1, World())
+    [batch] = [each for each in batches if each.slice.logical_rank == largest.logical_rank]
+    _send_through(run, batch)
 
 
 def _send_through(run: Run, first: Batch) -> None:
@@ -47,7 +63,8 @@ def _send_through(run: Run, first: Batch) -> None:
     run.pulse.enter("backward", last=True)
     run.strategy.with_vote(loss * 0, Wish, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
     try:
-        refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
+        if run.strategy.is_rehearsed:
+            refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
     finally:
         run.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import nn
 from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.components import Registry
 from paceline.checkpoint.store import SavedCheckpoint
+from paceline.data.balance import StepLoad
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, TimedPipeline, as_timed
@@ -123,6 +124,11 @@ class Run:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
         stop = self.stop.requested or self.writer.has_failed
         return Wish(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
+
+    @property
+    def load(self) -> StepLoad | None:
+        """What the step just done had the processes compute; None where samples have no lengths."""
+        return self.geometry.load(self.progress.position - 1, self.world.world_size)
 
     @property
     def timed_pipeline(self) -> TimedPipeline | None:

@@ -43,6 +43,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         train_seconds=clock.train_seconds,
         total_seconds=progress.total_seconds,
         throughput_samples_per_second=clock.throughput_samples_per_second,
+        throughput_tokens_per_second=clock.throughput_tokens_per_second,
         data_wait_fraction=clock.data_wait_fraction,
         phase_fractions={name: share for name, share in clock.phase_fractions.items() if name not in run.untold},
         mfu=run.mfu(clock.throughput_samples_per_second).get("mfu"),

@@ -404,7 +404,13 @@ def _write_finish(run: Run, summary: Summary, **details: str) -> None:
 
 def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:
     facts = _device_facts(prepared, launch)
-    return Asked(recipe=prepared.recipe, plan=prepared.plan, resume=options.resume, device_facts=facts)
+    return Asked(
+        recipe=prepared.recipe,
+        plan=prepared.plan,
+        resume=options.resume,
+        device_facts=facts,
+        lengths=prepared.geometry.lengths,
+    )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Progress
 from paceline.data.nested import Nested
 from paceline.data.order import StepGeometry, evaluation_slices
@@ -24,7 +25,6 @@ from paceline.data.text.tokenizer import Tokenizer
 from paceline.world import World
 
 _PADDING = -1  # as the number of a document
-_STEP = 8  # rows of different lengths are padded to multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,21 @@ class TextSplit:
     """One split: its tokens, which of them make each sample, and what is asked of those.
 
     Attributes:
+        lengths: How long each sample is, and how far it is padded.
         masking: Hides tokens, if hidden ones are asked for; else each token is asked for the next.
     """
 
     corpus: TokenCorpus
     table: RowTable
+    lengths: SampleLengths
     masking: Masking | None = None
 
     @property
     def needs_documents(self) -> bool:
         """Whether attention must know which token belongs where; else each may look at all before it."""
         padded = bool((self.table.tokens < self.table.context).any())
-        return self.table.separate or (padded and self.masking is not None)
+        several = self.table.separate and len(self.table.documents) > len(self.table)
+        return several or (padded and self.masking is not None)
 
 
 class TextPipeline:
@@ -95,12 +98,8 @@ class TextPipeline:
         """Nothing is held that needs closing."""
 
     def _read(self, split: TextSplit, part: SampleSlice) -> Batch:
-        table = split.table
-        rows = [read_row(split.corpus, table, int(each)) for each in part.ids]
-        longest = max(len(row.tokens) for row in rows)
-        # One shape for all where rows are full; else no wider than these need.
-        width = min(-(-longest // _STEP) * _STEP, table.context) if table.separate else table.context
-        shape = (len(rows), width)
+        rows = [read_row(split.corpus, split.table, int(each)) for each in part.ids]
+        shape = (len(rows), int(split.lengths.padded(part.ids).max()))
         pad = self._tokenizer.end if self._tokenizer.pad is None else self._tokenizer.pad
         tokens, targets = np.full(shape, pad, dtype=np.int64), np.full(shape, NOTHING, dtype=np.int64)
         positions, documents = np.zeros(shape, dtype=np.int64), np.full(shape, _PADDING, dtype=np.int64)

@@ -100,6 +100,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
             facts["throughput"] = (
                 f"{format_count(summary.throughput_samples_per_second)}/s · samples, over all processes"
             )
+        if summary.throughput_tokens_per_second:
+            facts["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s · padding left out"
         if summary.data_wait_fraction is not None:
             facts["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} % · of the steps"
         if summary.mfu is not None:

@@ -31,6 +31,7 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
         "Over all processes, without each launch's first three steps.",
         rangemode="tozero",
     )
+    yield from _tokens(runs)
     yield from _attribution(runs)
     yield from curves(
         "Waiting for data",
@@ -45,6 +46,27 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat=".0%")
     for run in runs:
         yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
+
+
+def _tokens(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """Of runs whose samples have tokens."""
+    yield from curves(
+        "Tokens",
+        "tokens per second",
+        of_runs(runs, "step", "throughput_tokens_per_second", "tokens"),
+        runs,
+        "Over all processes, padding left out.",
+        rangemode="tozero",
+    )
+    yield from curves(
+        "Padding",
+        "share of what is computed",
+        of_runs(runs, "step", "padding_fraction", "padding"),
+        runs,
+        "Places in the batches where there is no token.",
+        tickformat=".0%",
+        rangemode="tozero",
+    )
 
 
 def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:

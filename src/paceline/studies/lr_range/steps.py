@@ -56,7 +56,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
             drained = run.window.drain()
             run.recorder.report_broken(run, drained.broken)
             loss = drained.loss
-            run.clock.end_step(run.plan.step_samples(run.progress.position - 1))
+            run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
             run.clock.drain()
             if loss is not None and math.isfinite(loss):
                 taken.rates.append(rate)

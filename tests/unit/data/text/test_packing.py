@@ -1,0 +1,88 @@
+"""Each token stands in one row, no row is longer than the context, and hardly a place is empty."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.data.text.packing import Pieces, pack
+
+
+def fill(pieces: Pieces, context: int) -> float:
+    rows = int(pieces.row[-1]) + 1
+    return float((pieces.end - pieces.begin).sum() / (rows * context))
+
+
+def optimum(lengths: list[int], context: int) -> int:
+    return -(-sum(lengths) // context)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=200),
+    context=st.integers(1, 40),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_each_token_once_and_no_row_too_long(lengths: list[int], context: int, seed: int) -> None:
+    pieces = pack(np.array(lengths), context, seed)
+    found = [
+        (document, token)
+        for document, begin, end in zip(pieces.document, pieces.begin, pieces.end, strict=True)
+        for token in range(begin, end)
+    ]
+    assert sorted(found) == [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+    tokens = np.bincount(pieces.row, weights=pieces.end - pieces.begin) if len(pieces.row) else np.zeros(0)
+    assert (tokens <= context).all()
+    assert (tokens > 0).all()
+    assert (np.diff(pieces.row) >= 0).all()
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=120), seed=st.integers(0, 100))
+def test_only_documents_that_are_too_long_are_cut(lengths: list[int], seed: int) -> None:
+    pieces = pack(np.array(lengths), 40, seed)
+    assert sorted((pieces.end - pieces.begin).tolist()) == sorted(lengths)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=120))
+def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
+    """Piece by piece into the fullest row that has room: as many rows as from the histogram."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [(room, index) for index, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[min(fitting)[1]] -= length
+        else:
+            rooms.append(30 - length)
+    pieces = pack(np.array(lengths), 30, 0)
+    assert sorted(30 - np.bincount(pieces.row, weights=pieces.end - pieces.begin)) == sorted(rooms)
+
+
+@pytest.mark.parametrize("context", [128, 1024, 4096])
+def test_long_tailed_lengths_fill_their_rows(context: int) -> None:
+    drawn = np.random.default_rng(0).lognormal(np.log(context / 5), 1.0, 3000)
+    assert fill(pack(np.maximum(1, drawn).astype(np.int64), context, 0), context) > 0.98
+
+
+def test_the_same_seed_packs_the_same_and_another_otherwise() -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, 400)
+    one, same, other = (pack(lengths, 128, seed) for seed in (7, 7, 8))
+    assert one.document.tolist() == same.document.tolist()
+    assert one.document.tolist() != other.document.tolist()
+
+
+def test_long_pieces_stand_first_no_more_often_than_last() -> None:
+    lengths = np.random.default_rng(2).integers(1, 64, 6000)
+    pieces = pack(lengths, 128, 3)
+    sizes = pieces.end - pieces.begin
+    starts = np.flatnonzero(np.diff(pieces.row, prepend=-1))
+    ends = np.append(starts[1:], len(pieces.row)) - 1
+    several = starts < ends
+    first, last = sizes[starts[several]].mean(), sizes[ends[several]].mean()
+    assert first == pytest.approx(last, rel=0.1)
+    assert sizes[starts].mean() < 0.9 * np.maximum.reduceat(sizes, starts).mean()
+
+
+def test_nothing_packs_into_nothing() -> None:
+    assert len(pack(np.array([], dtype=np.int64), 8, 0).row) == 0
+    assert len(pack(np.array([0, 0]), 8, 0).row) == 0
