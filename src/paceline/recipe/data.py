@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.recipe.clicks import CLICK_DATASETS, Clicks
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -32,8 +33,8 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
-_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
-_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits")
+_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "criteo")
+_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits", "criteo")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -152,7 +153,7 @@ class Data:
 
     dataset: str = "image_folder"
     """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
-    `synthetic`, or `package.module:factory`."""
+    `synthetic`, `criteo` (lines of numbers and categories), `synthetic_clicks`, or `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`."""
@@ -194,8 +195,8 @@ class Data:
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""
-    samples: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 4096
-    """Training samples of the `synthetic` dataset."""
+    samples: Annotated[PositiveInt, Applies("dataset", ("synthetic", "synthetic_clicks"))] = 4096
+    """Training samples of a `synthetic` dataset."""
     classes: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 1000
     """Classes of the `synthetic` dataset."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
@@ -206,3 +207,5 @@ class Data:
     """How training images grow."""
     mix: Mix = Mix()
     """How training samples are mixed."""
+    clicks: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
+    """Numbers and categories of samples that were clicked on or not."""

@@ -34,6 +34,7 @@ from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
+from paceline.optim.tables import check_tables
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers
@@ -220,6 +221,7 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
         ModelError: If it cannot be trained as the recipe asks.
     """
     check_backend(recipe.model)
+    check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     late = first_steps(network, recipe.model, plan.unfreeze_steps)
     _check_network(network, recipe, late)
     numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
