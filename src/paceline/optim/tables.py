@@ -29,6 +29,13 @@ def has_sparse_gradients(network: nn.Module) -> bool:
     return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in network.modules())
 
 
+def use_dense_gradients(network: nn.Module) -> None:
+    """Let no table of a network have sparse gradients."""
+    for module in network.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+
+
 class RowwiseAdagrad(torch.optim.Optimizer):
     """Adagrad (Duchi et al. 2011) with one number for each row of a table: the sum of its gradients' mean squares.
 

@@ -221,11 +221,11 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
         ModelError: If it cannot be trained as the recipe asks.
     """
     check_backend(recipe.model)
-    check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     late = first_steps(network, recipe.model, plan.unfreeze_steps)
     _check_network(network, recipe, late)
     numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
     plan = with_network(plan, recipe, numbers)
+    check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()

@@ -105,8 +105,8 @@ def test_what_tables_take() -> None:
         return describe_tables(stored_recipe(tree, "x"), (600, 400))
 
     assert told({"name": "adamw"}) == (
-        "2 tables of 1,000 rows in all x 8 numbers x 4 bytes = 31.2 KiB, with 62.5 KiB of optimizer state; each process "
-        "holds all of them"
+        "2 tables of 1,000 rows in all x 8 numbers x 4 bytes = 31.2 KiB, with 62.5 KiB of optimizer state; each "
+        "process holds all of them"
     )
     assert "with 3.9 KiB of optimizer state" in told({"name": "adamw", "tables": "rowwise_adagrad"})
     assert "with 0 B of optimizer state" in told({"name": "sgd", "momentum": 0.0})

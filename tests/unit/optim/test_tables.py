@@ -1,4 +1,4 @@
-"""Tables are moved by their own rule, the same with sparse gradients as with dense ones; what does not go is refused."""
+"""Tables are moved by their own rule, alike with sparse and dense gradients; what does not go is refused."""
 
 from __future__ import annotations
 

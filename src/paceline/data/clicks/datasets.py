@@ -15,6 +15,12 @@ from paceline.recipe.data import Data
 from paceline.references import is_reference, load_reference
 
 _ROWS_PER_VALUE, _SMALLEST_TABLE = 8, 1024
+# Of Criteo's Kaggle Display Advertising Challenge, as DLRM's authors count them.
+_KAGGLE_SAMPLES = 45_840_617
+_KAGGLE_VALUES = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
 
 
 def open_clicks(data: Data) -> ClickDataset:
@@ -114,6 +120,14 @@ def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int,
     sizes = tuple(min(clicks.max_rows, max(_SMALLEST_TABLE, _ROWS_PER_VALUE * each)) for each in distinct)
     why = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.clicks.max_rows"
     return sizes, {"data.clicks.tables": why}
+
+
+def stand_in(data: Data) -> tuple[Data, str]:
+    """For Criteo's format where it is not said where the data lie: generated ones of that size, and a sentence."""
+    tables, _ = criteo_tables(data.clicks, _KAGGLE_VALUES)
+    clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
+    said = f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
+    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, clicks=clicks), said
 
 
 _OPENERS: dict[str, Callable[[Data], ClickDataset]] = {"criteo": open_criteo, "synthetic_clicks": open_synthetic}

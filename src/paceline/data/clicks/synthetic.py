@@ -33,6 +33,8 @@ _SMALLEST_TABLE = 10
 _BIAS = -1.6
 _LINEAR, _PRODUCTS = 1.5, 1.0
 _AT_ONCE = 8192
+# Of larger tables, which stand for real ones, samples use so many rows.
+_MOST_USED = 100_000
 
 
 class SyntheticClicks:
@@ -40,7 +42,7 @@ class SyntheticClicks:
 
     def __init__(self, clicks: Clicks, tables: tuple[int, ...], samples: int, *, training: bool) -> None:
         self._clicks = clicks
-        self._tables = tables
+        self._tables = tuple(min(rows, _MOST_USED) for rows in tables)
         self._samples = samples
         self._stream = _TRAIN if training else _VALIDATION
 
