@@ -27,7 +27,7 @@ RECIPE: dict[str, Any] = {
     "evaluate": {"every": "7 steps", "batch_size": 32},
     "checkpoint": {"every": "3 steps"},
     "parallel": {"device": "cpu", "threads": 1},
-    "telemetry": {"log_every": "2 steps", "trackers": [], "report": "off"},
+    "telemetry": {"log_every": "2 steps", "trackers": [], "report": False},
 }
 EXACT = ("train", "clicks.yaml", "parallel.exact=true")
 SPARSE = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
 from paceline.cli.options import best_option, json_option, trust_code_option, weights_option
 from paceline.cli.output import print_json
+from paceline.cli.predict_clicks import answer_clicks
 
 
 @click.command("predict", short_help="Label images with trained weights.")
@@ -30,7 +32,8 @@ def command(
 ) -> int:
     """Label images with the weights of TARGET: a run directory, a checkpoint or a safetensors file out of one.
 
-    Unreadable images are named, the others are labelled, and the exit code is then 1.
+    Unreadable images are named, the others are labelled, and the exit code is then 1. Weights of a recommendation
+    task take lines of samples (.tsv, .txt, .jsonl) and say with which probability each is clicked on.
 
     \b
     Examples:
@@ -41,6 +44,10 @@ def command(
     from paceline.inference.predict import image_files, load_predictor
     from paceline.world import World
 
+    given: dict[str, Any] = {"weights": weights, "best": best, "trust_code": trust_code}
+    code = answer_clicks(target, sources, as_json=as_json, **given)
+    if code is not None:
+        return code
     files = image_files(sources)
     device = choose_device("auto", World())
     predictor = load_predictor(target, weights=weights, best=best, trust_code=trust_code, device=device)

@@ -14,6 +14,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import paceline
 from paceline.cli.main import run as command
+from paceline.data.clicks.datasets import open_clicks
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.studies.memory.estimate import Asked, estimate
@@ -161,3 +162,47 @@ def test_the_doctor_looks_at_it(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert command(["doctor", str(recipe), "--json"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     assert not [each for each in found["findings"] if each.get("severity") == "breaks"]
+
+
+def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    trained = train("run")
+    predictions, lines = tmp_path / "predictions.jsonl", tmp_path / "lines.jsonl"
+    assert command(["evaluate", str(trained.run_dir), "--predictions", str(predictions)]) == 0
+    said = [json.loads(line) for line in predictions.read_text().splitlines()]
+    samples = open_clicks(load_recipe(trained.run_dir).recipe.data).validation.read(np.arange(5))
+    pairs = zip(samples.dense.tolist(), samples.categories.tolist(), strict=True)
+    good = [json.dumps({"dense": dense, "categories": categories}) for dense, categories in pairs]
+    bad = [
+        "{}",
+        json.dumps({"dense": [1], "categories": [0] * 4}),
+        json.dumps({"dense": [1] * 3, "categories": [99] * 4}),
+    ]
+    lines.write_text("\n".join([*good, *bad]))
+    capsys.readouterr()
+    assert command(["predict", str(trained.run_dir), str(lines), "--json"]) == 1  # some lines are wrong
+    found = json.loads(capsys.readouterr().out)
+    by_id = {each["id"]: each["probability"] for each in said}
+    assert [each["probability"] for each in found[:5]] == pytest.approx(
+        [by_id[number] for number in range(5)], rel=1e-5
+    )
+    assert [each["line"] for each in found if each["error"]] == [6, 7, 8]
+    assert "must have 3 numbers and 4 categories" in found[6]["error"]
+    assert command(["predict", str(trained.run_dir), str(lines.rename(tmp_path / "lines.tsv"))]) == 2
+
+
+def test_lines_of_criteos_format_are_trained_on_and_predicted(
+    train: Callable[..., Any], tmp_path: Path, capsys: Any
+) -> None:
+    text = ["\t".join([str(n % 2), *(["3"] * 13), *[f"{n % 2:x}", *([""] * 25)]]) for n in range(60)]
+    path = tmp_path / "clicks.tsv"
+    path.write_text("\n".join(text))
+    data = {"dataset": "criteo", "path": str(path), "clicks": {"max_rows": 2000}, "samples": None}
+    done = train("criteo", {"data": data, "train.duration": "40 steps", "optimizer.lr": 0.05})
+    assert done.metrics["auc"] == 1.0  # the first category tells
+    (tmp_path / "new.txt").write_text("\n".join([text[0], text[1], text[1].partition("\t")[2], "nothing"]))
+    capsys.readouterr()
+    assert command(["predict", str(done.run_dir), str(tmp_path / "new.txt"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["probability"] < 0.5 < found[1]["probability"]
+    assert found[2]["probability"] == pytest.approx(found[1]["probability"])  # without a label
+    assert "found 1 fields" in found[3]["error"]

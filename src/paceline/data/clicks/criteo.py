@@ -70,7 +70,7 @@ def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
     """
     first = 1
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             while lines := file.readlines(_LINES_AT_ONCE * 200):
                 yield parse(lines, str(path), first)
                 first += len(lines)
@@ -121,7 +121,8 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def _opened(path: Path) -> gzip.GzipFile | BinaryIO:
+def opened(path: Path) -> gzip.GzipFile | BinaryIO:
+    """A file of lines, packed or not."""
     return gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
 
 
