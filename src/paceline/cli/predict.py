@@ -10,6 +10,7 @@ import click
 
 from paceline.cli.options import best_option, json_option, trust_code_option, weights_option
 from paceline.cli.output import print_json
+from paceline.cli.predict_clicks import answer_clicks
 
 if TYPE_CHECKING:
     from paceline.inference.text import TextPredictor
@@ -44,7 +45,8 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
     of one.
 
     Unreadable images are named, the others are labelled, and the exit code is then 1. A language model goes on from the
-    prompt; one that was trained to find hidden tokens says what stands in place of each [MASK].
+    prompt; one that was trained to find hidden tokens says what stands in place of each [MASK]. Weights of a
+    recommendation task take lines of samples (.tsv, .txt, .jsonl) and say with which probability each is clicked on.
 
     \b
     Examples:
@@ -72,6 +74,9 @@ def _label(target: Path, sources: tuple[Path, ...], top_k: int, given: dict[str,
     from paceline.inference.predict import image_files, load_predictor
     from paceline.world import World
 
+    code = answer_clicks(target, sources, as_json=as_json, **given)
+    if code is not None:
+        return code
     files = image_files(sources)
     predictor = load_predictor(target, device=choose_device("auto", World()), **given)
     failed = False

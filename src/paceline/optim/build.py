@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from paceline.errors import RecipeError
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Courses, LearningRate, Settings
+from paceline.optim.tables import has_sparse_gradients, paired
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -27,13 +29,14 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
         ModelError: If groups are asked for that the network does not have.
     """
     make, options = _choose(optimizer)
-    # torch's fused SGD does not know tensors that are spread over processes.
-    spread = any(hasattr(each, "to_local") for each in model.parameters())
+    # torch's fused SGD knows neither tensors that are spread over processes nor sparse gradients.
+    spread = any(hasattr(each, "to_local") for each in model.parameters()) or has_sparse_gradients(model)
     if device.type == "cuda" and (optimizer.name == "adamw" or (optimizer.name == "sgd" and not spread)):
         options["fused"] = True
     groups = parameter_groups(model, optimizer)
     try:
-        return make(groups, lr=optimizer.lr, **options | optimizer.options)
+        others = partial(make, lr=optimizer.lr, **options | optimizer.options)
+        return others(groups) if optimizer.tables == "same" else paired(model, optimizer, groups, others)
     except (TypeError, ValueError) as error:
         if not optimizer.options:
             raise
@@ -92,7 +95,7 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None
         if settings.momentum is not None:
             if "momentum" in group:
                 group["momentum"] = settings.momentum
-            else:
+            elif "betas" in group:
                 group["betas"] = (settings.momentum, *group["betas"][1:])
         if settings.weight_decay is not None and group.get("decay_moves", True):
             group["weight_decay"] = settings.weight_decay

@@ -44,7 +44,9 @@ class Clipping:
         return norm
 
     def _measured(self) -> torch.Tensor:
-        return _whole(nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None]))
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        # A sparse gradient may have a row several times, as many as a batch used it: what counts is their sum.
+        return _whole(nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.recipe.clicks import CLICK_DATASETS, Clicks
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -34,8 +35,9 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 
 _TEXTS = ("docs", "text_folder", "tokens")
-_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "text_folder", "tokens")
-_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits", "docs", "text_folder")
+_IMAGES_OF_FILES = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
+_WITH_PATH = (*_IMAGES_OF_FILES, "text_folder", "tokens", "criteo")
+_SPLIT_OFF = (*_IMAGES_OF_FILES, "digits", "docs", "text_folder", "criteo")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -155,7 +157,7 @@ class Data:
     dataset: str = "image_folder"
     """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
     `synthetic`; of text `docs` (Python's documentation), `text_folder` or `tokens` (what `paceline pack-text` wrote);
-    or `package.module:factory`."""
+    of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; or `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
@@ -198,8 +200,8 @@ class Data:
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""
-    samples: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 4096
-    """Training samples of the `synthetic` dataset."""
+    samples: Annotated[PositiveInt, Applies("dataset", ("synthetic", "synthetic_clicks"))] = 4096
+    """Training samples of a `synthetic` dataset."""
     classes: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 1000
     """Classes of the `synthetic` dataset."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
@@ -212,3 +214,5 @@ class Data:
     """How training samples are mixed."""
     text: Annotated[Text, Applies("dataset", _TEXTS)] = Text()
     """How text becomes the samples of a language model."""
+    clicks: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
+    """Numbers and categories of samples that were clicked on or not."""

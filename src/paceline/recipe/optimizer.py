@@ -74,6 +74,10 @@ class Optimizer:
     """Add `eps` under the root and let the mean square begin at 1, as TensorFlow does."""
     trust_coefficient: Annotated[PositiveFloat, Applies("name", ("lars",))] = 0.001
     """Share of a layer's weight norm that one step may move it by."""
+    tables: Literal["same", "rowwise_adagrad", "sparse_adam"] = "same"
+    """What moves embedding tables (nn.EmbeddingBag): the `same` as all else; `rowwise_adagrad`, Adagrad with one number
+    kept for each row (Naumov et al. 2019); or `sparse_adam`, Adam that moves only the rows of a batch and needs sparse
+    gradients (`model.options={sparse: true}`). Their learning rate is `lr` times that of their group."""
     options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
     """Further keyword arguments for the optimizer's class in torch or timm."""
     layer_decay: Annotated[PositiveFloat | None, Field(lt=1), Off] = None

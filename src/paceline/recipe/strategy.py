@@ -109,7 +109,7 @@ def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
     fourth, activations, depends on the batch (Rajbhandari et al. 2019, section 3.1).
     """
     averaged = 0 if recipe.train.ema is None else numbers.every
-    kept = numbers.every + averaged + numbers.trained * (1 + _moments(recipe.optimizer))
+    kept = numbers.every + averaged + numbers.trained * (1 + moments(recipe.optimizer))
     return kept * _FP32_BYTES
 
 
@@ -193,9 +193,16 @@ def _check_powersgd(recipe: Recipe) -> None:
         )
 
 
-def _moments(optimizer: Optimizer) -> int:
+def moments(optimizer: Optimizer) -> int:
+    """Numbers that an optimizer keeps for each parameter."""
     with_momentum = optimizer.name in _WITH_MOMENTUM and optimizer.momentum > 0
     return _MOMENTS.get(optimizer.name, 0) + with_momentum
+
+
+def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:
+    """Numbers that are kept for embedding tables of so many rows in all."""
+    kept = {"rowwise_adagrad": rows, "sparse_adam": 2 * rows * embedding}
+    return kept.get(optimizer.tables, moments(optimizer) * rows * embedding)
 
 
 def gradients_held_by_exact(logical_ranks: int, world_size: int) -> int:

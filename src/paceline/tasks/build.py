@@ -13,6 +13,7 @@ TASKS = {
     "image_classification": "paceline.tasks.image_classification:ImageClassification",
     "distillation": "paceline.tasks.distillation:Distillation",
     "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
+    "recommendation": "paceline.tasks.recommendation:Recommendation",
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
+from paceline.data.clicks.datasets import stand_in
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
 from paceline.data.nested import Nested, mapped
@@ -43,6 +44,9 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     What decides memory and arithmetic of a step stays as it is: the size of images, mixing, repeats.
     """
     data = recipe.data
+    if data.path is None and data.dataset == "criteo":
+        assumed, said = stand_in(data)
+        return replace(recipe, data=assumed), said
     if data.path is not None or data.dataset not in ("image_folder", "packed", "webdataset", "huggingface", "cifar10"):
         return recipe, None
     known = _CIFAR if data.dataset == "cifar10" else _IMAGENET

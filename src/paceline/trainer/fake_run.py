@@ -26,10 +26,11 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.devices import Device
 from paceline.distributed.device import choose_device, describe_machine
-from paceline.errors import PacelineError
+from paceline.errors import ModelError, PacelineError
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_optimizer
 from paceline.optim.clipping import Clipping
+from paceline.optim.tables import has_sparse_gradients, use_dense_gradients
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
@@ -205,6 +206,7 @@ def fake_run(
         plan = plan_run(recipe, task, machine, world)
         shapes = build_shapes(recipe, task, channels_last=plan.channels_last)
         plan = plan_network(plan, shapes, recipe)
+        _with_dense_gradients(shapes, recipe)
         if machine.device != "cpu":
             unsynced(shapes)
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
@@ -247,6 +249,17 @@ def machine_with(device: Device, *, processes: int = 1) -> MachineFacts:
         lacks=no_units | ({} if has_bf16 else {"bf16_products": f"{device.title} has no bf16 matrix units"}),
         reasons={"fast_bf16": f"{device.title} {'has' if has_bf16 else 'has no'} bf16 matrix units"},
     )
+
+
+def _with_dense_gradients(network: nn.Module, recipe: Recipe) -> None:
+    """Let tables have dense gradients: how many rows a sparse one has, only numbers tell."""
+    if has_sparse_gradients(network):
+        if recipe.optimizer.tables == "sparse_adam":
+            raise ModelError(
+                "optimizer.tables=sparse_adam takes sparse gradients alone, whose size cannot be told without numbers; "
+                "ask with model.options={sparse: false} and optimizer.tables=same, which take more."
+            )
+        use_dense_gradients(network)
 
 
 def _optimizer(network: nn.Module, recipe: Recipe, device_type: str) -> torch.optim.Optimizer:

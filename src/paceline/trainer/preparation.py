@@ -34,6 +34,7 @@ from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
+from paceline.optim.tables import check_tables
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers
@@ -240,6 +241,7 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     _check_network(network, recipe, late)
     numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
     plan = with_network(plan, recipe, numbers)
+    check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()

@@ -1,0 +1,47 @@
+"""What `paceline predict` says of samples that may be clicked on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.output import print_json
+
+_ENDINGS = (".tsv", ".txt", ".gz", ".jsonl")
+
+
+def answer_clicks(target: Path, sources: Sequence[Path], *, as_json: bool, **given: Any) -> int | None:
+    """Say with which probability each line is clicked on; None if these are no such files, or weights.
+
+    Args:
+        target: Where the weights are.
+        sources: Files of lines.
+        as_json: Print JSON.
+        given: What :func:`~paceline.inference.clicks.load_click_predictor` takes besides.
+    """
+    if not all(each.is_file() and each.name.endswith(_ENDINGS) for each in sources):
+        return None
+    from paceline.distributed.device import choose_device
+    from paceline.inference.clicks import load_click_predictor
+    from paceline.world import World
+
+    predictor = load_click_predictor(target, device=choose_device("auto", World()), **given)
+    if predictor is None:
+        return None
+    failed = False
+    rows = []
+    for each in (answer for source in sources for answer in predictor.predict(source)):
+        failed = failed or each.error is not None
+        if as_json:
+            rows.append(dataclasses.asdict(each))
+        elif each.probability is None:
+            click.echo(f"{each.path}:{each.line}  wrong: {each.error}")
+        else:
+            click.echo(f"{each.path}:{each.line}  {100 * each.probability:.1f} %")
+    if as_json:
+        print_json(rows)
+    return 1 if failed else 0

@@ -1,0 +1,133 @@
+"""Which click data set does the recipe name?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.data.clicks.criteo import CATEGORIES, DENSE
+from paceline.data.clicks.source import ClickDataset
+from paceline.data.clicks.stored import StoredClicks, StoredSource, stored
+from paceline.data.clicks.synthetic import open_synthetic
+from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.recipe.clicks import Clicks
+from paceline.recipe.data import Data
+from paceline.references import is_reference, load_reference
+
+_ROWS_PER_VALUE, _SMALLEST_TABLE = 8, 1024
+# Of Criteo's Kaggle Display Advertising Challenge, as DLRM's authors count them.
+_KAGGLE_SAMPLES = 45_840_617
+_KAGGLE_VALUES = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+
+
+def open_clicks(data: Data) -> ClickDataset:
+    """Open the data set that the recipe's `data` section names.
+
+    Raises:
+        DataError: If there is no such data set, or it cannot be read.
+        RecipeError: If the section does not fit the data set.
+    """
+    opener = _OPENERS.get(data.dataset)
+    if opener is not None:
+        return opener(data)
+    if not is_reference(data.dataset):
+        raise DataError(
+            f"data.dataset is {data.dataset!r}, which holds no clicks; known are {', '.join(_OPENERS)} and "
+            f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
+        )
+    found = load_reference(data.dataset, DataError)(data)
+    if not isinstance(found, ClickDataset):
+        raise DataError(f"data.dataset={data.dataset} gave a {type(found).__name__}, not a ClickDataset.")
+    return found
+
+
+def open_criteo(data: Data) -> ClickDataset:
+    """Text in Criteo's format: PATH/{train,val}, or a file or folder whose last lines are held out.
+
+    Raises:
+        DataError: If there is none, or lines of it are wrong.
+        RecipeError: If the section does not fit it.
+    """
+    if data.path is None:
+        raise RecipeError("data.dataset=criteo needs data.path: a folder with train and val, or a file of lines.")
+    root = Path(data.path)
+    if not root.exists():
+        raise DataError(f"data.path={data.path} does not exist.")
+    if (root / "train").is_dir() or (root / "val").is_dir():
+        return _two_splits(data, root)
+    whole = stored(root, data.clicks.cache, max_broken=data.max_broken)
+    held_out = round(len(whole.rows) * data.validation_fraction)
+    tables, reasons = criteo_tables(data.clicks, whole.distinct)
+    kept = len(whole.rows) - held_out
+    if kept == 0:
+        raise DataError(f"data.path={data.path} leaves no line to train on, of {len(whole.rows)}.")
+    return ClickDataset(
+        name=data.dataset,
+        train=StoredSource(whole, tables, 0, kept),
+        validation=StoredSource(whole, tables, kept, len(whole.rows)),
+        dense_features=DENSE,
+        tables=tables,
+        digest=whole.digest,
+        facts=_wrong_lines(whole),
+        reasons=reasons,
+    )
+
+
+def _two_splits(data: Data, root: Path) -> ClickDataset:
+    for split in ("train", "val"):
+        if not (root / split).is_dir():
+            raise DataError(
+                f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
+            )
+    train, val = (stored(root / each, data.clicks.cache, max_broken=data.max_broken) for each in ("train", "val"))
+    if not len(train.rows):
+        raise DataError(f"'{root / 'train'}' holds no line to train on.")
+    tables, reasons = criteo_tables(data.clicks, train.distinct)
+    return ClickDataset(
+        name=data.dataset,
+        train=StoredSource(train, tables, 0, len(train.rows)),
+        validation=StoredSource(val, tables, 0, len(val.rows)),
+        dense_features=DENSE,
+        tables=tables,
+        digest=f"{train.digest} {val.digest}",
+        facts=_wrong_lines(train, val),
+        reasons={**reasons, "data.validation_fraction": "the data have a split of their own"},
+    )
+
+
+def _wrong_lines(*splits: StoredClicks) -> dict[str, int | str]:
+    wrong = [each for split in splits for each in split.wrong]
+    return {"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {}
+
+
+def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
+    """Rows of each feature's table, and why.
+
+    Args:
+        clicks: The recipe's section.
+        distinct: Values of each feature.
+    """
+    if clicks.tables != "auto":
+        if len(clicks.tables) != CATEGORIES:
+            raise RecipeError(
+                f"data.clicks.tables has {len(clicks.tables)} sizes, but Criteo's format has {CATEGORIES} features; "
+                "give one for each, or auto."
+            )
+        return clicks.tables, {}
+    sizes = tuple(min(clicks.max_rows, max(_SMALLEST_TABLE, _ROWS_PER_VALUE * each)) for each in distinct)
+    why = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.clicks.max_rows"
+    return sizes, {"data.clicks.tables": why}
+
+
+def stand_in(data: Data) -> tuple[Data, str]:
+    """For Criteo's format where it is not said where the data lie: generated ones of that size, and a sentence."""
+    tables, _ = criteo_tables(data.clicks, _KAGGLE_VALUES)
+    clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
+    said = f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
+    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, clicks=clicks), said
+
+
+_OPENERS: dict[str, Callable[[Data], ClickDataset]] = {"criteo": open_criteo, "synthetic_clicks": open_synthetic}

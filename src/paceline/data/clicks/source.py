@@ -1,0 +1,99 @@
+"""What does a click data set give? Numbers, categories and labels of any samples, by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.slices import SampleIds
+
+# Beyond it, rows are read when they are asked for.
+_HELD_BYTES = 2**30
+
+
+class ClickRows(NamedTuple):
+    """Some samples.
+
+    Attributes:
+        dense: Their numbers, float32 [N, dense features].
+        categories: Which row of each feature's table is theirs, int64 [N, categorical features].
+        labels: 1 if clicked on, else 0; uint8 [N].
+    """
+
+    dense: NDArray[np.float32]
+    categories: NDArray[np.int64]
+    labels: NDArray[np.uint8]
+
+
+class ClickSource(Protocol):
+    """One split."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def read(self, ids: SampleIds) -> ClickRows:
+        """The samples of these ids, in this order."""
+        ...
+
+    def name(self, sample: int) -> str:
+        """Where a sample comes from, for people."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickDataset:
+    """Samples that were clicked on or not, in two splits.
+
+    Attributes:
+        name: What the recipe calls it.
+        train: Training samples.
+        validation: Held-out samples.
+        dense_features: Numbers of each sample.
+        tables: Rows of each categorical feature's table.
+        digest: Says whether two runs saw the same data.
+        facts: What else a reader of the plan should know.
+        reasons: Why a value that the recipe left open is what it is, by its dotted key.
+    """
+
+    name: str
+    train: ClickSource
+    validation: ClickSource
+    dense_features: int
+    tables: tuple[int, ...]
+    digest: str
+    facts: Mapping[str, int | str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+class HeldRows:
+    """Samples that lie in memory; satisfies :class:`ClickSource`."""
+
+    def __init__(self, source: ClickSource) -> None:
+        """Read all of another source."""
+        self._source = source
+        self._rows = source.read(np.arange(len(source)))
+
+    def __len__(self) -> int:
+        return len(self._rows.labels)
+
+    def read(self, ids: SampleIds) -> ClickRows:
+        """Copies of the rows."""
+        rows = self._rows
+        return ClickRows(rows.dense[ids], rows.categories[ids], rows.labels[ids])
+
+    def name(self, sample: int) -> str:
+        """As the source has it."""
+        return self._source.name(sample)
+
+
+def held(source: ClickSource) -> ClickSource:
+    """The source itself, or its rows in memory where that takes at most 1 GiB."""
+    if isinstance(source, HeldRows) or len(source) == 0:
+        return source
+    one = source.read(np.zeros(1, dtype=np.int64))
+    return HeldRows(source) if sum(each.nbytes for each in one) * len(source) <= _HELD_BYTES else source

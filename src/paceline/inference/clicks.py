@@ -1,0 +1,168 @@
+"""With which probability are these samples clicked on, as trained weights say?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, opened, parse
+from paceline.data.clicks.source import ClickDataset, ClickRows
+from paceline.data.clicks.stored import as_click_rows
+from paceline.errors import DataError, RecipeError
+from paceline.inference.predict import trained_task
+from paceline.recipe.load import stored_recipe
+from paceline.tasks.recommendation import Recommendation
+
+_LINES = 1024
+
+
+@dataclass(frozen=True)
+class ClickAnswer:
+    """The answer for one line.
+
+    Attributes:
+        path: Its file.
+        line: Its number there, from 1.
+        probability: Of a click; None if the line is wrong.
+        error: What is wrong with it.
+    """
+
+    path: str
+    line: int
+    probability: float | None = None
+    error: str | None = None
+
+
+class ClickPredictor:
+    """Trained weights of a recommendation task; needs no file but the weights' own.
+
+    Args:
+        saved: The weights; their file says how large the tables are.
+        device: Where to compute.
+        trust_code: Whether the weights' recipe may name code to import.
+    """
+
+    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
+        data, where = saved.described("data"), str(saved.path)
+        self._device = device
+        self._dense_features: int = data["dense_features"]
+        self._tables: tuple[int, ...] = tuple(data["table_rows"])
+        self._is_criteo = data["dataset"] == "criteo"
+        recipe = stored_recipe(saved.described("recipe"), where)
+        recipe = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+        task = trained_task(saved, trust_code=trust_code)(recipe)
+        if not isinstance(task, Recommendation):
+            raise RecipeError(
+                f"the weights in {where} were trained with the task {recipe.task}, which knows no clicks."
+            )
+        task.dataset = ClickDataset(
+            name=data["dataset"],
+            train=_Nothing(),
+            validation=_Nothing(),
+            dense_features=self._dense_features,
+            tables=self._tables,
+            digest=data["digest"],
+        )
+        network = task.build_model()
+        check_inventory(network.state_dict(), saved.plain, where=where)
+        network.load_state_dict(saved.plain)
+        self._network = network.to(device).eval()
+
+    def predict(self, path: Path) -> Iterator[ClickAnswer]:
+        """Yield one answer for each line, in order; a wrong one is an answer too.
+
+        Args:
+            path: Lines of Criteo's format, with or without labels; or JSON lines of the form ``{"dense": [numbers],
+                "categories": [rows of the tables]}``, whose numbers are used as they are.
+
+        Raises:
+            DataError: If the file cannot be read, or the weights were trained on other samples than its format has.
+        """
+        is_json = path.name.removesuffix(".gz").endswith(".jsonl")
+        if not is_json and not self._is_criteo:
+            raise DataError(
+                f"'{path}': these weights were not trained on Criteo's format, so that it is not known which rows its "
+                'categories are; give JSON lines (.jsonl): {"dense": [numbers], "categories": [rows of the tables]}.'
+            )
+        try:
+            with opened(path) as file:
+                numbered = enumerate(file, start=1)
+                while lines := list(islice(numbered, _LINES)):
+                    yield from self._answers(str(path), lines, is_json=is_json)
+        except (OSError, EOFError) as error:
+            raise DataError(f"'{path}' cannot be read: {error}.") from error
+
+    @torch.inference_mode()
+    def _answers(self, path: str, lines: list[tuple[int, bytes]], *, is_json: bool) -> Iterator[ClickAnswer]:
+        rows: list[ClickRows] = []
+        answers: dict[int, ClickAnswer] = {}
+        good = []
+        for number, line in lines:
+            try:
+                rows.append(self._from_json(line) if is_json else self._from_criteo(line))
+                good.append(number)
+            except ValueError as error:
+                answers[number] = ClickAnswer(path, number, error=str(error))
+        if rows:
+            dense = torch.from_numpy(np.concatenate([each.dense for each in rows])).to(self._device)
+            categories = torch.from_numpy(np.concatenate([each.categories for each in rows])).to(self._device)
+            found = self._network(dense, categories).float().sigmoid().tolist()
+            answers |= {number: ClickAnswer(path, number, each) for number, each in zip(good, found, strict=True)}
+        return iter([answers[number] for number, _ in lines])
+
+    def _from_criteo(self, line: bytes) -> ClickRows:
+        has_label = line.count(b"\t") != DENSE + CATEGORIES - 1
+        rows, wrong = parse([line], "", has_label=has_label)
+        if wrong:
+            raise ValueError(wrong[0].reason)
+        return as_click_rows(rows, self._tables)
+
+    def _from_json(self, line: bytes) -> ClickRows:
+        try:
+            found: Any = json.loads(line)
+            dense = np.array([found["dense"]], dtype=np.float32)
+            categories = np.array([found["categories"]])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'it must be {{"dense": [numbers], "categories": [rows]}} ({error})') from None
+        wanted = (self._dense_features, len(self._tables))
+        if dense.shape != (1, wanted[0]) or categories.shape != (1, wanted[1]):
+            raise ValueError(f"it must have {wanted[0]} numbers and {wanted[1]} categories")
+        if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():
+            raise ValueError(f"categories must be rows of tables that have {', '.join(map(str, self._tables))} of them")
+        return ClickRows(dense, categories.astype(np.int64), np.zeros(1, dtype=np.uint8))
+
+
+class _Nothing:
+    """No samples; satisfies :class:`~paceline.data.clicks.source.ClickSource`."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def read(self, ids: Any) -> ClickRows:
+        raise IndexError(ids)
+
+    def name(self, sample: int) -> str:
+        raise IndexError(sample)
+
+
+def load_click_predictor(
+    target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
+) -> ClickPredictor | None:
+    """Load weights of a recommendation task; None if they are of another one.
+
+    Raises:
+        PacelineError: If the target is not usable.
+    """
+    saved = read_weights(target, weights, best=best)
+    if "table_rows" not in saved.described("data"):
+        return None
+    return ClickPredictor(saved, device, trust_code=trust_code)

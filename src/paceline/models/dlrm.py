@@ -1,0 +1,89 @@
+"""A recommendation network: numbers through one perceptron, categories through embedding tables, products of all pairs,
+and a second perceptron over both (DLRM, Naumov et al. 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+class Dlrm(nn.Module):
+    """Deep learning recommendation model.
+
+    Weights begin as the authors' program has them: of a layer, normal with the variance 2 / (inputs + outputs), its
+    biases with 1 / outputs; of a table, uniform within the root of 1 / rows.
+
+    Attributes:
+        tables: One embedding bag for each categorical feature.
+    """
+
+    def __init__(
+        self,
+        dense_features: int,
+        table_rows: Sequence[int],
+        *,
+        embedding: int = 16,
+        bottom: Sequence[int] = (512, 256, 64),
+        top: Sequence[int] = (512, 256),
+        sparse: bool = False,
+    ) -> None:
+        """Build the network.
+
+        Args:
+            dense_features: Numbers of a sample.
+            table_rows: Rows of each categorical feature's table.
+            embedding: Numbers in a row of a table, and what the bottom perceptron ends with.
+            bottom: Widths of the bottom perceptron's hidden layers.
+            top: Widths of the top perceptron's hidden layers.
+            sparse: Whether tables have sparse gradients, of those rows only that a batch has used.
+        """
+        super().__init__()
+        self.bottom = _perceptron([dense_features, *bottom, embedding], ends_with_relu=True)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding, mode="sum", sparse=sparse) for rows in table_rows)
+        features = 1 + len(table_rows)
+        pairs = torch.tril_indices(features, features, offset=-1)
+        # Flat, since one gather along one axis is what every back-end does fast.
+        self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
+        self.top = _perceptron([embedding + pairs.shape[1], *top, 1], ends_with_relu=False)
+        self._begin()
+
+    def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
+        """The logarithm of the odds of a click, [N].
+
+        Args:
+            dense: Numbers, float [N, dense features].
+            categories: Rows of the tables, int64 [N, categorical features].
+        """
+        mixed = self.bottom(dense)
+        looked_up = [table(categories[:, index : index + 1]) for index, table in enumerate(self.tables)]
+        features = torch.stack([mixed, *(each.to(mixed.dtype) for each in looked_up)], dim=1)
+        products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
+        pairs: Tensor = self.pairs  # type: ignore[assignment]  # torch types a buffer as tensor or module
+        answer: Tensor = self.top(torch.cat([mixed, products.index_select(1, pairs)], dim=1))
+        return answer.squeeze(1)
+
+    def no_weight_decay(self) -> tuple[str, ...]:
+        """Tables do not decay: rows that no batch has used would vanish."""
+        return ("tables.*",)
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.normal_(0.0, math.sqrt(2 / (layer.in_features + layer.out_features)))
+                layer.bias.normal_(0.0, math.sqrt(1 / layer.out_features))
+            elif isinstance(layer, nn.EmbeddingBag):
+                bound = math.sqrt(1 / layer.num_embeddings)
+                layer.weight.uniform_(-bound, bound)
+
+
+def _perceptron(widths: Sequence[int], *, ends_with_relu: bool) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*(layers if ends_with_relu else layers[:-1]))

@@ -1,0 +1,197 @@
+"""What moves embedding tables, of which a step uses few rows, and when may their gradients be sparse?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ModelError, RecipeError
+from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.schema import Recipe
+
+Groups = list[dict[str, Any]]
+
+
+def tables_of(network: nn.Module) -> dict[str, Tensor]:
+    """The weights of all embedding bags, by name."""
+    return {
+        f"{name}.weight": module.weight
+        for name, module in network.named_modules()
+        if isinstance(module, nn.EmbeddingBag)
+    }
+
+
+def has_sparse_gradients(network: nn.Module) -> bool:
+    """Whether the gradient of any table is sparse."""
+    return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in network.modules())
+
+
+def use_dense_gradients(network: nn.Module) -> None:
+    """Let no table of a network have sparse gradients."""
+    for module in network.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad (Duchi et al. 2011) with one number for each row of a table: the sum of its gradients' mean squares.
+
+    A row that a step does not use stays as it is, so that sparse and dense gradients come to the same.
+    """
+
+    def __init__(self, params: Groups, *, lr: float, eps: float = 1e-10) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
+        """Move every row that has a gradient."""
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    self._move(table, table.grad, group)
+
+    def _move(self, table: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[table]
+        if not state:
+            state["sum"] = torch.zeros(table.shape[0], dtype=table.dtype, device=table.device)
+        total, eps = state["sum"], group["eps"]
+        if not gradient.is_sparse:
+            total.add_(gradient.square().mean(dim=1))
+            table.addcdiv_(gradient, (total.sqrt() + eps).unsqueeze(1), value=-group["lr"])
+            return
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        of_rows = total.index_select(0, rows).add_(values.square().mean(dim=1))
+        # No row is there twice, so that nothing is added in an order that may change.
+        total.index_copy_(0, rows, of_rows)
+        moved = table.index_select(0, rows).addcdiv_(values, (of_rows.sqrt() + eps).unsqueeze(1), value=-group["lr"])
+        table.index_copy_(0, rows, moved)
+
+
+class Paired(torch.optim.Optimizer):
+    """Two optimizers as one: of tables, and of all else. Groups and state are one list and one mapping."""
+
+    def __init__(self, of_tables: torch.optim.Optimizer, others: torch.optim.Optimizer) -> None:
+        self._both = (others, of_tables)
+        super().__init__([group for each in self._both for group in each.param_groups], {})
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
+        """One step of each."""
+        for each in self._both:
+            each.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of both."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        begin = 0
+        for each in self._both:
+            end = begin + len(each.param_groups)
+            each.param_groups, each.state = self.param_groups[begin:end], self.state
+            begin = end
+
+
+def paired(
+    network: nn.Module, asked: Optimizer, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """The optimizer of tables that the recipe asks for, beside that of all else.
+
+    Args:
+        network: Has the tables.
+        asked: The recipe's section.
+        groups: All parameters' (:func:`~paceline.optim.parameter_groups.parameter_groups`).
+        make: Makes the optimizer of all else.
+    """
+    tables = {id(each) for each in tables_of(network).values()}
+    split: dict[bool, Groups] = {True: [], False: []}
+    for group in groups:
+        for is_table, found in split.items():
+            params = [each for each in group["params"] if (id(each) in tables) == is_table]
+            if params:
+                found.append({**group, "params": params})
+    if asked.tables == "rowwise_adagrad":
+        of_tables: torch.optim.Optimizer = RowwiseAdagrad(split[True], lr=asked.lr)
+    else:
+        kept = ("params", "lr_factor")
+        plain = [{key: value for key, value in group.items() if key in kept} for group in split[True]]
+        of_tables = torch.optim.SparseAdam(plain, lr=asked.lr)
+    for group in of_tables.param_groups:
+        # Neither rule decays.
+        group |= {"weight_decay": 0.0, "decay_moves": False}
+    return Paired(of_tables, make(split[False])) if split[False] else of_tables
+
+
+def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: str) -> None:
+    """See whether the recipe's choices go with tables that are moved by a rule of their own, or have sparse gradients.
+
+    Raises:
+        ModelError: If there are no tables to move.
+        RecipeError: Naming the first choice that does not.
+    """
+    asked = recipe.optimizer
+    is_sparse = has_sparse_gradients(network)
+    if asked.tables != "same":
+        _check_own_rule(network, recipe, strategy, is_sparse=is_sparse)
+    if not is_sparse:
+        return
+    for choice, remedy in _not_with_sparse(recipe, strategy, device).items():
+        raise RecipeError(
+            f"{choice} does not go with sparse gradients (model.options={{sparse: true}}); {remedy}, or use dense ones."
+        )
+
+
+def _check_own_rule(network: nn.Module, recipe: Recipe, strategy: str, *, is_sparse: bool) -> None:
+    rule = f"optimizer.tables={recipe.optimizer.tables}"
+    tables = tables_of(network)
+    if not tables:
+        raise ModelError(f"{rule}, but model.name={recipe.model.name} has no embedding tables (nn.EmbeddingBag).")
+    if not any(each.requires_grad for each in tables.values()):
+        raise ModelError(f"{rule}, but model.frozen leaves no embedding table to train.")
+    if recipe.optimizer.tables == "sparse_adam" and not is_sparse:
+        raise RecipeError(f"{rule} needs sparse gradients; set model.options={{sparse: true}}, or use rowwise_adagrad.")
+    if strategy == "fsdp":
+        raise RecipeError(
+            f"{rule} needs whole tables, of which each process has a part with parallel.strategy=fsdp; use "
+            "parallel.strategy=ddp, or optimizer.tables=same."
+        )
+
+
+def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, str]:
+    """What is asked for that does not go with sparse gradients, and what to do about each."""
+    asked, parallel, leave = recipe.optimizer, recipe.parallel, "leave it out"
+    found: dict[str, str] = {}
+    if strategy in ("exact", "fsdp"):
+        what = "parallel.exact=true" if strategy == "exact" else "parallel.strategy=fsdp"
+        found[what] = "use parallel.strategy=ddp"
+    elif strategy == "ddp" and device != "cpu":
+        found[f"parallel.strategy=ddp on {device}, whose collectives add up no sparse tensors,"] = "use one process"
+    if asked.tables == "same":
+        found |= _rules_without_sparse(asked)
+    clips = (f"clip_{kind}" for kind in ("norm", "value", "adaptive"))
+    found |= {f"optimizer.{clip}": leave for clip in clips if getattr(asked, clip) is not None}
+    switched = {
+        f"parallel.gradient_compression={parallel.gradient_compression}": parallel.gradient_compression != "none",
+        "parallel.static_graph=true": parallel.static_graph,
+        "telemetry.noise_scale": recipe.telemetry.noise_scale is not None,
+        "model.compile=true": recipe.model.compile,
+    }
+    found |= {choice: leave for choice, is_on in switched.items() if is_on}
+    if recipe.train.precision in ("fp16", "fp8"):
+        found[f"train.precision={recipe.train.precision}"] = "use bf16 or fp32"
+    return found
+
+
+def _rules_without_sparse(asked: Optimizer) -> dict[str, str]:
+    """Rules that move every row in every step."""
+    if asked.name != "sgd" or asked.momentum:
+        name = f"optimizer.name={asked.name}" + f" with momentum {asked.momentum:g}" * (asked.name == "sgd")
+        return {name: "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"}
+    if asked.weight_decay > 0 and asked.decay_norm_and_bias:
+        return {"optimizer.decay_norm_and_bias=true": "leave it out"}
+    return {}

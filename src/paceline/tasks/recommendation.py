@@ -1,0 +1,146 @@
+"""Recommendation: will this be clicked on? Binary cross-entropy, and the area under the ROC curve."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.data.clicks.datasets import open_clicks
+from paceline.data.clicks.pipeline import ClickPipeline
+from paceline.data.clicks.source import ClickDataset
+from paceline.data.clicks.synthetic import SyntheticClicks
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.auc import RankedScores, area_under_curve
+from paceline.models.clicks import build_click_model, describe_tables
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import all_but
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+_GENERATOR = ("dense_features", "categories", "zipf", "rank", "evaluation_samples")
+_NO_IMAGES = "recommendation shows no images"
+_ONE_QUESTION = "recommendation asks one yes-or-no question"
+
+
+class Recommendation(Task):
+    """Says with which probability each sample is clicked on.
+
+    The network takes ``(dense, categories)``, float32 [N, dense features] and int64 [N, categorical features], and
+    gives the logarithm of the odds, [N].
+    """
+
+    headline = "auc"
+    metrics = (
+        Metric(name="loss"),
+        Metric(name="auc", higher_is_better=True, is_collected=True),
+        Metric(name="accuracy", scale=100.0, higher_is_better=True),
+        Metric(name="normalized_entropy", is_collected=True),
+    )
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+
+    @cached_property
+    def dataset(self) -> ClickDataset:
+        """The samples, opened when first asked for."""
+        return open_clicks(self.recipe.data)
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the data; of generated ones, say how good the best possible answer is."""
+        found = self.dataset
+        return DataFacts(
+            train_samples=len(found.train),
+            evaluation_samples=len(found.validation),
+            description={
+                "dataset": found.name,
+                "digest": found.digest,
+                "dense_features": found.dense_features,
+                "categories": len(found.tables),
+                "tables": describe_tables(self.recipe, found.tables),
+                **found.facts,
+                **self._ceiling(),
+            },
+            reasons={**_reasons_for_auto(), **found.reasons},
+            unused=self._unused(),
+        )
+
+    def description(self) -> dict[str, Any]:
+        """What prediction needs: how categories become rows of the tables."""
+        return {"table_rows": list(self.dataset.tables)}
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Batches of numbers and categories."""
+        return ClickPipeline(train=self.dataset.train, evaluation=self.dataset.validation, placement=placement)
+
+    def build_model(self) -> nn.Module:
+        """The recipe's network, with a table for each categorical feature."""
+        return build_click_model(
+            self.recipe.model, dense_features=self.dataset.dense_features, table_rows=self.dataset.tables
+        )
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Mean binary cross-entropy, in nats."""
+        return F.binary_cross_entropy_with_logits(_logits(model, batch), batch.targets)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """Loss and whether the more probable answer is right; and the logarithm of the odds, for the area."""
+        logits = _logits(model, batch)
+        return {
+            "loss": F.binary_cross_entropy_with_logits(logits, batch.targets, reduction="none"),
+            "accuracy": (logits > 0) == (batch.targets > 0.5),
+            "logit": logits,
+            "label": batch.targets,
+        }
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """All scores, for the area under the curve."""
+        return (RankedScores(),)
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """The probability of a click."""
+        return {"probability": _logits(model, batch).sigmoid(), "target": batch.targets}
+
+    def _ceiling(self) -> dict[str, float]:
+        """The area under the curve of the probabilities that the labels were drawn with; 0 samples have none."""
+        source = self.dataset.validation
+        if not isinstance(source, SyntheticClicks):
+            return {}
+        ids = np.arange(len(source))
+        labels = source.read(ids).labels.astype(bool)
+        return {"best_possible_auc": area_under_curve(source.probabilities(ids), labels)}
+
+    def _unused(self) -> dict[str, str]:
+        """Keys that this task, and this data set, has no use for."""
+        name = self.dataset.name
+        used = {"data.dataset", "data.clicks"}
+        used |= {"data.samples"} if name == "synthetic_clicks" else {"data.path", "data.validation_fraction"}
+        used |= {"data.max_broken"} if name == "criteo" else set()
+        found = all_but(used, _NO_IMAGES)
+        keys = ("loss", "target_threshold", "label_smoothing")
+        found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
+        if name == "criteo":
+            found |= {f"data.clicks.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
+        else:
+            found["data.clicks.cache"] = "generated samples are not stored"
+        if self.recipe.data.clicks.tables != "auto":
+            found["data.clicks.max_rows"] = "data.clicks.tables says how many rows each table has"
+        return found
+
+
+def _logits(model: Model, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(batch.inputs["dense"], batch.inputs["categories"])
+    return logits.float()
+
+
+def _reasons_for_auto() -> dict[str, str]:
+    """Why what is `auto` by default, and has no say here, came to nothing."""
+    keys = ("label_column", "backend", "workers", "image_size", "evaluation_size", "channels", "mean", "std")
+    return {f"data.{key}": f"not used: {_NO_IMAGES}" for key in keys}

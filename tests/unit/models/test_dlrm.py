@@ -1,0 +1,112 @@
+"""DLRM multiplies every pair of features once, and its options are checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.models.clicks import build_click_model, describe_tables
+from paceline.models.dlrm import Dlrm
+from paceline.recipe.load import stored_recipe
+from paceline.recipe.model import Model
+
+
+def small(**options: object) -> Dlrm:
+    torch.manual_seed(0)
+    found = build_click_model(
+        Model(name="dlrm", options={"embedding": 4, "bottom": [5], "top": [6], **options}),
+        dense_features=3,
+        table_rows=(10, 20),
+    )
+    assert isinstance(found, Dlrm)
+    return found
+
+
+def test_it_computes_what_the_paper_says() -> None:
+    network, dense, categories = small(), torch.randn(7, 3), torch.randint(0, 10, (7, 2))
+    for sample in range(7):
+        vectors = [
+            network.bottom(dense[sample]),
+            network.tables[0].weight[categories[sample, 0]],
+            network.tables[1].weight[categories[sample, 1]],
+        ]
+        products = [vectors[i] @ vectors[j] for i in range(3) for j in range(i)]
+        expected = network.top(torch.cat([vectors[0], torch.stack(products)]))
+        found = network(dense, categories)[sample]
+        torch.testing.assert_close(found, expected.squeeze())
+
+
+def test_its_sizes() -> None:
+    shapes = {name: tuple(each.shape) for name, each in small().named_parameters()}
+    assert shapes["tables.1.weight"] == (20, 4)
+    assert shapes["bottom.2.weight"] == (4, 5)
+    assert shapes["top.0.weight"] == (6, 4 + 3)
+    assert shapes["top.2.weight"] == (1, 6)
+    assert not any("pairs" in name for name in small().state_dict())
+
+
+def test_how_weights_begin() -> None:
+    torch.manual_seed(0)
+    network = Dlrm(13, (10_000,), embedding=16)
+    table, layer = network.tables[0].weight, network.bottom[0]
+    assert table.abs().max() <= 0.01
+    assert table.std().item() == pytest.approx(0.01 / 3**0.5, rel=0.02)
+    assert layer.weight.std().item() == pytest.approx((2 / (13 + 512)) ** 0.5, rel=0.05)
+    assert layer.bias.std().item() == pytest.approx((1 / 512) ** 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_gradients_of_tables(sparse: bool) -> None:
+    network = small(sparse=sparse)
+    network(torch.randn(2, 3), torch.tensor([[1, 1], [1, 2]])).sum().backward()
+    gradient = network.tables[0].weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse == sparse
+    dense = gradient.to_dense() if sparse else gradient
+    assert dense[1].abs().sum() > 0
+    assert dense[2:].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Model(name="dlrm", options={"embeding": 8}), "Did you mean 'embedding'"),
+        (Model(name="drlm"), "Did you mean 'dlrm'"),
+        (Model(name="small_resnet"), "is no network for click data"),
+        (Model(name="dlrm", pretrained=True), "no published weights"),
+        (Model(name="dlrm", options={"bottom": "wide"}), "do not fit"),
+        (Model(name="dlrm", options={"embedding": -1}), "do not fit"),
+        (Model(name="torch.nn:no_such"), "has no 'no_such'"),
+    ],
+)
+def test_what_cannot_be_built(model: Model, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        build_click_model(model, dense_features=3, table_rows=(10, 20))
+
+
+def test_a_network_of_ones_own(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Module):
+        def __init__(self, dense_features: int, table_rows: tuple[int, ...], width: int) -> None:
+            super().__init__()
+            self.sizes = (dense_features, table_rows, width)
+
+    monkeypatch.setattr(nn, "OwnClicks", Own, raising=False)
+    found = build_click_model(
+        Model(name="torch.nn:OwnClicks", options={"width": 3}), dense_features=3, table_rows=(10, 20)
+    )
+    assert found.sizes == (3, (10, 20), 3)
+
+
+def test_what_tables_take() -> None:
+    def told(optimizer: dict[str, object]) -> str:
+        tree = {"model": {"name": "dlrm", "options": {"embedding": 8}}, "optimizer": optimizer}
+        return describe_tables(stored_recipe(tree, "x"), (600, 400))
+
+    assert told({"name": "adamw"}) == (
+        "2 tables of 1,000 rows in all x 8 numbers x 4 bytes = 31.2 KiB, with 62.5 KiB of optimizer state; each "
+        "process holds all of them"
+    )
+    assert "with 3.9 KiB of optimizer state" in told({"name": "adamw", "tables": "rowwise_adagrad"})
+    assert "with 0 B of optimizer state" in told({"name": "sgd", "momentum": 0.0})
