@@ -12,8 +12,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.recipe.phases import Epochs
@@ -53,6 +55,8 @@ class StepGeometry:
         growth: (Epoch, global batch size, logical ranks) of each later size, and the epoch that it begins with.
         repeats: How often each image is among the samples.
         weights: What each sample counts for in a step's mean loss, int64 [samples], tokens say; None: each counts once.
+        sort_key: By what each step's samples are sorted before they are cut into micro-batches, [samples]; None: by
+            nothing. Which samples a step uses does not depend on it.
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
     """
@@ -65,6 +69,7 @@ class StepGeometry:
     in_step: bool = False
     growth: tuple[tuple[int, int, int], ...] = ()
     weights: SampleWeights | None = field(default=None, repr=False, compare=False)
+    sort_key: NDArray[Any] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -76,6 +81,8 @@ class StepGeometry:
         (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
         order = epoch_order(self.seed, epoch, self.samples, self.repeats)
         ids = order[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
+        if self.sort_key is not None:
+            ids = ids[np.argsort(self.sort_key[ids], kind="stable")]
         parts = _parts(len(ids), phase.logical_ranks, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
         return [

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.recipe.boxes import Boxes
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -32,7 +33,7 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
-_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
+_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "coco")
 _SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits")
 
 
@@ -152,7 +153,7 @@ class Data:
 
     dataset: str = "image_folder"
     """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
-    `synthetic`, or `package.module:factory`."""
+    `synthetic`, or `package.module:factory`. For detection `coco` or `shapes`, which are drawn."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`."""
@@ -206,3 +207,5 @@ class Data:
     """How training images grow."""
     mix: Mix = Mix()
     """How training samples are mixed."""
+    boxes: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
+    """How pictures with boxes are read and shown."""

@@ -12,6 +12,7 @@ from paceline.tasks.task import Task
 TASKS = {
     "image_classification": "paceline.tasks.image_classification:ImageClassification",
     "distillation": "paceline.tasks.distillation:Distillation",
+    "detection": "paceline.tasks.detection:Detection",
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from paceline.data.batch import Batch
@@ -52,6 +53,13 @@ class Task(ABC):
         """What each training sample counts for in a step's mean loss, int64 [samples]: its tokens, say.
 
         By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
+        """
+        return None
+
+    def sample_keys(self) -> NDArray[Any] | None:
+        """By what each step's samples are sorted before they are cut into micro-batches, [samples]: their shape, say.
+
+        By default None: by nothing. Known after :meth:`data_facts`, and a function of the data alone.
         """
         return None
 

@@ -124,6 +124,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
         weights=task.sample_weights(),
+        sort_key=task.sample_keys(),
     )
 
 
