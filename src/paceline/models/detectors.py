@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
@@ -23,6 +26,7 @@ _TORCHVISION = "torchvision:"
 # Those that take pictures of any size. Its SSDs take one, and its keypoint networks learn other things.
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos")
 _SIZES = ("min_size", "max_size")
+_WHOLE = 512  # pixels, of which every level is a whole part
 
 
 def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module:
@@ -52,9 +56,11 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
             f"model.name={model.name} gave a {type(network).__name__}, which is no detector made of torchvision's "
             "parts (GeneralizedRCNN, RetinaNet, FCOS)."
         )
+    _refuse_unknown(model, network)
     from paceline.models.shown_pictures import ShownPictures
 
     network.transform = ShownPictures(network.transform, boxes)
+    _settle_scales(network)
     return network
 
 
@@ -114,3 +120,39 @@ def _torchvision(model: Model, classes: int) -> nn.Module:
             "file."
         ) from error
     return network
+
+
+def _refuse_unknown(model: Model, network: nn.Module) -> None:
+    """Refuse an option that nobody reads: torchvision's classes hand on what they do not know, and then drop it."""
+    if is_reference(model.name):
+        return
+    builders = [OWN_DETECTORS[model.name]] if model.name in OWN_DETECTORS else []
+    known = {"trainable_backbone_layers", "size_divisible"}
+    for each in (*builders, *(kind.__init__ for kind in type(network).__mro__ if kind is not nn.Module)):
+        known |= {
+            name for name in inspect.signature(each).parameters if name not in ("self", "args", "kwargs", "options")
+        }
+    wrong = [name for name in model.options if name not in known]
+    if wrong:
+        raise ModelError(
+            f"model.options.{wrong[0]} is unknown to {model.name}.{did_you_mean(wrong[0], known)} It knows "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+@torch.no_grad()
+def _settle_scales(network: nn.Module) -> None:
+    """Have each pooling of regions find out now by how much the pyramid's levels are smaller than a picture.
+
+    It does so once, by the first pictures that it sees, and where these are small and padded it rounds wrongly: what
+    a network answers would depend on what it was first shown, and a resumed run would not go on as it was.
+    """
+    from torchvision.ops import MultiScaleRoIAlign
+
+    pools = [each for each in network.modules() if isinstance(each, MultiScaleRoIAlign)]
+    if not pools:
+        return
+    backbone: Any = copy.deepcopy(network.backbone).eval()
+    levels = backbone(torch.zeros(1, 3, _WHOLE, _WHOLE))
+    for pool in pools:
+        pool(levels, [torch.tensor([[0.0, 0.0, 8.0, 8.0]])], [(_WHOLE, _WHOLE)])

@@ -106,7 +106,7 @@ def small_maskrcnn(
 
     backbone = _backbone(width, levels, channels)
     masks = {
-        "mask_roi_pool": MultiScaleRoIAlign(_names(levels), output_size=14, sampling_ratio=2),
+        "mask_roi_pool": MultiScaleRoIAlign(_names(levels), output_size=14, sampling_ratio=1),
         "mask_head": MaskRCNNHeads(channels, (channels, channels), dilation=1),
         "mask_predictor": MaskRCNNPredictor(channels, channels, num_classes),
     }
@@ -148,7 +148,7 @@ def _two_stages(num_classes: int, levels: int, channels: int, smallest: int) -> 
     return {
         **_FEWER,
         "rpn_anchor_generator": AnchorGenerator(sizes, (_RATIOS,) * levels),
-        "box_roi_pool": MultiScaleRoIAlign(_names(levels), output_size=7, sampling_ratio=2),
+        "box_roi_pool": MultiScaleRoIAlign(_names(levels), output_size=7, sampling_ratio=1),
         "box_head": TwoMLPHead(channels * 7**2, _HIDDEN),
         "box_predictor": FastRCNNPredictor(_HIDDEN, num_classes),
     }

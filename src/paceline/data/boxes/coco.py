@@ -217,9 +217,9 @@ def _rows(
         if not isinstance(each, dict):
             raise fault(f"annotations[{position}] is no mapping but {_shown(each)}")
         image, kind, box = each.get("image_id"), each.get("category_id"), each.get("bbox")
-        if image not in images:
+        if type(image) is not int or image not in images:
             raise fault(f"annotations[{position}] has the image_id {_shown(image)}, which no image has")
-        if kind not in classes:
+        if type(kind) is not int or kind not in classes:
             raise fault(f"annotations[{position}] has the category_id {_shown(kind)}, which no category has")
         if not _is_box(box):
             raise fault(
