@@ -31,7 +31,7 @@ RECIPE = {
     "train": {"duration": "4 steps", "precision": "fp32"},
     "evaluate": {"every": "4 steps", "batch_size": 2},
     "parallel": {"device": "cpu", "threads": 1},
-    "telemetry": {"trackers": [], "report": "off"},
+    "telemetry": {"trackers": [], "report": False},
 }
 
 
