@@ -168,7 +168,8 @@ def box_overlaps(found: NDArray[np.float64], wanted: NDArray[np.float64], crowd:
     least = np.maximum(found[:, None, :2], wanted[None, :, :2])
     most = np.minimum(found[:, None, 2:], wanted[None, :, 2:])
     common = np.prod(np.clip(most - least, 0, None), axis=2)
-    return _over_union(common, *(np.prod(each[:, 2:] - each[:, :2], axis=1) for each in (found, wanted)), crowd)
+    ours, theirs = (np.prod(each[:, 2:] - each[:, :2], axis=1) for each in (found, wanted))
+    return _over_union(common, ours, theirs, crowd)
 
 
 def mask_overlaps(found: Tensor, wanted: Tensor, crowd: NDArray[np.bool_]) -> Overlaps:

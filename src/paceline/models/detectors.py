@@ -126,12 +126,11 @@ def _refuse_unknown(model: Model, network: nn.Module) -> None:
     """Refuse an option that nobody reads: torchvision's classes hand on what they do not know, and then drop it."""
     if is_reference(model.name):
         return
-    builders = [OWN_DETECTORS[model.name]] if model.name in OWN_DETECTORS else []
+    readers: list[Callable[..., Any]] = [kind for kind in type(network).__mro__ if kind not in (nn.Module, object)]
+    readers += [OWN_DETECTORS[model.name]] if model.name in OWN_DETECTORS else []
     known = {"trainable_backbone_layers", "size_divisible"}
-    for each in (*builders, *(kind.__init__ for kind in type(network).__mro__ if kind is not nn.Module)):
-        known |= {
-            name for name in inspect.signature(each).parameters if name not in ("self", "args", "kwargs", "options")
-        }
+    for each in readers:
+        known |= set(inspect.signature(each).parameters) - {"args", "kwargs", "options"}
     wrong = [name for name in model.options if name not in known]
     if wrong:
         raise ModelError(
@@ -152,7 +151,8 @@ def _settle_scales(network: nn.Module) -> None:
     pools = [each for each in network.modules() if isinstance(each, MultiScaleRoIAlign)]
     if not pools:
         return
-    backbone: Any = copy.deepcopy(network.backbone).eval()
-    levels = backbone(torch.zeros(1, 3, _WHOLE, _WHOLE))
+    backbone: Any = copy.deepcopy(network.backbone)
+    found = backbone.eval()(torch.zeros(1, 3, _WHOLE, _WHOLE))
+    levels = {"0": found} if isinstance(found, torch.Tensor) else found
     for pool in pools:
         pool(levels, [torch.tensor([[0.0, 0.0, 8.0, 8.0]])], [(_WHOLE, _WHOLE)])

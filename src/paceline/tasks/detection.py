@@ -81,6 +81,11 @@ class Detection(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the pictures."""
         found = self.dataset
+        if self.recipe.parallel.strategy == "fsdp":
+            raise RecipeError(
+                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not as "
+                "many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
+            )
         self._threads, why = self._choose_threads(world)
         is_generated = found.name == "shapes"
         return DataFacts(

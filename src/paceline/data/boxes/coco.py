@@ -216,7 +216,8 @@ def _rows(
     for position, each in enumerate(entries):
         if not isinstance(each, dict):
             raise fault(f"annotations[{position}] is no mapping but {_shown(each)}")
-        image, kind, box = each.get("image_id"), each.get("category_id"), each.get("bbox")
+        image, kind = each.get("image_id"), each.get("category_id")
+        box: Any = each.get("bbox")
         if type(image) is not int or image not in images:
             raise fault(f"annotations[{position}] has the image_id {_shown(image)}, which no image has")
         if type(kind) is not int or kind not in classes:

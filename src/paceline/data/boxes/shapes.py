@@ -134,16 +134,20 @@ def _inside(draws: Grid, height: int, width: int) -> Mask:
     left = half_columns + draws[2] * (width - 2 * half_columns)
     rows, columns = _grid(height, width)
     down, right = (rows - top) / half_rows, (columns - left) / half_columns
+    inside: Mask
     if kind == 0:
-        return down**2 + right**2 <= 1
-    if kind == 1:
-        return np.maximum(abs(down), abs(right)) <= 1
-    down = -down if draws[5] < 0.5 else down  # on its base, or on its tip
-    return (abs(down) <= 1) & (abs(right) <= (1 + down) / 2)
+        inside = down**2 + right**2 <= 1
+    elif kind == 1:
+        inside = np.maximum(abs(down), abs(right)) <= 1
+    else:
+        down = -down if draws[5] < 0.5 else down  # on its base, or on its tip
+        inside = (abs(down) <= 1) & (abs(right) <= (1 + down) / 2)
+    return inside
 
 
 def _grid(height: int, width: int) -> tuple[Grid, Grid]:
-    return np.arange(height)[:, None] + 0.5, np.arange(width)[None, :] + 0.5
+    rows, columns = (np.arange(side, dtype=np.float64) + 0.5 for side in (height, width))
+    return rows[:, None], columns[None, :]
 
 
 def _box(mask: Mask) -> tuple[int, int, int, int]:
