@@ -1,4 +1,4 @@
-"""`paceline predict`: labels and probabilities for images, or what a language model writes."""
+"""`paceline predict`: labels for images, what a detector finds in them, or what a language model writes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,25 @@ _LABELS = 3
     "--top-k",
     type=click.IntRange(min=1),
     metavar="K",
-    help="Answers for each image, or hidden token (default: 3); to write, choose among so many tokens only.",
+    help="Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
+    "so many tokens only.",
+)
+@click.option(
+    "--draw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of a detector: draw what it finds."
 )
 @weights_option
 @best_option
 @trust_code_option
 @json_option
 def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json: bool, **given: Any) -> int:
-    """Label images, or write text, with the weights of TARGET: a run directory, a checkpoint or a safetensors file out
-    of one.
+    """Label images, find objects in them, or write text, with the weights of TARGET: a run directory, a checkpoint or a
+    safetensors file out of one.
 
-    Unreadable images are named, the others are labelled, and the exit code is then 1. A language model goes on from the
-    prompt; one that was trained to find hidden tokens says what stands in place of each [MASK]. Weights of a
-    recommendation task take lines of samples (.tsv, .txt, .jsonl) and say with which probability each is clicked on.
+    Unreadable images are named, the others are labelled, and the exit code is then 1. Of a detector the answers are the
+    objects that are likelier there than not, each with its box: left, top, right and bottom edge in pixels. A language
+    model goes on from the prompt; one that was trained to find hidden tokens says what stands in place of each [MASK].
+    Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and say with which probability each is
+    clicked on.
 
     \b
     Examples:
@@ -54,8 +60,9 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
       paceline predict runs/photos cat.jpg dog.jpg --best --top-k 1 --json
       paceline predict runs/gpt --prompt "The for statement" --tokens 300
       paceline predict runs/bert --prompt "The f[MASK]r statement"
+      paceline predict runs/boxes new-photos --draw found
     """
-    top_k = given.pop("top_k")
+    top_k, draw = given.pop("top_k"), given.pop("draw")
     writing = {name: given.pop(name) for name in ("tokens", "temperature", "seed")}
     asked = {name: value for name, value in writing.items() if value is not None}
     if prompt is None and not sources:
@@ -64,31 +71,46 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
         raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
     if prompt is None and asked:
         raise click.UsageError(f"--{next(iter(asked))} says how to write, and without --prompt nothing is written.")
+    if prompt is not None and draw is not None:
+        raise click.UsageError("--draw draws the objects that a detector finds, and --prompt is for language models.")
     if prompt is None:
-        return _label(target, sources, _LABELS if top_k is None else top_k, given, as_json=as_json)
+        return _label(target, sources, top_k, draw, given, as_json=as_json)
     return _write(target, prompt, asked, top_k, given, as_json=as_json)
 
 
-def _label(target: Path, sources: tuple[Path, ...], top_k: int, given: dict[str, Any], *, as_json: bool) -> int:
+def _label(
+    target: Path,
+    sources: tuple[Path, ...],
+    top_k: int | None,
+    draw: Path | None,
+    given: dict[str, Any],
+    *,
+    as_json: bool,
+) -> int:
     from paceline.distributed.device import choose_device
-    from paceline.inference.predict import image_files, load_predictor
+    from paceline.inference.detection import DetectionPredictor
+    from paceline.inference.predict import image_files, open_predictor
     from paceline.world import World
 
     code = answer_clicks(target, sources, as_json=as_json, **given)
     if code is not None:
         return code
     files = image_files(sources)
-    predictor = load_predictor(target, device=choose_device("auto", World()), **given)
+    device = choose_device("auto", World())
+    predictor = open_predictor(target, device=device, **given)
+    options: dict[str, Any] = {"top_k": top_k or predictor.usual_top_k}
+    if draw is not None:
+        if not isinstance(predictor, DetectionPredictor):
+            raise click.UsageError("--draw draws the objects that a detector finds, and these weights label images.")
+        options["draw"] = draw
     failed = False
     rows = []
-    for prediction in predictor.predict(files, top_k=top_k):
+    for prediction in predictor.predict(files, **options):
         failed = failed or prediction.error is not None
         if as_json:
             rows.append(dataclasses.asdict(prediction))
-        elif prediction.error is not None:
-            click.echo(f"{prediction.path}  unreadable: {prediction.error}")
         else:
-            click.echo(f"{prediction.path}  {_answers(prediction.labels, prediction.probabilities)}")
+            click.echo(f"{prediction.path}  {prediction.described()}")
     if as_json:
         print_json(rows)
     return 1 if failed else 0

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
@@ -77,6 +79,8 @@ class StepGeometry:
         growth: (Epoch, global batch size, logical ranks) of each later size, and the epoch that it begins with.
         repeats: How often each image is among the samples.
         weights: What each sample counts for in a step's mean loss, int64 [samples], tokens say; None: each counts once.
+        sort_key: By what each step's samples are sorted before they are cut into micro-batches, [samples]; None: by
+            nothing. Which samples a step uses does not depend on it.
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
         lengths: How long each sample is; None where that makes no difference.
@@ -93,6 +97,7 @@ class StepGeometry:
     weights: SampleWeights | None = field(default=None, repr=False, compare=False)
     lengths: SampleLengths | None = field(default=None, repr=False, compare=False)
     balanced: bool = True
+    sort_key: NDArray[Any] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -168,6 +173,8 @@ class StepGeometry:
                 self.seed, epoch, self._balances, position, phase.global_batch_size, phase.logical_ranks
             )
         ids = self._order(epoch)[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
+        if self.sort_key is not None:
+            ids = ids[np.argsort(self.sort_key[ids], kind="stable")]
         return ids, even_bounds(len(ids), phase.logical_ranks)
 
     @property

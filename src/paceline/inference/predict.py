@@ -22,6 +22,7 @@ from paceline.data.image.transforms import Shape, evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import DataError, RecipeError
+from paceline.inference.detection import DetectionPredictor
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
@@ -52,6 +53,13 @@ class Prediction:
     probabilities: tuple[float, ...] = ()
     error: str | None = None
 
+    def described(self) -> str:
+        """The answer as one line for people, without the path."""
+        if self.error is not None:
+            return f"unreadable: {self.error}"
+        pairs = zip(self.labels, self.probabilities, strict=True)
+        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
+
 
 class Predictor:
     """Trained weights with the preprocessing they were evaluated with; needs no file but the weights' own.
@@ -61,6 +69,8 @@ class Predictor:
         device: Where to compute.
         make_task: Makes that task.
     """
+
+    usual_top_k = 3
 
     def __init__(self, saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> None:
         self._saved = saved
@@ -227,12 +237,26 @@ def load_predictor(
     """
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
+    if "detects" in described:
+        raise DataError(
+            f"{saved.path} holds a detector, which finds objects and labels no images; use paceline predict."
+        )
     if "class_names" not in described:
         raise DataError(
             f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
         )
     make_task = trained_task(saved, trust_code=trust_code) if task is None else task
     return Predictor(saved, device or torch.device("cpu"), make_task)
+
+
+def open_predictor(
+    target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
+) -> Predictor | DetectionPredictor:
+    """Load weights that label images, or find objects in them; arguments as for :func:`load_predictor`."""
+    saved = read_weights(target, weights, best=best)
+    if "detects" in saved.described("data"):
+        return DetectionPredictor(saved, device, trust_code=trust_code)
+    return load_predictor(target, weights=weights, best=best, trust_code=trust_code, device=device)
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:

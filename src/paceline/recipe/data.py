@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.recipe.boxes import Boxes
 from paceline.recipe.clicks import CLICK_DATASETS, Clicks
 from paceline.recipe.fields import (
     STRICT,
@@ -36,7 +37,7 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 _TEXTS = ("docs", "text_folder", "tokens")
 _IMAGES_OF_FILES = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
-_WITH_PATH = (*_IMAGES_OF_FILES, "text_folder", "tokens", "criteo")
+_WITH_PATH = (*_IMAGES_OF_FILES, "text_folder", "tokens", "criteo", "coco")
 _SPLIT_OFF = (*_IMAGES_OF_FILES, "digits", "docs", "text_folder", "criteo")
 
 
@@ -157,7 +158,8 @@ class Data:
     dataset: str = "image_folder"
     """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
     `synthetic`; of text `docs` (Python's documentation), `text_folder` or `tokens` (what `paceline pack-text` wrote);
-    of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; or `package.module:factory`."""
+    of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which
+    are drawn; or `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
@@ -216,3 +218,5 @@ class Data:
     """How text becomes the samples of a language model."""
     clicks: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
     """Numbers and categories of samples that were clicked on or not."""
+    boxes: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
+    """How pictures with boxes are read and shown."""

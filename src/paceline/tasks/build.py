@@ -14,6 +14,7 @@ TASKS = {
     "distillation": "paceline.tasks.distillation:Distillation",
     "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
     "recommendation": "paceline.tasks.recommendation:Recommendation",
+    "detection": "paceline.tasks.detection:Detection",
 }
 
 

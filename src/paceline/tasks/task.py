@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from paceline.data.balance import SampleLengths
@@ -64,6 +65,13 @@ class Task(ABC):
 
         Then step records tell of tokens, and where samples are padded to their micro-batch's longest, ``batch.balance``
         shares them out evenly. Known after :meth:`data_facts`, and a function of the data and the recipe alone.
+        """
+        return None
+
+    def sample_keys(self) -> NDArray[Any] | None:
+        """By what each step's samples are sorted before they are cut into micro-batches, [samples]: their shape, say.
+
+        By default None: by nothing. Known after :meth:`data_facts`, and a function of the data alone.
         """
         return None
 

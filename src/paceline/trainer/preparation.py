@@ -127,6 +127,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         weights=task.sample_weights(),
         lengths=task.sample_lengths(),
         balanced=recipe.batch.balance is not None,
+        sort_key=task.sample_keys(),
     )
 
 

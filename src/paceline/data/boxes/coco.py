@@ -1,0 +1,293 @@
+"""How are COCO's annotations read? As JSON, into arrays; nothing is run, and what is malformed is named.
+
+The format is COCO's own (Lin et al. 2014): `images`, `categories` and `annotations`, whose boxes are left, top, width
+and height, and whose masks are polygons or run lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.boxes.objects import BoxDataset, Objects
+from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.source import Image
+from paceline.errors import DataError
+
+_HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotations:
+    """What a file of annotations says; the objects of picture i are rows ``bounds[i]`` to ``bounds[i + 1]``.
+
+    Attributes:
+        names: The pictures' file names, in the order of their numbers in the file.
+        sizes: Their heights and widths, int64 [N, 2].
+        bounds: Where in the rows each picture's objects begin, int64 [N + 1].
+        boxes: Edges, float64 [M, 4].
+        labels: Class indices, int64 [M].
+        crowd: bool [M].
+        outlines: Polygons or run lengths of each object, as the file has them; None if they were not asked for.
+    """
+
+    names: list[str]
+    sizes: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    boxes: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    crowd: NDArray[np.bool_]
+    outlines: list[Any] | None
+
+
+class CocoSource:
+    """The pictures of one split."""
+
+    def __init__(self, folder: Path, annotations: Annotations, samples: NDArray[np.int64] | None = None) -> None:
+        """Take those pictures in ``folder`` whose positions are ``samples``, or all."""
+        self._folder = os.fspath(folder)
+        self._found = annotations
+        self._samples = np.arange(len(annotations.names)) if samples is None else samples
+        self.sizes: NDArray[np.int64] = annotations.sizes[self._samples]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def image(self, sample: int) -> Image:
+        """Decode it; raises BrokenImageError."""
+        return decode(self.path(sample), 3)
+
+    def objects(self, sample: int, *, masks: bool) -> Objects:
+        """What the annotations say of it; raises BrokenImageError if a mask cannot be drawn."""
+        found, at = self._found, int(self._samples[sample])
+        rows = slice(int(found.bounds[at]), int(found.bounds[at + 1]))
+        drawn = None
+        if masks:
+            assert found.outlines is not None
+            height, width = map(int, found.sizes[at])
+            drawn = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
+            for index, outline in enumerate(found.outlines[rows]):
+                try:
+                    drawn[index] = mask_of(outline, height, width)
+                except Exception as error:  # whatever the library finds in such a file
+                    reason = f"the mask of its object {index + 1} cannot be drawn ({error})"
+                    raise BrokenImageError(self.path(sample), reason) from error
+        return Objects(boxes=found.boxes[rows], labels=found.labels[rows], crowd=found.crowd[rows], masks=drawn)
+
+    def path(self, sample: int) -> str:
+        """The picture's file."""
+        return os.path.join(self._folder, self._found.names[int(self._samples[sample])])
+
+
+def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
+    """Draw polygons or run lengths, uint8 [H, W] of 0 and 1."""
+    from pycocotools import mask
+
+    if isinstance(outline, list):
+        runs = mask.merge(mask.frPyObjects(outline, height, width))
+    elif isinstance(outline["counts"], list):
+        runs = mask.frPyObjects(outline, height, width)
+    else:
+        runs = outline
+    drawn: NDArray[np.uint8] = mask.decode(runs)
+    if drawn.shape != (height, width):
+        raise ValueError(f"it is {drawn.shape[1]}x{drawn.shape[0]} pixels large, the picture {width}x{height}")
+    return drawn
+
+
+def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
+    """Open COCO's folders, or ``PATH/{train,val}/`` with pictures and ``annotations.json``.
+
+    Args:
+        path: The recipe's ``data.path``.
+        masks: Whether masks will be asked for.
+        keep_empty: Whether training has pictures without an object to learn.
+
+    Raises:
+        DataError: If they are not there, or the annotations are malformed; in one sentence.
+    """
+    if path is None:
+        raise DataError("data.dataset=coco needs data.path: the folder that holds annotations/ and train2017/.")
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError(f"data.path={path} is no folder; give the one that holds annotations/ and train2017/.")
+    if masks:
+        _check_masks()
+    digest = hashlib.sha256()
+    train_folder, train_file = _split(root, "train")
+    train, classes = read_annotations(train_file, masks=masks, note=digest.update)
+    held_folder, held_file = _split(root, "val")
+    held_out, held_classes = read_annotations(held_file, masks=masks, note=digest.update)
+    if classes != held_classes:
+        raise DataError(
+            f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
+        )
+    samples = None if keep_empty else _with_objects(train)
+    return BoxDataset(
+        name="coco",
+        train=CocoSource(train_folder, train, samples),
+        validation=CocoSource(held_folder, held_out),
+        classes=tuple(classes.values()),
+        digest=digest.hexdigest(),
+    )
+
+
+def read_annotations(
+    file: Path, *, masks: bool, note: Callable[[bytes], object] = len
+) -> tuple[Annotations, dict[int, str]]:
+    """Read a file of annotations, and its classes' names by the numbers that the file gives them, ascending.
+
+    Args:
+        file: The JSON file.
+        masks: Whether to keep masks.
+        note: Given the file's content, for its digest.
+
+    Raises:
+        DataError: If it is malformed; names the first fault.
+    """
+    try:
+        content = file.read_bytes()
+        tree = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
+    note(content)
+    fault = _Fault(file)
+    if not isinstance(tree, dict):
+        raise fault("it is no mapping of images, annotations and categories")
+    lists = {name: tree.get(name) for name in ("images", "categories", "annotations")}
+    for name, value in lists.items():
+        if not isinstance(value, list):
+            raise fault(f"it has no list '{name}'")
+    images, classes = _images(tree["images"], fault), _classes(tree["categories"], fault)
+    return _arranged(images, classes, list(_rows(tree["annotations"], images, classes, fault)), masks=masks), classes
+
+
+class _Fault:
+    """Makes the error for what is wrong in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __call__(self, said: str) -> DataError:
+        return DataError(f"{self._file}: {said}; {_HOW}.")
+
+
+def _images(entries: list[Any], fault: _Fault) -> dict[int, tuple[str, int, int]]:
+    """File name, height and width by the image's number, ascending."""
+    found = {}
+    for position, each in enumerate(entries):
+        name = each.get("file_name") if isinstance(each, dict) else None
+        numbers = [each.get(key) for key in ("id", "height", "width")] if name else []
+        if not isinstance(name, str) or not all(type(number) is int for number in numbers) or min(numbers[1:]) < 1:
+            raise fault(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
+        if numbers[0] in found:
+            raise fault(f"images[{position}] has the id {numbers[0]}, which another one has")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
+        found[numbers[0]] = (name, numbers[1], numbers[2])
+    return dict(sorted(found.items()))
+
+
+def _classes(entries: list[Any], fault: _Fault) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for position, each in enumerate(entries):
+        number, name = (each.get("id"), each.get("name")) if isinstance(each, dict) else (None, None)
+        if type(number) is not int or not isinstance(name, str):
+            raise fault(f"categories[{position}] must have id and name, and is {_shown(each)}")
+        if number in found:
+            raise fault(f"categories[{position}] has the id {number}, which another one has")
+        found[number] = name
+    return dict(sorted(found.items()))
+
+
+def _rows(
+    entries: list[Any], images: dict[int, Any], classes: dict[int, str], fault: _Fault
+) -> Iterator[tuple[int, int, list[float], bool, Any]]:
+    """Image, class, box, whether it is a crowd, and outline of each annotation."""
+    for position, each in enumerate(entries):
+        if not isinstance(each, dict):
+            raise fault(f"annotations[{position}] is no mapping but {_shown(each)}")
+        image, kind = each.get("image_id"), each.get("category_id")
+        box: Any = each.get("bbox")
+        if type(image) is not int or image not in images:
+            raise fault(f"annotations[{position}] has the image_id {_shown(image)}, which no image has")
+        if type(kind) is not int or kind not in classes:
+            raise fault(f"annotations[{position}] has the category_id {_shown(kind)}, which no category has")
+        if not _is_box(box):
+            raise fault(
+                f"annotations[{position}] has the bbox {_shown(box)}, which must be left, top, width and height in "
+                "pixels, none of the last two negative"
+            )
+        yield image, kind, box, bool(each.get("iscrowd", 0)), each.get("segmentation")
+
+
+def _is_box(box: Any) -> bool:
+    if not isinstance(box, list) or len(box) != 4:
+        return False
+    return all(type(each) in (int, float) and math.isfinite(each) for each in box) and min(box[2:]) >= 0
+
+
+def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:
+    """Rows by image, in the file's order within each."""
+    position = {number: index for index, number in enumerate(images)}
+    index_of = {number: index for index, number in enumerate(classes)}
+    owner = np.array([position[row[0]] for row in rows], dtype=np.int64)
+    order = np.argsort(owner, kind="stable")
+    boxes = np.array([row[2] for row in rows], dtype=np.float64).reshape(-1, 4)[order]
+    boxes[:, 2:] += boxes[:, :2]
+    return Annotations(
+        names=[name for name, _, _ in images.values()],
+        sizes=np.array([size for _, *size in images.values()], dtype=np.int64).reshape(-1, 2),
+        bounds=np.searchsorted(owner[order], np.arange(len(images) + 1)),
+        boxes=boxes,
+        labels=np.array([index_of[row[1]] for row in rows], dtype=np.int64)[order],
+        crowd=np.array([row[3] for row in rows], dtype=bool)[order],
+        outlines=[rows[index][4] for index in order] if masks else None,
+    )
+
+
+def _with_objects(found: Annotations) -> NDArray[np.int64]:
+    """Positions of the pictures with an object that can be learned."""
+    owner = np.repeat(np.arange(len(found.names)), np.diff(found.bounds))
+    extent = (found.boxes[:, 2:] > found.boxes[:, :2]).all(axis=1)
+    return np.unique(owner[extent & ~found.crowd])
+
+
+def _split(root: Path, split: str) -> tuple[Path, Path]:
+    """The folder of a split's pictures, and its file of annotations."""
+    published = sorted((root / "annotations").glob(f"instances_{split}*.json"))
+    if len(published) > 1:
+        names = ", ".join(each.name for each in published)
+        raise DataError(f"{root / 'annotations'} holds several sets for '{split}' ({names}); leave one there.")
+    if published:
+        return root / published[0].stem.removeprefix("instances_"), published[0]
+    if (root / split / "annotations.json").is_file():
+        return root / split, root / split / "annotations.json"
+    raise DataError(
+        f"{root} holds neither annotations/instances_{split}2017.json nor {split}/annotations.json; point data.path at "
+        "the folder of COCO's annotations and pictures."
+    )
+
+
+def _check_masks() -> None:
+    try:
+        import pycocotools.mask  # noqa: F401  # asked for where masks are drawn, in the middle of training
+    except ImportError:
+        raise DataError(
+            "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or set "
+            "data.boxes.masks=false."
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

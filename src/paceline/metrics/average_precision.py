@@ -1,0 +1,192 @@
+"""How many objects are found, how exactly, and with how many false alarms? COCO's mean average precision.
+
+As Lin et al. (2014) and their published program define it: detections of a class, the surest first, are matched with
+the objects of that class in their picture at ten thresholds of overlap, 0.5 to 0.95; precision is averaged over 101
+steps of recall, then over thresholds and classes. The tests hold it to that program's own figures.
+
+What travels between processes is small: of each picture the scores, the classes and the overlaps, and no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Overlaps = NDArray[np.float64]
+"""Of each detection with each object, [D, G]."""
+
+THRESHOLDS = np.linspace(0.5, 0.95, 10)
+_RECALLS = np.linspace(0, 1, 101)
+_MOST_DETECTIONS = 100
+_ALMOST_ONE = 1 - 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureAnswers:
+    """What was found in one picture, against what is there.
+
+    Attributes:
+        sample: Its number.
+        scores: How sure each of D detections is, float64 [D].
+        labels: Their classes, int64 [D].
+        wanted: The classes of the G objects, int64 [G].
+        crowd: Which of these are crowds, bool [G].
+        overlaps: Intersection over union by kind, ``box`` or ``mask``; of a crowd, the share of the detection in it.
+    """
+
+    sample: int
+    scores: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    crowd: NDArray[np.bool_]
+    overlaps: dict[str, Overlaps]
+
+
+class AveragePrecision:
+    """Collects detections; satisfies :class:`paceline.metrics.accumulator.Collector`.
+
+    Args:
+        kinds: What is compared: ``box``, ``mask``.
+    """
+
+    def __init__(self, kinds: Sequence[str] = ("box",)) -> None:
+        self._kinds = tuple(kinds)
+        self._pictures: list[PictureAnswers] = []
+
+    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
+        """Compare a batch's detections with its objects.
+
+        The host waits for the device, as it did for the detections, whose number only the device knew; kept there, the
+        masks of a few pictures would fill it.
+
+        Args:
+            values: ``found`` and ``truth``, a dict for each picture: ``boxes`` [·, 4], ``labels``, of detections also
+                ``scores``, of objects ``crowd``; and bool ``masks`` [·, H, W] where these are compared.
+            ids: The pictures' numbers.
+        """
+        for sample, found, truth in zip(ids.tolist(), values["found"], values["truth"], strict=True):
+            crowd = truth["crowd"].cpu().numpy()
+            overlaps = {"box": box_overlaps(_array(found["boxes"]), _array(truth["boxes"]), crowd)}
+            if "mask" in self._kinds:
+                overlaps["mask"] = mask_overlaps(found["masks"], truth["masks"], crowd)
+            picture = PictureAnswers(
+                sample=sample,
+                scores=_array(found["scores"]),
+                labels=found["labels"].cpu().numpy(),
+                wanted=truth["labels"].cpu().numpy(),
+                crowd=crowd,
+                overlaps=overlaps,
+            )
+            self._pictures.append(picture)
+
+    def part(self) -> list[PictureAnswers]:
+        """What this process has."""
+        return self._pictures
+
+    def results(self, parts: Sequence[list[PictureAnswers]]) -> dict[str, float]:
+        """Mean average precision of each kind in percent, over all thresholds and at 0.5; NaN without an object."""
+        pictures = sorted((each for part in parts for each in part), key=lambda each: each.sample)
+        found = {}
+        for kind in self._kinds:
+            by_threshold = 100 * mean_average_precisions(pictures, kind)
+            found[f"{kind}_map"] = float(by_threshold.mean())
+            found[f"{kind}_map50"] = float(by_threshold[0])
+        return found
+
+
+def mean_average_precisions(pictures: Sequence[PictureAnswers], kind: str) -> NDArray[np.float64]:
+    """The mean over classes at each threshold, [10]; the pictures come in the order of their numbers."""
+    classes = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(each.wanted for each in pictures)]))
+    by_class = [_average_precisions(pictures, kind, int(label)) for label in classes]
+    known = [each for each in by_class if each is not None]
+    return np.mean(known, axis=0) if known else np.full(len(THRESHOLDS), np.nan)
+
+
+def _average_precisions(pictures: Sequence[PictureAnswers], kind: str, label: int) -> NDArray[np.float64] | None:
+    """Average precision of a class at each threshold, [10]; None if there is no object of it but crowds."""
+    scores, right, wrong, objects = [], [], [], 0
+    for each in pictures:
+        theirs, own = np.flatnonzero(each.labels == label), np.flatnonzero(each.wanted == label)
+        if not len(theirs) and not len(own):
+            continue
+        objects += int((~each.crowd[own]).sum())
+        surest = theirs[np.argsort(-each.scores[theirs], kind="stable")][:_MOST_DETECTIONS]
+        matched, ignored = _matched(each.overlaps[kind][np.ix_(surest, own)], each.crowd[own])
+        scores.append(each.scores[surest])
+        right.append(matched & ~ignored)
+        wrong.append(~matched)
+    if not objects:
+        return None
+    order = np.argsort(-np.concatenate(scores), kind="stable")
+    hits = np.cumsum(np.concatenate(right, axis=1)[:, order], axis=1, dtype=np.float64)
+    alarms = np.cumsum(np.concatenate(wrong, axis=1)[:, order], axis=1, dtype=np.float64)
+    return np.array([_area(*rows, objects) for rows in zip(hits, alarms, strict=True)])
+
+
+def _matched(overlaps: Overlaps, crowd: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which detections, the surest first, meet an object at each threshold, and which only a crowd; both [10, D].
+
+    Each takes the object that it covers best of those that are left, and a crowd, of which there is always more, if
+    there is none. Of equals the last is taken, as in the published program.
+    """
+    matched = np.zeros((len(THRESHOLDS), len(overlaps)), dtype=bool)
+    ignored = np.zeros_like(matched)
+    if not overlaps.size:
+        return matched, ignored
+    for level, threshold in enumerate(np.minimum(THRESHOLDS, _ALMOST_ONE)):
+        is_left = ~crowd
+        for index, row in enumerate(overlaps):
+            near = row >= threshold
+            if not near.any():
+                continue
+            free = near & is_left
+            if free.any():
+                best = np.where(free, row, -1)
+                is_left[len(best) - 1 - int(np.argmax(best[::-1]))] = False
+                matched[level, index] = True
+            elif (near & crowd).any():
+                matched[level, index] = ignored[level, index] = True
+    return matched, ignored
+
+
+def _area(hits: NDArray[np.float64], alarms: NDArray[np.float64], objects: int) -> float:
+    """Mean over steps of recall of the best precision at that recall or more."""
+    precision = hits / (hits + alarms + np.spacing(1))
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    reached = np.searchsorted(hits / objects, _RECALLS, side="left")
+    return float(np.concatenate([best, [0.0]])[np.minimum(reached, len(best))].mean())
+
+
+def box_overlaps(found: NDArray[np.float64], wanted: NDArray[np.float64], crowd: NDArray[np.bool_]) -> Overlaps:
+    """Overlaps of boxes [D, 4] and [G, 4], by their edges."""
+    least = np.maximum(found[:, None, :2], wanted[None, :, :2])
+    most = np.minimum(found[:, None, 2:], wanted[None, :, 2:])
+    common = np.prod(np.clip(most - least, 0, None), axis=2)
+    ours, theirs = (np.prod(each[:, 2:] - each[:, :2], axis=1) for each in (found, wanted))
+    return _over_union(common, ours, theirs, crowd)
+
+
+def mask_overlaps(found: Tensor, wanted: Tensor, crowd: NDArray[np.bool_]) -> Overlaps:
+    """Overlaps of masks [D, H, W] and [G, H, W], not zero where an object is; exact below 2^24 pixels."""
+    # Zeros and ones are exact in every format, and so are their sums in fp32.
+    with torch.autocast(found.device.type, enabled=False):
+        ours, theirs = ((each != 0).flatten(1).float() for each in (found, wanted))
+        common = ours @ theirs.T
+    return _over_union(_array(common), _array(ours.sum(dim=1)), _array(theirs.sum(dim=1)), crowd)
+
+
+def _over_union(common: Overlaps, found: Any, wanted: Any, crowd: NDArray[np.bool_]) -> Overlaps:
+    union = np.where(crowd, found[:, None], found[:, None] + wanted - common)
+    shares: Overlaps = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+    return shares
+
+
+def _array(values: Tensor) -> NDArray[np.float64]:
+    array: NDArray[np.float64] = values.double().cpu().numpy()
+    return array

@@ -1,0 +1,158 @@
+"""How does a name become a detector?"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ModelError, did_you_mean
+from paceline.models.small_detectors import small_fasterrcnn, small_maskrcnn, small_retinanet
+from paceline.recipe.boxes import Boxes
+from paceline.recipe.model import Model
+from paceline.references import is_reference, load_reference
+
+OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
+    "small_fasterrcnn": small_fasterrcnn,
+    "small_maskrcnn": small_maskrcnn,
+    "small_retinanet": small_retinanet,
+}
+
+_TORCHVISION = "torchvision:"
+# Those that take pictures of any size. Its SSDs take one, and its keypoint networks learn other things.
+_FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos")
+_SIZES = ("min_size", "max_size")
+_WHOLE = 512  # pixels, of which every level is a whole part
+
+
+def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module:
+    """Build the detector of a recipe.
+
+    Args:
+        model: The recipe's `model` section.
+        boxes: How pictures are shown: in evaluation the network itself resizes them, and its answers back.
+        num_classes: Classes of the data, without the background.
+
+    Raises:
+        ModelError: If the name is unknown, the options are not the factory's, the network is no detector of
+            torchvision's kind, or published weights are asked for and cannot be had.
+    """
+    taken = [name for name in _SIZES if name in model.options]
+    if taken:
+        raise ModelError(
+            f"model.options.{taken[0]} has no effect: data.boxes.short_sides and data.boxes.long_side say how large "
+            "pictures are shown; set these."
+        )
+    try:
+        network = _factory(model)(num_classes + 1)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
+    if not isinstance(network, nn.Module) or not hasattr(network, "transform"):
+        raise ModelError(
+            f"model.name={model.name} gave a {type(network).__name__}, which is no detector made of torchvision's "
+            "parts (GeneralizedRCNN, RetinaNet, FCOS)."
+        )
+    _refuse_unknown(model, network)
+    from paceline.models.shown_pictures import ShownPictures
+
+    network.transform = ShownPictures(network.transform, boxes)
+    _settle_scales(network)
+    return network
+
+
+def says_masks(name: str) -> bool:
+    """Whether a model's name says that it is for masks."""
+    return "mask" in name.lower()
+
+
+def _factory(model: Model) -> Callable[[int], Any]:
+    if model.name in OWN_DETECTORS:
+        _refuse_pretrained(model, "it has no published weights")
+        return lambda classes: OWN_DETECTORS[model.name](classes, **model.options)
+    if model.name.startswith(_TORCHVISION):
+        return lambda classes: _torchvision(model, classes)
+    if is_reference(model.name):
+        _refuse_pretrained(model, "a model of one's own loads its weights itself, or through model.initialize_from")
+        return lambda classes: load_reference(model.name, ModelError)(num_classes=classes, **model.options)
+    known = [*OWN_DETECTORS, *(f"{_TORCHVISION}{name}" for name in _published())]
+    raise ModelError(
+        f"unknown detector '{model.name}'.{did_you_mean(model.name, known)} Detectors: {', '.join(known)}, or "
+        "package.module:factory of your own."
+    )
+
+
+def _published() -> list[str]:
+    from torchvision.models import detection, list_models
+
+    return [name for name in list_models(module=detection) if name.startswith(_FAMILIES)]
+
+
+def _refuse_pretrained(model: Model, reason: str) -> None:
+    if model.pretrained:
+        raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {reason}.")
+
+
+def _torchvision(model: Model, classes: int) -> nn.Module:
+    from torchvision.models import get_model
+
+    name = model.name.removeprefix(_TORCHVISION)
+    known = _published()
+    if name not in known:
+        raise ModelError(
+            f"unknown detector '{model.name}'.{did_you_mean(name, known)} Torchvision's are {', '.join(known)}."
+        )
+    # Published are a whole detector for COCO's classes and a backbone for ImageNet's; training begins with the latter.
+    backbone = "DEFAULT" if model.pretrained else None
+    try:
+        network: nn.Module = get_model(
+            name, weights=None, weights_backbone=backbone, num_classes=classes, **model.options
+        )
+    except (OSError, RuntimeError) as error:
+        if not model.pretrained:
+            raise
+        raise ModelError(
+            f"model.pretrained=true: the published weights of the backbone of {model.name} could not be had "
+            f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local "
+            "file."
+        ) from error
+    return network
+
+
+def _refuse_unknown(model: Model, network: nn.Module) -> None:
+    """Refuse an option that nobody reads: torchvision's classes hand on what they do not know, and then drop it."""
+    if is_reference(model.name):
+        return
+    readers: list[Callable[..., Any]] = [kind for kind in type(network).__mro__ if kind not in (nn.Module, object)]
+    readers += [OWN_DETECTORS[model.name]] if model.name in OWN_DETECTORS else []
+    known = {"trainable_backbone_layers", "size_divisible"}
+    for each in readers:
+        known |= set(inspect.signature(each).parameters) - {"args", "kwargs", "options"}
+    wrong = [name for name in model.options if name not in known]
+    if wrong:
+        raise ModelError(
+            f"model.options.{wrong[0]} is unknown to {model.name}.{did_you_mean(wrong[0], known)} It knows "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+@torch.no_grad()
+def _settle_scales(network: nn.Module) -> None:
+    """Have each pooling of regions find out now by how much the pyramid's levels are smaller than a picture.
+
+    It does so once, by the first pictures that it sees, and where these are small and padded it rounds wrongly: what
+    a network answers would depend on what it was first shown, and a resumed run would not go on as it was.
+    """
+    from torchvision.ops import MultiScaleRoIAlign
+
+    pools = [each for each in network.modules() if isinstance(each, MultiScaleRoIAlign)]
+    if not pools:
+        return
+    backbone: Any = copy.deepcopy(network.backbone)
+    found = backbone.eval()(torch.zeros(1, 3, _WHOLE, _WHOLE))
+    levels = {"0": found} if isinstance(found, torch.Tensor) else found
+    for pool in pools:
+        pool(levels, [torch.tensor([[0.0, 0.0, 8.0, 8.0]])], [(_WHOLE, _WHOLE)])

@@ -1,0 +1,218 @@
+"""Detection: boxes, classes and masks of the objects in a picture; mean average precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch
+from paceline.data.boxes.coco import open_coco
+from paceline.data.boxes.objects import BoxDataset
+from paceline.data.boxes.pipeline import BoxPipeline
+from paceline.data.boxes.shapes import open_shapes
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.random_draws import seed_of
+from paceline.errors import ModelError, RecipeError, did_you_mean
+from paceline.machine import available_cores
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.average_precision import AveragePrecision
+from paceline.models.detectors import build_detector, says_masks
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import all_but
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+_DATASETS = ("coco", "shapes")
+_USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.boxes")
+_UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
+_MOST_THREADS = 16
+_MASK = 0.5  # a pixel is an object's from this probability on
+
+
+class Detection(Task):
+    """Finds objects: torchvision's detectors, or any that are called as these are.
+
+    The loss is the sum of what the network returns in training mode. A held-out picture's is that of the picture alone.
+    """
+
+    headline = "box_map"
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        kinds = ("box", "mask") if self.has_masks else ("box",)
+        self._kinds = kinds
+        self.metrics = (
+            Metric(name="loss"),
+            *(
+                Metric(name=f"{kind}_{name}", higher_is_better=True, is_collected=True)
+                for kind in kinds
+                for name in ("map", "map50")
+            ),
+        )
+        self._threads = 0
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether masks are learned."""
+        asked, name = self.recipe.data.boxes.masks, self.recipe.model.name
+        return says_masks(name) if asked == "auto" else asked
+
+    @cached_property
+    def dataset(self) -> BoxDataset:
+        """The pictures, opened when first asked for."""
+        data = self.recipe.data
+        if data.dataset == "shapes":
+            return open_shapes(data.boxes.generated)
+        if data.dataset == "coco":
+            return open_coco(data.path, masks=self.has_masks, keep_empty=data.boxes.keep_empty)
+        raise RecipeError(
+            f"data.dataset={data.dataset} has no boxes, which task=detection learns; use {' or '.join(_DATASETS)}."
+            f"{did_you_mean(data.dataset, _DATASETS)}"
+        )
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the pictures."""
+        found = self.dataset
+        if self.recipe.parallel.strategy == "fsdp":
+            raise RecipeError(
+                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not as "
+                "many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
+            )
+        self._threads, why = self._choose_threads(world)
+        is_generated = found.name == "shapes"
+        return DataFacts(
+            train_samples=len(found.train),
+            evaluation_samples=len(found.validation),
+            description={
+                "dataset": found.name,
+                "digest": found.digest,
+                "classes": len(found.classes),
+                "channels": 3,
+                "workers": self._threads,
+                "masks": self.has_masks,
+            },
+            reasons={"data.workers": why, "data.backend": "pictures with boxes are read in threads"},
+            unused=self._unused(is_generated=is_generated),
+        )
+
+    def sample_keys(self) -> NDArray[np.float64] | None:
+        """Width over height of each picture, where those alike are to share a micro-batch."""
+        if not self.recipe.data.boxes.like_shapes:
+            return None
+        height, width = self.dataset.train.sizes.T
+        keys: NDArray[np.float64] = width / height
+        return keys
+
+    def description(self) -> dict[str, Any]:
+        """Class names, and that these are boxes' and no pictures'."""
+        return {"class_names": list(self.dataset.classes), "detects": list(self._kinds)}
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Pictures, each with its objects."""
+        data = self.recipe.data
+        return BoxPipeline(
+            self.dataset,
+            data.boxes,
+            masks=self.has_masks,
+            seed=self.recipe.seed,
+            placement=placement,
+            threads=self._threads,
+            prefetch=data.prefetch,
+        )
+
+    def build_model(self) -> nn.Module:
+        """The recipe's detector, for the data's classes and the background."""
+        return build_detector(self.recipe.model, self.recipe.data.boxes, num_classes=len(self.dataset.classes))
+
+    def check_network(self, network: nn.Module) -> None:
+        """See whether it says masks exactly where they are asked for."""
+        heads = getattr(network, "roi_heads", None)
+        says = heads is not None and bool(heads.has_mask())
+        if says != self.has_masks:
+            raise ModelError(
+                f"model.name={self.recipe.model.name} {'says' if says else 'does not say'} masks, and "
+                f"data.boxes.masks={str(self.has_masks).lower()}; set it to {str(says).lower()}, or use another model."
+            )
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The sum of the network's losses, each a mean as torchvision defines it."""
+        return _total(model(batch.inputs, [learned_from(each) for each in batch.targets]))
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """Each picture's loss, and what is found in it beside what is there."""
+        found = model(batch.inputs)
+        for each in found:
+            if "masks" in each:
+                each["masks"] = each["masks"][:, 0] >= _MASK
+        return {"loss": self._losses(model, batch), "found": found, "truth": batch.targets}
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Mean average precision."""
+        return (AveragePrecision(self._kinds),)
+
+    def _losses(self, model: Model, batch: Batch) -> Tensor:
+        """The loss of each picture by itself, [N]; what is sampled for it is keyed by its number."""
+        losses = []
+        devices = [each.device for each in batch.inputs[:1] if each.device.type == "cuda"]
+        with torch.random.fork_rng(devices=devices), _telling_losses(model):
+            for image, target, sample in zip(batch.inputs, batch.targets, batch.ids.tolist(), strict=True):
+                torch.manual_seed(seed_of(self.recipe.seed, sample))
+                losses.append(_total(model([image], [learned_from(target)])))
+        return torch.stack(losses)
+
+    def _choose_threads(self, world: World) -> tuple[int, str]:
+        asked = self.recipe.data.workers
+        if asked != "auto":
+            return asked, "as the recipe says"
+        if self.dataset.name == "shapes":
+            return 0, "nothing is read"
+        cores = available_cores()
+        threads = max(1, min(cores // world.local_world_size - 1, _MOST_THREADS))
+        return threads, f"threads that read: {cores} cores for {world.local_world_size} process(es), one for training"
+
+    def _unused(self, *, is_generated: bool) -> dict[str, str]:
+        found = all_but(_USED, "pictures with boxes are shown as data.boxes says")
+        found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
+        found["evaluate.top_k"] = "detection has no top-k accuracy"
+        if is_generated:
+            found["data.boxes.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
+            return found
+        why = "it says how data.dataset=shapes is generated"
+        keys = ("samples", "evaluation_samples", "smallest_side", "largest_side", "objects")
+        return found | {f"data.boxes.generated.{key}": why for key in keys}
+
+
+def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The objects of a picture that a network can learn from: no crowds, and none without extent."""
+    boxes = target["boxes"]
+    keep = ~target["crowd"] & (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
+    return {name: each[keep] for name, each in target.items() if name != "crowd"}
+
+
+@contextmanager
+def _telling_losses(model: Model) -> Iterator[None]:
+    """Have a detector answer with its losses, and leave everything else, its norms say, in evaluation mode."""
+    whole = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or what asks one
+    parts = [
+        part for part in (whole, *(getattr(whole, name, None) for name in ("rpn", "roi_heads"))) if part is not None
+    ]
+    before = [part.training for part in parts]
+    for part in parts:
+        part.training = True
+    try:
+        yield
+    finally:
+        for part, training in zip(parts, before, strict=True):
+            part.training = training
+
+
+def _total(losses: dict[str, Tensor]) -> Tensor:
+    return torch.stack([each.float() for each in losses.values()]).sum()

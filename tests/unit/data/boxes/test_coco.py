@@ -1,0 +1,136 @@
+"""COCO's annotations: what is read of them, and which fault of them is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.boxes.coco import open_coco
+from paceline.errors import DataError
+
+SQUARE = [[2, 2, 6, 2, 6, 8, 2, 8]]
+
+
+def annotations(**changes: Any) -> dict[str, Any]:
+    """Three pictures, in no order; the second has no object but a crowd."""
+    tree: dict[str, Any] = {
+        "images": [
+            {"id": 30, "file_name": "c.png", "height": 12, "width": 16},
+            {"id": 10, "file_name": "a.png", "height": 12, "width": 16},
+            {"id": 20, "file_name": "b.png", "height": 12, "width": 16},
+        ],
+        "categories": [{"id": 90, "name": "cat"}, {"id": 7, "name": "dog"}],
+        "annotations": [
+            {"image_id": 30, "category_id": 90, "bbox": [2, 2, 4, 6], "segmentation": SQUARE, "iscrowd": 0},
+            {
+                "image_id": 20,
+                "category_id": 7,
+                "bbox": [0, 0, 16, 12],
+                "iscrowd": 1,
+                "segmentation": {"counts": [0, 24, 168], "size": [12, 16]},
+            },
+            {"image_id": 10, "category_id": 7, "bbox": [1.5, 0, 20, 4], "segmentation": SQUARE},
+            {"image_id": 10, "category_id": 7, "bbox": [1.5, 0, 0, 4], "segmentation": SQUARE},
+        ],
+    }
+    return tree | changes
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        for name in ("a.png", "b.png", "c.png"):
+            Image.new("RGB", (16, 12), "red").save(tmp_path / split / name)
+        (tmp_path / split / "annotations.json").write_text(json.dumps(annotations()))
+    return tmp_path
+
+
+def test_categories_become_classes_in_the_order_of_their_numbers(root: Path) -> None:
+    found = open_coco(str(root), masks=False, keep_empty=True)
+    assert found.classes == ("dog", "cat")
+    first = found.train.objects(0, masks=False)  # of image 10: the numbers' order, not the file's
+    assert first.boxes.tolist() == [[1.5, 0, 21.5, 4], [1.5, 0, 1.5, 4]]
+    assert first.labels.tolist() == [0, 0]
+    assert found.train.objects(2, masks=False).labels.tolist() == [1]
+    assert found.train.path(2).endswith("c.png")
+    assert found.train.image(2).shape == (12, 16, 3)
+
+
+def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> None:
+    found = open_coco(str(root), masks=False, keep_empty=False)
+    assert len(found.train) == 2  # not the crowd's picture
+    assert len(found.validation) == 3
+    assert found.validation.objects(1, masks=False).crowd.tolist() == [True]
+    learnable = found.train.objects(0, masks=False).learnable(12, 16)
+    assert learnable.boxes.tolist() == [[1.5, 0, 16, 4]]  # cut at the edge; the one without width is gone
+
+
+# pycocotools' own, of NumPy 2.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
+    pytest.importorskip("pycocotools")
+    found = open_coco(str(root), masks=True, keep_empty=True)
+    polygon, crowd = (found.train.objects(number, masks=True).masks for number in (2, 1))
+    assert polygon is not None
+    assert crowd is not None
+    assert polygon.shape == (1, 12, 16)
+    rows, columns = np.nonzero(polygon[0])
+    assert (rows.min(), columns.min(), rows.max(), columns.max(), len(rows)) == (2, 2, 7, 5, 24)
+    assert crowd[0, :, :2].all()  # run lengths go down the columns
+    assert crowd.sum() == 24
+
+
+def test_the_published_folders_are_found_too(root: Path) -> None:
+    (root / "annotations").mkdir()
+    for split in ("train", "val"):
+        (root / split / "annotations.json").rename(root / "annotations" / f"instances_{split}2017.json")
+        (root / split).rename(root / f"{split}2017")
+    assert len(open_coco(str(root), masks=False, keep_empty=True).train) == 3
+
+
+def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
+    before = open_coco(str(root), masks=False, keep_empty=True).digest
+    (root / "val" / "annotations.json").write_text(json.dumps(annotations(), indent=1))
+    assert open_coco(str(root), masks=False, keep_empty=True).digest != before
+
+
+BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"images": None}, "no list 'images'"),
+        ({"images": [{"id": 1}]}, r"images\[0\] must have"),
+        ({"images": [{"id": 1, "file_name": "../a.png", "height": 2, "width": 2}]}, "outside the folder"),
+        ({"categories": [{"id": 1, "name": "x"}] * 2}, r"categories\[1\] has the id 1"),
+        ({"annotations": [BOX | {"image_id": 99}]}, r"annotations\[0\] has the image_id 99"),
+        ({"annotations": [BOX, BOX | {"category_id": [1]}]}, r"annotations\[1\] has the category_id"),
+        ({"annotations": [BOX | {"bbox": [0, 0, -1, 4]}]}, "bbox"),
+        ({"annotations": [BOX | {"bbox": [0, 0, float("nan"), 4]}]}, "bbox"),
+        ({"annotations": [BOX | {"bbox": "0 0 1 1"}]}, "bbox"),
+        ({"annotations": [3]}, "no mapping"),
+    ],
+)
+def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> None:
+    (root / "train" / "annotations.json").write_text(json.dumps(annotations(**changes)))
+    with pytest.raises(DataError, match=said) as caught:
+        open_coco(str(root), masks=False, keep_empty=True)
+    assert "annotations.json" in str(caught.value)
+
+
+def test_what_is_not_there_is_named(root: Path) -> None:
+    with pytest.raises(DataError, match=r"needs data\.path"):
+        open_coco(None, masks=False, keep_empty=True)
+    (root / "val" / "annotations.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read as COCO's annotations"):
+        open_coco(str(root), masks=False, keep_empty=True)
+    (root / "val" / "annotations.json").unlink()
+    with pytest.raises(DataError, match="neither annotations/instances_val2017"):
+        open_coco(str(root), masks=False, keep_empty=True)

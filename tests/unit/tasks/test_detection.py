@@ -1,0 +1,285 @@
+"""Detection in the one loop: resuming, order, exact evaluation, refusals; with a real detector of 20,000 parameters."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import paceline
+from paceline.data.batch import Batch
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
+from paceline.errors import PacelineError
+from paceline.insight.audit import audit_run
+from paceline.recipe.load import load_recipe
+from paceline.tasks.build import build_task
+from paceline.tasks.detection import Detection
+from paceline.trainer.train import plan_only
+from paceline.world import World
+
+TINY = """
+task: detection
+model: {name: small_maskrcnn, options: {width: 8, levels: 2, channels: 8, box_detections_per_img: 5}}
+data:
+  dataset: shapes
+  boxes:
+    short_sides: [32, 40]
+    long_side: 64
+    generated: {samples: 10, evaluation_samples: 5, smallest_side: 32, largest_side: 48, objects: 2}
+batch: {global_size: 4, micro_size: 2}
+optimizer: {name: adamw, lr: 0.003}
+train: {duration: 5 steps, precision: fp32, ema: 0.9}
+evaluate: {every: 5 steps, batch_size: 2}
+checkpoint: {every: 2 steps}
+parallel: {device: cpu, threads: 1}
+telemetry: {log_every: 1 steps, trackers: [], report: off}
+"""
+STEPS = 5
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    recipe = tmp_path / "boxes.yaml"
+    recipe.write_text(TINY)
+    threads = torch.get_num_threads()
+
+    def trainer(name: str, overrides: dict[str, Any] | None = None, task: Any = None) -> Any:
+        return paceline.train(recipe, overrides=overrides or {}, run_dir=tmp_path / name, task=task, quiet=True)
+
+    yield trainer
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Callable[..., Detection]:
+    (tmp_path / "boxes.yaml").write_text(TINY)
+
+    def maker(overrides: dict[str, Any] | None = None) -> Detection:
+        made = build_task(load_recipe(tmp_path / "boxes.yaml", overrides or {}).recipe)
+        assert isinstance(made, Detection)
+        made.data_facts(World())
+        return made
+
+    return maker
+
+
+def batches(
+    task: Detection, *, training: bool, step: int = 0, parts: int = 2, world: World | None = None
+) -> list[Batch]:
+    pipeline = task.open_pipeline(Placement(device=torch.device("cpu")))
+    world = world or World()
+    if not training:
+        return list(pipeline.evaluation_batches(2, world))
+    geometry = StepGeometry(seed=0, samples=10, global_batch_size=4, logical_ranks=parts, sort_key=task.sample_keys())
+    found = list(pipeline.train_batches(geometry, step, step + 1, world))
+    pipeline.close()
+    return found
+
+
+class CutOffError(Exception):
+    """Stands for whatever ends a process in the middle of a step."""
+
+
+def test_a_run_that_is_cut_off_ends_with_the_bits_of_one_that_was_not(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("whole").summary
+    assert {"loss", "box_map", "box_map50", "mask_map", "mask_map50"} <= whole.metrics.keys()
+    own = Detection.loss
+
+    def cut_off(self: Detection, model: Any, batch: Batch) -> torch.Tensor:
+        loss = own(self, model, batch)
+        if loss.requires_grad and batch.slice.step == 3 and batch.slice.is_last:
+            raise CutOffError
+        return loss
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Detection, "loss", cut_off)
+        with pytest.raises(CutOffError):
+            train("cut")
+    done = train("cut")
+    assert done.summary.resumes == 1
+    assert (done.summary.weights_sha256, done.summary.ema_sha256) == (whole.weights_sha256, whole.ema_sha256)
+    assert done.summary.metrics == whole.metrics
+    assert audit_run(done.run_dir).passed
+
+
+def test_observers_and_threads_change_nothing(train: Callable[..., Any]) -> None:
+    alone = train("alone", {"evaluate.every": "off", "checkpoint.every": "off"}).summary.weights_sha256
+    watched = train("watched", {"evaluate.every": "1 steps", "data.workers": 2}).summary.weights_sha256
+    assert watched == alone
+
+
+def test_what_a_sample_looks_like_depends_on_nothing_but_seed_epoch_and_number(task: Callable[..., Detection]) -> None:
+    made = task()
+    whole = {int(number): image for batch in batches(made, training=True, parts=1) for number, image in each(batch)}
+    parts: dict[int, torch.Tensor] = {}
+    for rank in range(2):
+        for batch in batches(task({"data.workers": 2}), training=True, parts=4, world=World(rank=rank, world_size=2)):
+            parts |= {int(number): image for number, image in each(batch)}
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[number], parts[number]) for number in whole)
+
+
+def each(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
+    return zip(batch.ids.tolist(), batch.inputs, strict=True)
+
+
+def test_boxes_and_masks_move_with_their_picture(task: Callable[..., Detection]) -> None:
+    made, seen = task({"data.boxes.flip": 0.5}), set()
+    for step in range(2):
+        for batch in batches(made, training=True, step=step):
+            for number, image, target in zip(batch.ids.tolist(), batch.inputs, batch.targets, strict=True):
+                native = made.dataset.train.sizes[number]
+                assert min(image.shape[1:]) in (32, 40)
+                seen.add((min(image.shape[1:]), image.shape[1] / native[0]))
+                assert target["masks"].shape[1:] == image.shape[1:]
+                for (left, top, right, bottom), mask in zip(target["boxes"].tolist(), target["masks"], strict=True):
+                    rows, columns = mask.nonzero().T
+                    edges = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
+                    assert np.allclose(edges, (left, top, right, bottom), atol=1.5)
+    assert len(seen) > 2
+
+
+def test_a_step_s_samples_are_sorted_by_shape_and_no_other_ones(task: Callable[..., Detection]) -> None:
+    sizes = task().dataset.train.sizes
+    grouped, plain = (task({"data.boxes.like_shapes": asked}) for asked in (True, False))
+    for step in range(2):
+        ratios, used = [], []
+        for made in (grouped, plain):
+            found = np.concatenate([batch.ids for batch in batches(made, training=True, step=step)])
+            used.append(sorted(found.tolist()))
+            ratios.append((sizes[found, 1] / sizes[found, 0]).tolist())
+        assert used[0] == used[1]
+        assert ratios[0] == sorted(ratios[0])
+    assert plain.sample_keys() is None
+
+
+def test_a_loss_of_a_held_out_picture_is_its_own_and_disturbs_nothing(task: Callable[..., Detection]) -> None:
+    made = task()
+    torch.manual_seed(0)
+    network = made.build_model().eval()
+    (first, *_) = batches(made, training=False)
+    before, state = torch.get_rng_state(), copy.deepcopy(network.state_dict())
+    with torch.no_grad():
+        both = made.score(network, first)["loss"]
+        alone = [made.score(network, one(first, index))["loss"][0] for index in range(2)]
+    assert torch.equal(both, torch.stack(alone))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(module.training for module in network.modules())
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+
+
+def one(batch: Batch, index: int) -> Batch:
+    return Batch(
+        batch.inputs[index : index + 1], batch.targets[index : index + 1], batch.ids[index : index + 1], batch.slice
+    )
+
+
+def test_a_network_that_says_the_truth_has_a_map_of_100(task: Callable[..., Detection]) -> None:
+    made = task()
+
+    class Oracle(torch.nn.Module):
+        def forward(self, images: Any, targets: Any = None) -> Any:
+            if self.training:
+                return {"loss": torch.zeros(())}
+            return [
+                {**found, "scores": torch.ones(len(found["labels"])), "masks": found["masks"][:, None].float()}
+                for found in self.truth
+            ]
+
+    oracle, (collector,) = Oracle().eval(), made.collectors()
+    for batch in batches(made, training=False):
+        oracle.truth = batch.targets
+        collector.add(made.score(oracle, batch), batch.ids)
+    assert collector.results([collector.part()]) == {
+        name: pytest.approx(100) for name in ("box_map", "box_map50", "mask_map", "mask_map50")
+    }
+
+
+@pytest.fixture
+def coco(tmp_path: Path) -> Path:
+    """Four pictures a split, of two sizes; the second file is no image."""
+    noise = np.random.default_rng(0)
+    for split in ("train", "val"):
+        folder = tmp_path / "coco" / split
+        folder.mkdir(parents=True)
+        images, boxes = [], []
+        for number in range(4):
+            height, width = (40, 56) if number % 2 else (56, 40)
+            Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+            images.append({"id": number, "file_name": f"{number}.png", "height": height, "width": width})
+            boxes.append({"image_id": number, "category_id": 3, "bbox": [4, 6, 20, 16], "iscrowd": 0})
+        (folder / "1.png").write_bytes(b"no picture")
+        tree = {"images": images, "annotations": boxes, "categories": [{"id": 3, "name": "noise"}]}
+        (folder / "annotations.json").write_text(json.dumps(tree))
+    return tmp_path / "coco"
+
+
+WITH_BOXES = {"model.name": "small_fasterrcnn", "data.dataset": "coco", "data.boxes.generated": None}
+
+
+def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callable[..., Any], coco: Path) -> None:
+    asked = {"data.path": str(coco), "data.workers": 1, "model.name": "small_retinanet", "batch.micro_size": "auto"}
+    asked |= {"model.options": {"width": 8, "levels": 2, "channels": 8}, "train.duration": "3 steps"}
+    asked |= {"batch.global_size": 1, "data.max_broken": 4, "evaluate.every": "3 steps", "data.dataset": "coco"}
+    done = train("files", asked)
+    assert "box_map" in done.summary.metrics
+    assert "mask_map" not in done.summary.metrics
+    with pytest.raises(PacelineError, match=r"1\.png"):
+        train("strict", {**asked, "data.max_broken": 0, "train.duration": "4 steps"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"data.dataset": "digits"}, "has no boxes"),
+        ({"data.dataset": "coco"}, "needs data.path"),
+        ({"model.name": "small_maskrcn"}, "Did you mean"),
+        ({"model.name": "torchvision:ssd300_vgg16", "model.options": {}}, "unknown detector"),
+        ({"model.options": {"min_size": 30}}, "data.boxes.short_sides"),
+        ({"model.options": {"widht": 8}}, "is unknown to"),
+        ({"model.options": {"width": 12}}, "multiple of 8"),
+        ({"model.pretrained": True}, "no published weights"),
+        ({"data.boxes.masks": False}, "says masks"),
+        ({"data.boxes.short_sides": [80]}, "long_side"),
+        ({"train.label_smoothing": 0.1}, "its own losses"),
+        ({"data.image_size": 64}, "data.boxes"),
+        ({"evaluate.augment": "flip"}, "no effect"),
+        ({"parallel.strategy": "fsdp"}, "does not go with task=detection"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    overrides: dict[str, Any], said: str, train: Callable[..., Any]
+) -> None:
+    with pytest.raises(PacelineError, match=said):
+        train("refused", overrides)
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn"])
+def test_torchvision_s_detectors_are_built_with_their_options(name: str, task: Callable[..., Detection]) -> None:
+    options = {"box_detections_per_img": 7, "rpn_post_nms_top_n_train": 20}
+    made = task({"model.name": f"torchvision:{name}", "model.options": options, "data.boxes.masks": False})
+    network = made.build_model()
+    assert network.roi_heads.detections_per_img == 7
+    (batch, *_) = batches(made, training=True)
+    assert torch.isfinite(made.loss(network.train(), batch))
+    assert network.eval()([torch.zeros(3, 50, 70)])[0]["boxes"].shape[1] == 4
+
+
+def test_plans_say_what_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "boxes.yaml").write_text(TINY)
+    plan = plan_only(load_recipe(tmp_path / "boxes.yaml"), world_size=2)
+    assert plan.higher_is_better == {
+        "loss": False,
+        **dict.fromkeys(("box_map", "box_map50", "mask_map", "mask_map50"), True),
+    }
+    assert plan.data["classes"] == 3
