@@ -29,6 +29,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
 from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
+from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
@@ -42,6 +43,7 @@ from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.precision import set_float32_matmul
+from paceline.trainer.spread_network import build_without_numbers
 from paceline.world import World
 
 
@@ -59,6 +61,8 @@ class Prepared:
     geometry: StepGeometry
     cores: OwnCores | None = None
     notices: tuple[str, ...] = ()
+    first_values: FirstValues | None = None
+    """Of a network without numbers, of which each process will hold a part; None for a whole one."""
 
 
 def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
@@ -91,7 +95,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         undo.callback(pipeline.close)
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
-        network, notices = build_network(recipe, task, placement)
+        network, notices, first_values = _build(recipe, task, placement, plan)
         if plan.precision == "fp8":
             network = convert_to_fp8(network)
         task.prepare_training(placement)
@@ -107,6 +111,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
             notices=(*limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            first_values=first_values,
         )
         _check_tail(prepared)
         undo.pop_all()
@@ -177,6 +182,20 @@ def find_metric(task: Task, name: str, asked: str) -> Metric:
 def without_initial_weights(recipe: Recipe) -> Recipe:
     """The recipe of weights that come from elsewhere, a checkpoint say: those it begins with may be out of reach."""
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+
+
+def _build(
+    recipe: Recipe, task: Task, placement: Placement, plan: Plan
+) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
+    """The network, whole or, where each process is to hold a part of it, without numbers; and what is to be said."""
+    if plan.strategy != "fsdp":
+        return *build_network(recipe, task, placement), None
+    try:
+        network, first_values = build_without_numbers(recipe, task, plan)
+    except NotDeferrableError as error:
+        network, notices = build_network(recipe, task, placement)
+        return network, (f"every process built the whole network before it was spread: {error}", *notices), None
+    return network, (), first_values
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
