@@ -21,6 +21,7 @@ from paceline.recipe.fields import (
     PositiveInt,
     Switch,
 )
+from paceline.recipe.text import Text
 
 
 def _ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -32,8 +33,9 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
-_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
-_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits")
+_TEXTS = ("docs", "text_folder", "tokens")
+_WITH_PATH = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "text_folder", "tokens")
+_SPLIT_OFF = ("image_folder", "cifar10", "packed", "webdataset", "huggingface", "digits", "docs", "text_folder")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -152,10 +154,11 @@ class Data:
 
     dataset: str = "image_folder"
     """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
-    `synthetic`, or `package.module:factory`."""
+    `synthetic`; of text `docs` (Python's documentation), `text_folder` or `tokens` (what `paceline pack-text` wrote);
+    or `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
-    `PATH/train-{000..146}.tar`."""
+    `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
     label_column: Annotated[Auto | str, Applies("dataset", ("huggingface",))] = "auto"
     """Which column of a Hugging Face dataset holds the labels; `auto`: the only one, or the one called `label`."""
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
@@ -182,7 +185,8 @@ class Data:
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
     validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
-    """Share of each class held out for evaluation, where the data has no split of its own."""
+    """Share of each class, or of text of the documents, held out for evaluation, where the data has no split of its
+    own."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What
     is chosen after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
@@ -206,3 +210,5 @@ class Data:
     """How training images grow."""
     mix: Mix = Mix()
     """How training samples are mixed."""
+    text: Annotated[Text, Applies("dataset", _TEXTS)] = Text()
+    """How text becomes the samples of a language model."""

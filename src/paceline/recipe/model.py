@@ -19,7 +19,8 @@ class Model:
     """Which network is trained."""
 
     name: str = "small_resnet"
-    """`small_resnet`, a timm name, `torchvision:NAME`, or `package.module:factory`."""
+    """`small_resnet`, a timm name, `torchvision:NAME`, of language models `gpt` or `bert`, or
+    `package.module:factory`."""
     pretrained: Switch = False
     """Start from the library's published weights."""
     initialize_from: Annotated[str | None, Off] = None

@@ -22,7 +22,8 @@ class Recipe:
     """Everything asked of a run. Sections have the names of the rooms that act on them."""
 
     task: str = "image_classification"
-    """`image_classification`, `distillation` (the same with a teacher), or `package.module:factory` of one's own."""
+    """`image_classification`, `distillation` (the same with a teacher), `language_modeling`, or
+    `package.module:factory` of one's own."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Keys the initial weights, the order of samples, augmentation and dropout."""
     model: Model = Model()

@@ -12,6 +12,7 @@ from paceline.tasks.task import Task
 TASKS = {
     "image_classification": "paceline.tasks.image_classification:ImageClassification",
     "distillation": "paceline.tasks.distillation:Distillation",
+    "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
 }
 
 

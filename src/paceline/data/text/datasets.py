@@ -1,0 +1,144 @@
+"""Which text does a recipe name, and which of it is held out?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from paceline.data.text.corpus import TextDataset, encoded
+from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
+from paceline.errors import DataError, did_you_mean
+from paceline.recipe.data import Data
+from paceline.references import is_reference, load_reference
+
+Documents = list[tuple[str, str]]
+"""Names and texts."""
+
+_VALIDATION = ("val", "validation", "valid", "test")
+
+
+def open_text(data: Data) -> TextDataset:
+    """Open the text that the recipe's `data` section names.
+
+    Raises:
+        DataError: If there is no such text, or it cannot be read.
+    """
+    if data.dataset in OPENERS:
+        return OPENERS[data.dataset](data)
+    if not is_reference(data.dataset):
+        raise DataError(
+            f"data.dataset is {data.dataset!r}, but of text there are {', '.join(OPENERS)} and "
+            f"'package.module:factory'.{did_you_mean(data.dataset, OPENERS)}"
+        )
+    dataset = load_reference(data.dataset, DataError)(data)
+    if not isinstance(dataset, TextDataset):
+        raise DataError(f"data.dataset={data.dataset} gave a {type(dataset).__name__}, which is no TextDataset.")
+    return dataset
+
+
+def python_documentation() -> Documents:
+    """The topics of Python's own documentation that `help()` shows, sorted by name.
+
+    Raises:
+        DataError: If this Python came without them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            f"data.dataset=docs is the documentation that Python's help() shows, and this Python came without it "
+            f"({error}); install one with its standard library whole, or choose another data.dataset."
+        ) from error
+    return sorted(topics.items())
+
+
+def held_out(name: str, fraction: float) -> bool:
+    """Whether a document is held out: by its name alone, so that others that come or go do not change it."""
+    drawn = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
+    return drawn < fraction * 2**64
+
+
+def from_documents(
+    name: str, train: Documents, validation: Documents, tokenizer: Tokenizer, reason: str | None = None
+) -> TextDataset:
+    """Texts in memory as a dataset; its digest is of names, texts and tokenizer.
+
+    Raises:
+        DataError: If there is nothing to learn from.
+    """
+    if not any(text for _, text in train):
+        raise DataError(f"data.dataset={name} has no text to learn from; check data.path and data.validation_fraction.")
+    digest = text_digest(tokenizer.digest.encode(), *_bytes_of(train), b"held out", *_bytes_of(validation))
+    return TextDataset(
+        name=name,
+        train=encoded(train, tokenizer),
+        validation=encoded(validation, tokenizer),
+        tokenizer=tokenizer,
+        digest=digest,
+        reason=reason,
+    )
+
+
+def _bytes_of(documents: Documents) -> Iterable[bytes]:
+    return (part.encode("utf-8") for document in documents for part in document)
+
+
+def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """Documents to learn from, and those that are held out."""
+    train = [each for each in documents if not held_out(each[0], fraction)]
+    return train, [each for each in documents if held_out(each[0], fraction)]
+
+
+def _open_docs(data: Data) -> TextDataset:
+    train, validation = split_by_name(python_documentation(), data.validation_fraction)
+    return from_documents("docs", train, validation, open_tokenizer(data.text.tokenizer))
+
+
+def _open_folder(data: Data) -> TextDataset:
+    if data.path is None:
+        raise DataError("data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.")
+    train, validation, reason = folder_splits(Path(data.path), data.validation_fraction)
+    return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason)
+
+
+def folder_splits(root: Path, fraction: float) -> tuple[Documents, Documents, str | None]:
+    """The .txt files of a folder in two splits, and why ``fraction`` has no say in that, if it has none.
+
+    Raises:
+        DataError: If there are none, or one is no UTF-8.
+    """
+    if not root.is_dir():
+        raise DataError(f"data.path={root} is no folder; give one with .txt files, or with train and val in it.")
+    if not (root / "train").is_dir():
+        return (*split_by_name(_texts(root), fraction), None)
+    found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
+    if found is None:
+        return (*split_by_name(_texts(root / "train"), fraction), None)
+    return _texts(root / "train"), _texts(root / found), f"the folder has a split of its own: {found}"
+
+
+def _texts(root: Path) -> Documents:
+    """Every .txt file below a folder, by its path there, sorted."""
+    files = sorted(root.rglob("*.txt"), key=lambda each: each.relative_to(root).as_posix())
+    if not files:
+        raise DataError(f"there is no .txt file in {root}; check data.path.")
+    return [(each.relative_to(root).as_posix(), _text_of(each)) for each in files]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x} ({error.reason}); "
+            "convert it, or take it away."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or take it away.") from error
+
+
+OPENERS: dict[str, Callable[[Data], TextDataset]] = {
+    "docs": _open_docs,
+    "text_folder": _open_folder,
+}

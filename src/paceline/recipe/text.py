@@ -1,0 +1,28 @@
+"""The recipe's `data.text` section: how text becomes the samples of a language model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from paceline.recipe.fields import STRICT, Applies, OpenFraction, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Text:
+    """How text becomes samples."""
+
+    objective: Literal["causal", "masked"] = "causal"
+    """What is asked: `causal`, the next token after each (Radford et al. 2019); or `masked`, some that were hidden
+    (Devlin et al. 2018)."""
+    context: Annotated[PositiveInt, Field(ge=2)] = 256
+    """Most tokens in a sample, which is as far as the model can look."""
+    tokenizer: str = "bytes"
+    """`bytes`: each byte of the text's UTF-8 is a token; or a JSON file that a tokenizer was written to."""
+    rows: Literal["chunked", "single"] = "chunked"
+    """`chunked`: documents follow one another in one stream, which is cut every `context` tokens. `single`: each sample
+    is one document, or a part of one that is longer."""
+    mask_fraction: Annotated[OpenFraction, Field(gt=0), Applies("objective", ("masked",))] = 0.15
+    """Share of a sample's tokens that are asked for, at least one."""

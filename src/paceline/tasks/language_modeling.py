@@ -1,0 +1,210 @@
+"""Language modelling: the next token after each, or some that were hidden; cross-entropy over what is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import nn
+
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.slices import SampleWeights
+from paceline.data.text.corpus import TextDataset, TokenCorpus
+from paceline.data.text.datasets import open_text
+from paceline.data.text.masking import EVALUATION_SEED, Masking, masked_count
+from paceline.data.text.pipeline import TextPipeline, TextSplit
+from paceline.data.text.rows import NOTHING, RowTable, chunked_rows, single_rows
+from paceline.errors import DataError, ModelError
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.models.language import build_language_model, is_causal
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import all_but
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+_ROWS = {"chunked": chunked_rows, "single": single_rows}
+_LOSS = Metric(name="loss", per="tokens")
+_PERPLEXITY = Metric(name="perplexity", is_collected=True)
+_CAUSAL = (_LOSS, Metric(name="bits_per_byte", scale=1 / math.log(2), of="loss", per="bytes"), _PERPLEXITY)
+_MASKED = (_LOSS, Metric(name="masked_accuracy", scale=100.0, higher_is_better=True, of="right", per="tokens"))
+_USED = ("data.dataset", "data.path", "data.validation_fraction", "data.text")
+_OF_CLASSES = ("train.loss", "train.target_threshold", "train.label_smoothing", "evaluate.top_k")
+
+
+class LanguageModeling(Task):
+    """Learns to say which token comes next (`data.text.objective=causal`), or which were hidden (`masked`)."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._is_masked = recipe.data.text.objective == "masked"
+        self.metrics = _MASKED if self._is_masked else _CAUSAL
+        self.headline = "masked_accuracy" if self._is_masked else "bits_per_byte"
+
+    @cached_property
+    def dataset(self) -> TextDataset:
+        """The text and its tokenizer, opened when first asked for."""
+        return open_text(self.recipe.data)
+
+    @cached_property
+    def train_rows(self) -> RowTable:
+        """What each training sample is made of."""
+        return self._rows(self.dataset.train)
+
+    @cached_property
+    def evaluation_rows(self) -> RowTable:
+        """What each held-out sample is made of."""
+        return self._rows(self.dataset.validation)
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the text and cut it into samples."""
+        found, text = self.dataset, self.recipe.data.text
+        if self._is_masked and found.tokenizer.mask is None:
+            raise DataError(
+                "data.text.objective=masked needs a token that stands for a hidden one, which this tokenizer "
+                f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal."
+            )
+        if len(self.train_rows) == 0:
+            raise DataError(f"data.dataset={found.name} has no two tokens to learn from; check data.path.")
+        why = "the task language_modeling reads text"
+        unused = all_but(_USED, why) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
+        unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), why)
+        reasons = dict(unused)
+        if found.reason is not None:
+            reasons["data.validation_fraction"] = found.reason
+        return DataFacts(
+            train_samples=len(self.train_rows),
+            evaluation_samples=len(self.evaluation_rows),
+            description={
+                "dataset": found.name,
+                "digest": found.digest,
+                "objective": text.objective,
+                "vocabulary": found.tokenizer.vocabulary,
+                "context": text.context,
+                "documents": len(found.train.lengths),
+                "tokens": int(self.train_rows.tokens.sum()),
+                "evaluation_documents": len(found.validation.lengths),
+                "evaluation_tokens": int(self.evaluation_rows.tokens.sum()),
+            },
+            reasons=reasons,
+            unused=unused,
+        )
+
+    def sample_weights(self) -> SampleWeights:
+        """What is asked of each training sample, in tokens."""
+        table = self.train_rows
+        return self._hidden(table) if self._is_masked else table.targets
+
+    def description(self) -> dict[str, Any]:
+        """The tokenizer, and what else prediction needs."""
+        text = self.recipe.data.text
+        return {
+            "tokenizer": self.dataset.tokenizer.to_tree(),
+            "vocabulary": self.dataset.tokenizer.vocabulary,
+            "context": text.context,
+            "objective": text.objective,
+        }
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Rows of tokens, read in this process."""
+        found = self.dataset
+        return TextPipeline(
+            train=TextSplit(corpus=found.train, table=self.train_rows, masking=self._masking(self.recipe.seed)),
+            evaluation=TextSplit(
+                corpus=found.validation, table=self.evaluation_rows, masking=self._masking(EVALUATION_SEED)
+            ),
+            tokenizer=found.tokenizer,
+            placement=placement,
+        )
+
+    def build_model(self) -> nn.Module:
+        """The recipe's network, for the tokenizer's vocabulary and the rows' length."""
+        asked, text = self.recipe.model, self.recipe.data.text
+        causal = is_causal(asked)
+        if causal is not None and causal == self._is_masked:
+            raise ModelError(
+                f"model.name={asked.name} {'sees only what comes before' if causal else 'sees what comes after'}, and "
+                f"data.text.objective={text.objective} asks for {'what was hidden' if causal else 'what comes next'}; "
+                f"choose model.name={'bert' if causal else 'gpt'}, or the other objective."
+            )
+        return build_language_model(asked, vocabulary=self.dataset.tokenizer.vocabulary, context=text.context)
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Mean cross-entropy in nats over the tokens that are asked for."""
+        logits, targets = _logits(model, batch), batch.targets
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOTHING, reduction="sum")
+        return total / (targets != NOTHING).sum().clamp(min=1)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """Cross-entropy of each sample in nats, and what it is divided by: tokens asked for, and their bytes."""
+        logits, targets = _logits(model, batch), batch.targets
+        losses = F.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=NOTHING, reduction="none")
+        asked = targets != NOTHING
+        values = {"loss": losses.double().sum(dim=1) if losses.device.type != "mps" else losses.sum(dim=1)}
+        values |= {"tokens": asked.sum(dim=1), "bytes": batch.inputs["bytes"]}
+        if self._is_masked:
+            values["right"] = ((logits.argmax(dim=2) == targets) & asked).sum(dim=1)
+        return values
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Perplexity, which is no mean: e to the power of one."""
+        return () if self._is_masked else (Perplexity(),)
+
+    def _rows(self, corpus: TokenCorpus) -> RowTable:
+        text = self.recipe.data.text
+        return _ROWS[text.rows](corpus.lengths, text.context)
+
+    def _hidden(self, table: RowTable) -> SampleWeights:
+        return masked_count(table.tokens, self.recipe.data.text.mask_fraction)
+
+    def _masking(self, seed: int) -> Masking | None:
+        if not self._is_masked:
+            return None
+        text, tokenizer = self.recipe.data.text, self.dataset.tokenizer
+        assert tokenizer.mask is not None
+        return Masking(
+            seed=seed,
+            fraction=text.mask_fraction,
+            mask=tokenizer.mask,
+            vocabulary=tokenizer.vocabulary,
+            context=text.context,
+        )
+
+
+class Perplexity:
+    """The exponential of the mean loss of a token, exact over any number of processes."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
+        """Take a batch's nats and tokens."""
+        self._sums.append(torch.stack([values["loss"].sum(), values["tokens"].sum().to(values["loss"].dtype)]))
+
+    def part(self) -> list[list[float]]:
+        """Nats and tokens of each batch."""
+        found: list[list[float]] = torch.stack(self._sums).tolist() if self._sums else []
+        return found
+
+    def results(self, parts: Sequence[list[list[float]]]) -> dict[str, float]:
+        """Perplexity; infinite where it is too large for a number."""
+        rows = [row for part in parts for row in part]
+        tokens = sum(row[1] for row in rows)
+        if not tokens:
+            return {_PERPLEXITY.name: math.nan}
+        losses = [row[0] for row in rows]
+        mean = (math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)) / tokens
+        return {_PERPLEXITY.name: math.inf if mean > 700 else math.exp(mean)}
+
+
+def _logits(model: Model, batch: Batch) -> torch.Tensor:
+    inputs = batch.inputs
+    logits: torch.Tensor = model(inputs["tokens"], inputs.get("positions"), inputs.get("documents"))
+    return logits
