@@ -8,6 +8,7 @@ and what it was made of is there at a time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -178,7 +180,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValu
     recorder = _Recorder()
     state = torch.get_rng_state()
     try:
-        with torch.device("meta"), recorder:
+        with torch.device("meta"), _Asking(recorder), _truncation_taken_down(recorder), recorder:
             network = build()
     except PacelineError:
         raise
@@ -202,6 +204,37 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         )
         for name, tensor in own:
             yield f"{path}.{name}" if path else name, tensor
+
+
+class _Asking(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch
+    """Notes that a constructor asks whether there are numbers: it may then do something else."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]  # an attribute, to type checkers
+            self._recorder.why_not = "its constructor does otherwise where tensors have no numbers"
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
+    """Take down torch's truncated normal distribution as one operation: it draws until all numbers are inside."""
+    drawn: Any = torch.nn.init._no_grad_trunc_normal_  # every way to it goes through here
+
+    def taken_down(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
+        if tensor.device.type != "meta" or generator is not None:
+            return drawn(tensor, *args, generator=generator)  # type: ignore[no-any-return]  # torch's
+        recorder.draw(drawn, tensor, args)
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = taken_down  # for as long as the network is built
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = drawn  # as it was
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -232,13 +265,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         before = tree_map(self._taken, (args, given))
         answer = func(*args, **given)
         tensors = [each for each in (*tree_leaves((args, given)), *tree_leaves(answer)) if isinstance(each, Tensor)]
-        if not any(each.is_meta for each in tensors):
+        if not any(each.device.type == "meta" for each in tensors):
             return answer
         if given.get("generator") is not None:
             self.why_not = f"{func.__name__} draws from a random generator of its own"
         after = tree_map(self._taken, answer)
         reads = _storages(before)
-        writes = _written(func, *before)
         self.operations.append(
             _Operation(
                 operator=func,
@@ -246,7 +278,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 kwargs=before[1],
                 answer=after,
                 reads=reads,
-                writes=writes,
+                writes=_written(func, *before),
                 makes=frozenset(each for each in _storages(after) - reads if each >= known),
                 draws=torch.Tag.nondeterministic_seeded in func.tags,
                 overwrites=self._overwritten(func, args, before[0]),
@@ -254,20 +286,40 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         )
         return answer
 
+    def draw(self, function: Any, tensor: Tensor, args: tuple[Any, ...]) -> None:
+        """Take down that a function fills a tensor with random numbers."""
+        place = self.place(tensor)
+        self.operations.append(
+            _Operation(
+                operator=function,
+                args=(place, *args),
+                kwargs={},
+                answer=place,
+                reads=frozenset({place.storage}),
+                writes=frozenset({place.storage}),
+                makes=frozenset(),
+                draws=True,
+                overwrites=place.storage if _is_all(tensor) else None,
+            )
+        )
+
     def _taken(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         # What is real may change by the time it is needed.
-        return self.place(value) if value.is_meta else value.detach().clone()
+        return self.place(value) if value.device.type == "meta" else value.detach().clone()
 
     def _overwritten(self, func: Any, args: tuple[Any, ...], places: Any) -> int | None:
         """The storage of which an operation leaves nothing, if it does so."""
         if str(func.__name__).partition(".")[0] not in _OVERWRITING or not isinstance(places[0], _Place):
             return None
-        target: Tensor = args[0]
-        is_all = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         others = _storages((places[1:],))
-        return places[0].storage if is_all and places[0].storage not in others else None
+        return places[0].storage if _is_all(args[0]) and places[0].storage not in others else None
+
+
+def _is_all(tensor: Tensor) -> bool:
+    """Whether nothing else is in its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _storages(tree: Any) -> frozenset[int]:
