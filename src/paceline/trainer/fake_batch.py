@@ -19,6 +19,7 @@ from paceline.data.image.mixing import Mixing
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleSlice
+from paceline.data.text.stand_in import REFERENCE, VOCABULARY
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -31,6 +32,7 @@ BatchMaker = Callable[[int], Batch]
 """Makes a micro-batch of so many samples."""
 
 _FEW = 2
+_TEXTS = ("text_folder", "tokens", "huggingface_text")
 _IMAGENET = {"samples": 1_281_167, "classes": 1000}
 _CIFAR = {"samples": 50_000, "classes": 10, "image_size": 32}
 
@@ -41,6 +43,8 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     What decides memory and arithmetic of a step stays as it is: the size of images, mixing, repeats.
     """
     data = recipe.data
+    if data.path is None and data.dataset in _TEXTS:
+        return _with_stand_in_text(recipe)
     if data.path is not None or data.dataset not in ("image_folder", "packed", "webdataset", "huggingface", "cifar10"):
         return recipe, None
     known = _CIFAR if data.dataset == "cifar10" else _IMAGENET
@@ -59,6 +63,14 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     name = "CIFAR-10" if known is _CIFAR else "ImageNet"
     said = f"data.path is not set: as for {name}, {known['classes']:,} classes and images of {size} pixels are assumed"
     return replace(recipe, data=assumed), said
+
+
+def _with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str]:
+    tokens = f"{VOCABULARY:,} different tokens are assumed, as GPT-2 has"
+    if recipe.data.text.tokenizer != "bytes":
+        tokens = "the tokens of data.text.tokenizer are assumed"
+    assumed = replace(recipe.data, dataset=REFERENCE)
+    return replace(recipe, data=assumed), f"data.path is not set: {tokens}"
 
 
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
