@@ -1,8 +1,12 @@
-"""What may a batch be made of? Tensors, or tuples, lists and dicts of them, however deep."""
+"""What may a batch be made of? Tensors, or tuples, lists and dicts of them, however deep.
+
+A batch's tensors have its samples along their first axis, and its lists an entry for each sample: pictures of unequal
+shapes, say. Tuples and dicts hold parts that are such tensors or lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +41,42 @@ def tensors_in(*values: Nested) -> Iterator[Tensor]:
 
 
 def rows_of(value: Nested) -> int | None:
-    """Samples in a batch's inputs: the length of its first tensor; None where there is none."""
-    first = next(tensors_in(value), None)
-    return None if first is None or not first.ndim else len(first)
+    """Samples in a batch's inputs: the length of its first tensor or list; None where there is none."""
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim else None
+    if isinstance(value, list):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return next((rows for rows in map(rows_of, parts) if rows is not None), None)
+
+
+def copied(value: Nested) -> Nested:
+    """The same with copies of its tensors."""
+    return mapped(lambda tensor: tensor.clone(), value)
+
+
+def chosen(value: Nested, rows: Sequence[int], *, of: int) -> Nested:
+    """Some samples of a batch's inputs or targets, in another order if need be.
+
+    Args:
+        value: What is said of the whole batch.
+        rows: Which of its samples, each as often as it is named.
+        of: How many the batch has. What does not have so many entries belongs to no sample, and stays.
+    """
+    if isinstance(value, Tensor):
+        if not value.ndim or len(value) != of:
+            return value
+        found = value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
+        is_last = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
+        return found.contiguous(memory_format=torch.channels_last) if is_last else found
+    if isinstance(value, dict):
+        return {key: chosen(each, rows, of=of) for key, each in value.items()}
+    if isinstance(value, list):
+        return [value[row] for row in rows] if len(value) == of else value
+    if isinstance(value, tuple):
+        parts = (chosen(each, rows, of=of) for each in value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 def joined_along_samples(parts: list[Nested]) -> Nested:
@@ -47,6 +84,9 @@ def joined_along_samples(parts: list[Nested]) -> Nested:
 
     Args:
         parts: Of the same structure, at least one.
+
+    Raises:
+        RuntimeError: If tensors differ along other axes: padded to unequal lengths, say.
     """
     first = parts[0]
     if isinstance(first, Tensor):

@@ -140,7 +140,7 @@ class CompiledNetwork(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network."""
-        shape = _shape(args, kwargs)
+        shape = shape_of(args, kwargs)
         if not self.compiles(shape):
             return self.network(*args, **kwargs)
         key = (torch.is_grad_enabled(), self.network.training, shape)
@@ -168,10 +168,15 @@ class CompiledNetwork(nn.Module):
         return bool(shape) and shape[0] in self._sizes[torch.is_grad_enabled()]
 
 
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the first tensor among the arguments; empty if there is none."""
+def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the first tensor among the arguments; empty if there is none, or if they begin with a list.
+
+    A list has a tensor for each sample, of shapes that hardly ever come again: such a batch is not compiled for.
+    """
     if args and isinstance(args[0], Tensor):
         return tuple(args[0].shape)
+    if args and isinstance(args[0], list):
+        return ()
     return next((tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)), ())
 
 

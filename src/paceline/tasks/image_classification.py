@@ -43,6 +43,7 @@ class ImageClassification(Task):
     """
 
     headline = "top1_accuracy"
+    unit = "images"
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import Nested
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.metrics.accumulator import Collector, Metric
@@ -32,10 +33,12 @@ class Task(ABC):
         recipe: What was asked; each section is there to be used.
         metrics: What :meth:`score` and the collectors report, the loss first; may be known once the data are.
         headline: The metric that ``evaluate.metric=auto`` stands for.
+        unit: What :meth:`sample_weights` count, in the plural: ``tokens``; else what samples are called.
     """
 
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
     headline: str = "loss"
+    unit: str = "samples"
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -119,6 +122,6 @@ class Task(ABC):
         """
         return None
 
-    def pictures(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        """A batch's inputs [N, ...] as pictures for people, uint8 [N, C, H, W]; by default none."""
+    def pictures(self, inputs: Nested) -> torch.Tensor | None:
+        """A batch's inputs, of N samples, as pictures for people, uint8 [N, C, H, W]; by default none."""
         return None

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.data.nested import rows_of
 from paceline.errors import ModelError
+from paceline.models.compiled import shape_of
 from paceline.records.events import IncidentEvent, MeasurementEvent
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ def try_compiled(trial: Trial) -> MeasurementEvent:
     run = trial.run
     called = run.strategy.model
     compiled = run.compiled["model"]
-    if not compiled.compiles(tuple(trial.batch.inputs.shape)):
-        message = f"model.compile: micro-batches of {len(trial.batch.inputs)}, as the first one, run uncompiled"
+    inputs = trial.batch.inputs
+    if not compiled.compiles(shape_of((inputs,), {})):
+        message = f"model.compile: micro-batches of {rows_of(inputs)}, as the first one, run uncompiled"
         return MeasurementEvent(**run.progress.here, what="compile", message=message, seconds=0.0)
     found = trial.gradients(called)
     expected = trial.gradients(run.network)

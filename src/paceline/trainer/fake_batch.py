@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from paceline.data.batch import Batch
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
+from paceline.data.nested import Nested
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.slices import SampleSlice
+from paceline.data.slices import SampleIds, SampleSlice, SampleWeights
 from paceline.data.text.stand_in import REFERENCE, VOCABULARY
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
@@ -76,18 +77,37 @@ def _with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str]:
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """What makes batches like the run's, with empty tensors; to be used where those are fake.
 
-    An image task's are known from its plan. Of another one's, two samples are read.
+    An image task's are known from its plan. Of another one's, a few samples are read: those that count for most, if
+    they do not count alike, so that batches are as long as they get.
     """
     if _shows_images(task):
         return _images(task, plan, placement)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
-        few = min(_FEW, plan.train_samples)
-        geometry = StepGeometry(
-            seed=task.recipe.seed, samples=plan.train_samples, global_batch_size=few, logical_ranks=1
-        )
-        example = next(iter(pipeline.train_batches(geometry, 0, 1, World())))
-    return _like(example)
+        weights = task.sample_weights()
+
+        def read(count: int) -> Batch:
+            geometry = one_batch(task.recipe.seed, min(count, plan.train_samples), weights)
+            return next(iter(pipeline.train_batches(geometry, 0, 1, World())))
+
+        return _like(read(_FEW), read(2 * _FEW))
+
+
+def one_batch(seed: int, count: int, weights: SampleWeights | None = None) -> StepGeometry:
+    """The geometry of a single batch of so many samples: the first ones, or those that count for most."""
+    # Stable: of equal ones the first. Their order does not matter, but that those of fewer are among those of more.
+    heaviest = np.arange(count) if weights is None else np.argsort(-weights, kind="stable")[:count]
+    return _Given(seed=seed, samples=count, global_batch_size=count, logical_ranks=1, ids=heaviest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given(StepGeometry):
+    """One step, of these samples."""
+
+    ids: SampleIds = field(repr=False, compare=False)
+
+    def slices(self, step: int, world: World) -> list[SampleSlice]:
+        return [replace(part, ids=self.ids) for part in super().slices(step, world)]
 
 
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
@@ -96,9 +116,11 @@ def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> Batc
         return _scored_images(task, plan, placement)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=False, evaluation=True)
-        few = min(_FEW, plan.evaluation_samples)
-        example = next(iter(pipeline.evaluation_batches(few, World())))
-    return _like(example)
+        small, large = (
+            next(iter(pipeline.evaluation_batches(min(count, plan.evaluation_samples), World())))
+            for count in (_FEW, 2 * _FEW)
+        )
+    return _like(small, large)
 
 
 def _shows_images(task: Task) -> TypeGuard[ImageClassification]:
@@ -136,21 +158,45 @@ def _images(task: ImageClassification, plan: Plan, placement: Placement) -> Batc
     return make
 
 
-def _like(example: Batch) -> BatchMaker:
-    rows = len(example.ids)
+def _like(small: Batch, large: Batch) -> BatchMaker:
+    """Batches of any size like two that were read, from what is larger in the larger one."""
+    sizes = (len(small.ids), len(large.ids))
 
     def make(count: int) -> Batch:
-        def resized(tensor: Tensor) -> Tensor:
-            shape = (count, *tensor.shape[1:]) if tensor.ndim and tensor.shape[0] == rows else tensor.shape
-            channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-            memory_format = torch.channels_last if channels_last else torch.contiguous_format
-            return torch.empty(shape, dtype=tensor.dtype).to(memory_format=memory_format)
-
         part = _part(count)
-        inputs, targets = (tree_map_only(Tensor, resized, each) for each in (example.inputs, example.targets))
-        return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())
+        inputs = _resized(small.inputs, large.inputs, sizes, count)
+        targets = _resized(small.targets, large.targets, sizes, count)
+        return replace(small, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())
 
     return make
+
+
+def _resized(small: Nested, large: Nested, sizes: tuple[int, int], count: int) -> Nested:
+    """What a batch of ``count`` samples has where batches of two sizes have these."""
+    if isinstance(large, Tensor):
+        return _empty(small, large, sizes, count)
+    if isinstance(large, dict):
+        return {key: _resized(small[key], each, sizes, count) for key, each in large.items()}
+    if isinstance(large, list) and (len(small), len(large)) == sizes:
+        # An entry for each sample, as large as those that were read.
+        return [_resized(each, each, sizes, count) for each in islice(cycle(large), count)]
+    if isinstance(large, list | tuple):
+        parts = [_resized(one, two, sizes, count) for one, two in zip(small, large, strict=True)]
+        return type(large)(*parts) if hasattr(large, "_fields") else type(large)(parts)
+    return large
+
+
+def _empty(small: Tensor, large: Tensor, sizes: tuple[int, int], count: int) -> Tensor:
+    shape = list(large.shape)
+    if shape and small.shape[0] != large.shape[0]:
+        # Along a line: one row for each sample, mostly, or as many as a sample has of something.
+        share = (count - sizes[0]) / (sizes[1] - sizes[0])
+        shape[0] = max(1, round(small.shape[0] + share * (large.shape[0] - small.shape[0])))
+    elif shape and shape[0] == sizes[0] == sizes[1]:
+        shape[0] = count  # there was but one size to be read
+    channels_last = large.ndim == 4 and large.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=large.dtype).to(memory_format=memory_format)
 
 
 def _part(count: int) -> SampleSlice:

@@ -285,7 +285,7 @@ def _check_tail(prepared: Prepared) -> None:
 def _as_small_as_in_training(sample: Batch, prepared: Prepared) -> Batch:
     """An evaluation's image cut to the smallest that training shows: of a larger one, BatchNorm would see more."""
     size = prepared.plan.data.get("image_size")
-    if not isinstance(size, int) or sample.inputs.ndim != 4:
+    if not isinstance(size, int) or not isinstance(sample.inputs, torch.Tensor) or sample.inputs.ndim != 4:
         return sample
     smallest = prepared.recipe.data.progressive.size_at(0, size)
     return replace(sample, inputs=sample.inputs[:, :, :smallest, :smallest])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import tensors_in
 from paceline.models.flops import WorkCounter
 from paceline.studies.doctor.findings import Place
 from paceline.studies.doctor.layers import Layer, class_places, watching_layers, with_flops
@@ -51,8 +52,9 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
     with watching_layers(network, samples) as seen, WorkCounter(network) as counter:
         step()
     named = {name: each for name, each in network.named_parameters() if each.requires_grad}
-    inputs = batch.inputs
-    laid_out = inputs.ndim == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
+    laid_out = any(
+        each.ndim == 4 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors_in(batch.inputs)
+    )
     return Anatomy(
         layers=with_flops(seen.layers.values(), counter.found, samples),
         biased=seen.biased,

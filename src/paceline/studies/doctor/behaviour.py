@@ -10,6 +10,7 @@ from torch import nn
 from torch.backends import cudnn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import tensors_in
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
@@ -84,7 +85,8 @@ def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
 def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
     network, task = prepared.network.train(), prepared.task
     watcher = CallWatcher(
-        [*network.parameters(), *network.buffers(), batch.inputs, batch.targets], samples=max(1, len(batch.ids))
+        [*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)],
+        samples=max(1, len(batch.ids)),
     )
 
     def step() -> None:
@@ -127,4 +129,4 @@ def _scores_with_gradient(task: Task, network: nn.Module, batch: Batch) -> bool:
         return False
     finally:
         network.train()
-    return any(each.requires_grad for each in scores.values())
+    return any(each.requires_grad for each in tensors_in(scores))

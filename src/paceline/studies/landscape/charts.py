@@ -41,18 +41,24 @@ def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[obj
     metric = report.runs[0].gap_metric
     loss = next(iter(report.runs[0].results["train"]))
     heading = ["run", "batch", "peak lr", "steps", f"train {loss}", f"test {loss}"]
-    heading += [] if metric is None else ["train %", "test %", "gap"]
+    if metric is not None:
+        heading += ["train %", "test %", "gap"] if _is_share(metric) else [f"train {metric}", f"test {metric}", "gap"]
     epsilons = [each.epsilon for each in report.runs[0].sharpness]
     heading += [f"sharpness {epsilon:g} (%)" for epsilon in epsilons]
     heading += ["top eigenvalue"] if report.runs[0].curvature is not None else []
     return tuple(heading), [tuple(_row(run, loss, metric)) for run in report.runs]
 
 
+def _is_share(metric: str) -> bool:
+    return metric.endswith("accuracy")
+
+
 def _row(run: RunLandscape, loss: str, metric: str | None) -> Iterator[object]:
     train, test = run.results["train"], run.results["validation"]
     yield from (str(run.run), run.batch_size, f"{run.peak_lr:g}", run.steps, _short(train[loss]), _short(test[loss]))
     if metric is not None:
-        yield from (f"{train[metric]:.2f}", f"{test[metric]:.2f}", f"{run.gap:.2f}")
+        figures = (train[metric], test[metric], run.gap)
+        yield from (f"{each:.2f}" if _is_share(metric) else _short(each or 0.0) for each in figures)
     yield from (_short(each.percent) for each in run.sharpness)
     if run.curvature is not None:
         yield _short(run.curvature.value) + ("" if run.curvature.converged else " (not converged)")

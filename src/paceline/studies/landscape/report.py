@@ -43,9 +43,9 @@ class RunLandscape:
         batch_size: Samples per step.
         peak_lr: Peak learning rate.
         results: By split, each metric as evaluation has it (with stored statistics).
-        gap: Accuracy on the training samples less that on the validation samples, in points; the metric is
-            ``gap_metric``. None where there is no accuracy.
-        gap_metric: The first accuracy that the task has.
+        gap: What the task is judged by (accuracy in points, say) on the training samples less that on the validation
+            samples; the metric is ``gap_metric``. None where that is the loss.
+        gap_metric: The task's headline.
         curve: Along the first random direction.
         surface: Along the first two.
         trajectory: If there was one to draw.

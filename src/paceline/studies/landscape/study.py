@@ -139,8 +139,10 @@ def _look_at(run: Opened, request: LandscapeRequest, collectives: Collectives, n
     }
     done = _together(works, collectives)
     results = dict(zip(("train", "validation"), done["results"], strict=True))
-    metric = next((each.name for each in subject.task.metrics if each.name.endswith("accuracy")), None)
-    loss = done["here"][0][subject.task.metrics[0].name]
+    loss_name = subject.task.metrics[0].name
+    measured = {each.name for each in subject.task.metrics} - {loss_name}
+    metric = subject.task.headline if subject.task.headline in measured else None
+    loss = done["here"][0][loss_name]
     boxes = _boxes(request)
     return RunLandscape(
         run=run.target,

@@ -43,10 +43,16 @@ class Subject:
         *,
         batch_norm: BatchNormUse = "recomputed",
     ) -> None:
+        if task.metrics[0].is_collected:
+            raise PacelineError(
+                f"the first metric of the task {type(task).__name__}, {task.metrics[0].name}, is collected and no mean, "
+                "and a landscape is that of a loss; put the loss first among its metrics."
+            )
         self.task = task
         self.network = network.eval().requires_grad_(requires_grad=True)
         self.batch_norm = batch_norm
         self._samples = {split: tuple(batches) for split, batches in samples.items()}
+        self._numbers: dict[Split, float] = {}
         self._named = dict(network.named_parameters())
         self._parameters = list(self._named.values())
         self._statistics = [each for each in network.buffers() if each.is_floating_point()]
@@ -98,11 +104,17 @@ class Subject:
             batch_norm: Where statistics come from, if not as everywhere else.
         """
         self.move_to(point)
-        sums = Accumulator(self.task.metrics, self.device)
+        sums, collectors = Accumulator(self.task.metrics, self.device), self.task.collectors()
         with self._norms_in(batch_norm or self.batch_norm), torch.no_grad():
             for batch in self._samples[on]:
-                sums.add(self.task.score(self.network, batch))
-        return sums.results(sums.rows())[1]
+                scores = self.task.score(self.network, batch)
+                sums.add(scores)
+                for each in collectors:
+                    each.add(scores, batch.ids)
+        found = sums.results(sums.rows())[1]
+        for each in collectors:
+            found |= each.results([each.part()])
+        return found
 
     def loss_and_gradient(self, point: Tensor, on: Split) -> tuple[float, Tensor]:
         """The mean loss over a split at a point, and its gradient there, [size]."""
@@ -142,16 +154,28 @@ class Subject:
 
     def _losses(self, on: Split) -> Iterator[Tensor]:
         """Each batch's share of the mean loss over the split."""
-        count, name = self.count(on), self.task.metrics[0].name
+        metric, number = self.task.metrics[0], self._number(on)
+        name = metric.summed
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         for batch in self._samples[on]:
-            share = self.task.score(self.network, batch)[name].to(exact).sum() / count
+            share = metric.scale * self.task.score(self.network, batch)[name].to(exact).sum() / number
             if not share.requires_grad:
                 raise PacelineError(
                     f"the task {type(self.task).__name__} gives a {name} without a gradient when it scores, so that "
                     "neither sharpness nor curvature can be computed; leave --measure sharpness and curvature out."
                 )
             yield share
+
+    def _number(self, on: Split) -> float:
+        """What the loss of a split is divided by: its samples, or what the task's metric says, tokens say."""
+        per = self.task.metrics[0].per
+        if per is None:
+            return self.count(on)
+        if on not in self._numbers:
+            with torch.no_grad():
+                scores = (self.task.score(self.network, batch) for batch in self._samples[on])
+                self._numbers[on] = sum(float(each[per].sum()) for each in scores)
+        return self._numbers[on]
 
     @contextlib.contextmanager
     def _norms_in(self, use: BatchNormUse) -> Iterator[None]:

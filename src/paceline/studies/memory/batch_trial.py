@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.data.batch import Batch, Progress
+from paceline.data.nested import chosen
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.slices import SampleSlice
+from paceline.data.slices import SampleSlice, SampleWeights
+from paceline.metrics.accumulator import Collector
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Model, Task
+from paceline.trainer.fake_batch import one_batch
 from paceline.world import World
 
 REFERENCE = "paceline.studies.memory.batch_trial:task"
@@ -59,7 +61,7 @@ def task(recipe: Recipe) -> Task:
 
 
 class TrialTask(Task):
-    """A task with as many samples as a trial needs, which are a few that are repeated.
+    """A task with as many samples as a trial needs, which are a few that are repeated, and count for one each.
 
     Args:
         inner: The recipe's own.
@@ -69,7 +71,7 @@ class TrialTask(Task):
     def __init__(self, inner: Task, orders: Orders) -> None:
         super().__init__(inner.recipe)
         self.inner = inner
-        self.metrics = inner.metrics
+        self.metrics, self.headline, self.unit = inner.metrics, inner.headline, inner.unit
         self._orders = orders
 
     def data_facts(self, world: World) -> DataFacts:
@@ -85,7 +87,7 @@ class TrialTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """The task's, of which a few samples are read."""
-        return _Repeated(self.inner.open_pipeline(placement), self._orders)
+        return _Repeated(self.inner.open_pipeline(placement), self._orders, self.inner.sample_weights())
 
     def build_model(self) -> nn.Module:
         """The task's."""
@@ -106,9 +108,13 @@ class TrialTask(Task):
         """The task's."""
         return self.inner.loss(model, batch)
 
-    def score(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """The task's."""
         return self.inner.score(model, batch)
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """The task's."""
+        return self.inner.collectors()
 
     def evaluated(self, model: Model) -> Model:
         """The task's."""
@@ -118,9 +124,10 @@ class TrialTask(Task):
 class _Repeated:
     """A pipeline whose batches are a few samples, repeated; the next one is made before this one is done with."""
 
-    def __init__(self, inner: Pipeline, orders: Orders) -> None:
+    def __init__(self, inner: Pipeline, orders: Orders, weights: SampleWeights | None) -> None:
         self._inner = inner
         self._orders = orders
+        self._weights = weights
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         self._inner.start(training=training, evaluation=evaluation)
@@ -129,7 +136,7 @@ class _Repeated:
         self._inner.load(report)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        few = replace(geometry, samples=_FEW, global_batch_size=_FEW, logical_ranks=1, growth=(), repeats=1)
+        few = one_batch(geometry.seed, _FEW, self._weights)
         example = next(iter(self._inner.train_batches(few, 0, 1, World())))
         ready: Batch | None = None
         for part in geometry.stream(first, last, world):
@@ -153,14 +160,6 @@ class _Repeated:
 
 def _repeated(example: Batch, part: SampleSlice) -> Batch:
     rows = len(example.ids)
-
-    def repeat(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or tensor.shape[0] != rows:
-            return tensor
-        chosen = torch.arange(len(part.ids), device=tensor.device) % rows
-        found = tensor.index_select(0, chosen)
-        is_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        return found.contiguous(memory_format=torch.channels_last) if is_last else found
-
-    inputs, targets = (tree_map_only(Tensor, repeat, each) for each in (example.inputs, example.targets))
+    again = [index % rows for index in range(len(part.ids))]
+    inputs, targets = (chosen(each, again, of=rows) for each in (example.inputs, example.targets))
     return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())

@@ -211,7 +211,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             savings=(_spread(job, ways, memory),),
             verdict=weigh(job, memory, ways),
-            notices=tuple(each for each in (assumed, *unheeded, *_notices(job.plan, steps)) if each),
+            notices=tuple(each for each in (assumed, *unheeded, *_notices(job, steps)) if each),
             seconds=0.0,
         )
         least = job.least(now, memory)
@@ -289,7 +289,13 @@ def _spread(job: Job, ways: int, memory: int | None) -> Saving:
     return Saving(change=change, needed=total, saved=job.least(now, memory) - total)
 
 
-def _notices(plan: Plan, steps: Steps) -> Iterator[str]:
+def _notices(job: Job, steps: Steps) -> Iterator[str]:
+    plan = job.plan
+    if steps.goes_one_by_one:
+        yield (
+            f"the network goes through its samples one by one, so that each size was done by itself: no more than "
+            f"{job.most}, a process's share of a step, were looked for"
+        )
     if why := steps(max(2, plan.micro_batch_size)).why_unscored:
         yield f"evaluation is not in the estimate: {why}"
     if plan.compile != "off":

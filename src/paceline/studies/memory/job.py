@@ -12,7 +12,7 @@ from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
 from paceline.studies.memory.compression import compressed, hooks_of
 from paceline.studies.memory.replay import Peak, fits, peak_of
 from paceline.studies.memory.surroundings import outside, with_data_set, with_input, with_libraries
-from paceline.studies.memory.trace import StepTrace
+from paceline.studies.memory.trace import Steps, StepTrace
 from paceline.studies.memory.variants import (
     Spread,
     accumulated,
@@ -49,6 +49,8 @@ class Job:
     Attributes:
         numbers: The network's parameters, counted.
         share: Samples of a process in the largest step; fewer in a micro-batch are made up for by accumulation.
+        most: Samples of a micro-batch; no more are looked for. Where samples are gone through one by one, each size has
+            to be done, and no run takes more than its share.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Job:
         self._caching = machine.device in ("cuda", "xpu")
         self.outside = outside(machine.device, self.plan.world_size)
         self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
+        one_by_one = isinstance(steps, Steps) and steps.goes_one_by_one
+        self.most = max(1, self.share) if one_by_one else MOST
         self.forget()
 
     def forget(self) -> None:
@@ -146,7 +150,7 @@ class Job:
 
         # Below the process's share gradients are kept from one micro-batch to the next.
         if room_for(self.share):
-            return _last(room_for, self.share, self._guess(memory, strategy, self.share), MOST, roughly)
+            return _last(room_for, self.share, self._guess(memory, strategy, self.share), self.most, roughly)
         if not room_for(1):
             return 0
         return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
@@ -157,9 +161,9 @@ class Job:
         for _ in range(_GUESSES):
             below, above = (self.needed(each, strategy) for each in (first, second))
             found = first + int((memory - below) * (second - first) / max(above - below, 1))
-            if found <= first or abs(found - second) < second * _ROUGHLY:
+            if found <= first or self.most <= first or abs(found - second) < second * _ROUGHLY:
                 break
-            second = min(found, MOST)
+            second = min(found, self.most)
         return found
 
     def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.models.ema import ExponentialMovingAverage
@@ -149,7 +150,9 @@ class _RealStep:
 
 
 def _filled(batch: Batch, device: torch.device) -> Batch:
-    inputs, targets = batch.inputs.to(device), batch.targets.to(device)
-    if inputs.is_floating_point():
-        inputs.normal_()
-    return replace(batch, inputs=inputs, targets=targets.zero_())
+    def filled(tensor: Tensor) -> Tensor:
+        there = tensor.to(device)
+        return there.normal_() if there.is_floating_point() else there.zero_()
+
+    inputs, targets = mapped(filled, batch.inputs), mapped(lambda each: each.to(device).zero_(), batch.targets)
+    return replace(batch, inputs=inputs, targets=targets)

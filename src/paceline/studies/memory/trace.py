@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import tensors_in
 from paceline.errors import ModelError
 from paceline.studies.memory import cpu_kernels, cuda_kernels
 from paceline.telemetry.allocations import Allocation, AllocationTrace
@@ -28,6 +29,8 @@ START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", 
 _ORDER = (START, REHEARSAL, FIRST, STEP, EVALUATION, STEP)
 # Smaller ones are worked out: a network may do otherwise, or refuse, where there is but one sample.
 _SMALLEST = 2
+# Storages of a step of twice as many samples, over those of the other.
+_MANY_MORE = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ def trace_step(step: FakeRun) -> StepTrace:
         trace.hold(step.network.parameters(), "weights")
         trace.hold(step.network.buffers(), "buffers")
         trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
-        trace.hold([step.batch.inputs, step.batch.targets], "batch")
+        trace.hold(tensors_in(step.batch.inputs, step.batch.targets), "batch")
         cuts = [len(trace.events)]
         gradients = _pass(step, trace)
         cuts.append(len(trace.events))
@@ -163,7 +166,7 @@ def _evaluate(step: FakeRun, trace: AllocationTrace) -> str:
     """An evaluation, or why there is none that could be had."""
 
     def see(batch: Batch) -> None:
-        trace.call([batch.inputs, batch.targets], "batch")
+        trace.call(tensors_in(batch.inputs, batch.targets), "batch")
 
     try:
         step.evaluate(see)
@@ -217,6 +220,11 @@ class Steps:
         self._small, self._large, self._again = small, large, again
         self.is_linear = small.shape == large.shape
         self._done: dict[int, StepTrace] = {small.micro_batch: small, large.micro_batch: large}
+
+    @property
+    def goes_one_by_one(self) -> bool:
+        """Whether there are the more storages the more samples: the network goes through them in a loop."""
+        return len(self._large.allocations) >= _MANY_MORE * len(self._small.allocations)
 
     def __call__(self, micro_batch: int) -> StepTrace:
         """The step of so many samples."""

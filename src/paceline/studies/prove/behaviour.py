@@ -6,7 +6,7 @@ import torch
 
 from paceline.studies.prove.evidence import Evidence
 from paceline.studies.prove.network import Dropout, dropouts
-from paceline.studies.prove.notes import MicroBatchNote, Observed
+from paceline.studies.prove.notes import MicroBatchNote, Observed, alike
 from paceline.studies.prove.reference import parts_of
 from paceline.studies.prove.verdict import Check, Question, named
 
@@ -59,7 +59,7 @@ def samples(evidence: Evidence) -> Check:
     wanted = _by_step(evidence.asked)
     for run in others:
         found = _by_step(run)
-        apart = [step for step in wanted if found.get(step) != wanted[step]]
+        apart = [step for step in wanted if not _same(found.get(step, []), wanted[step])]
         if apart and not run.trouble:
             text = f"{run.name}: step {apart[0] + 1} has other samples, or other contents, than in one process"
             return question.measured(len(apart), found=text)
@@ -142,6 +142,11 @@ def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
     for note in run.micro_batches:
         found.setdefault(note.step, []).extend(zip(note.ids, note.contents, strict=True))
     return found
+
+
+def _same(found: list[tuple[int, str]], wanted: list[tuple[int, str]]) -> bool:
+    pairs = list(zip(found, wanted, strict=False))
+    return len(found) == len(wanted) and all(one[0] == two[0] and alike(one[1], two[1]) for one, two in pairs)
 
 
 def _varies(evidence: Evidence) -> bool:

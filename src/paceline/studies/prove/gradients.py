@@ -90,7 +90,14 @@ def processes(evidence: Evidence) -> Check:
 
 def _against_whole(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
     """Each step against one pass over its samples, as they came in this run: what is mixed has partners in its part."""
-    return _gaps(run, steps, run, lambda batches: [[joined(batches)]], evidence.plain_whole)
+
+    def together(batches: list[Batch]) -> Groups:
+        try:
+            return [[joined(batches)]]
+        except RuntimeError:  # padded to unequal lengths: how to pad them together only the pipeline knows
+            return [parts_of(evidence.whole.batches, batches[0].slice.step)]
+
+    return _gaps(run, steps, run, together, evidence.plain_whole)
 
 
 def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import chosen
 from paceline.studies.prove.network import dropouts, norms, put_to_rest
 from paceline.studies.prove.notes import copies_of
 from paceline.studies.prove.reference import Plain, difference
@@ -98,9 +99,15 @@ def _noise(plain: Plain, batch: Batch) -> float:
     """By how much the gradient differs if the batch's samples come in another order."""
     tensors = copies_of(plain.network)
     forward = dict(plain.gradients(tensors, [[batch]]))
-    backward = plain.gradients(tensors, [[replace(batch, inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))]])
+    backward = plain.gradients(tensors, [[_of(batch, range(len(batch.ids))[::-1])]])
     noise = difference(backward, forward).relative
     return noise if math.isfinite(noise) else 0.0
+
+
+def _of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some of a batch's samples, in another order if need be."""
+    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
 
 
 def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
@@ -116,8 +123,7 @@ def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
     with torch.no_grad():
         if plain.loss(batch, 0).item() != loss(0):
             return "what the network keeps of earlier micro-batches takes part in the loss"
-    part = replace(batch, inputs=batch.inputs[:micro_batch], targets=batch.targets[:micro_batch])
-    alone = plain.answers(replace(part, ids=batch.ids[:micro_batch]))
+    alone = plain.answers(_of(batch, range(min(micro_batch, len(batch.ids)))))
     together = plain.answers(batch)
     if alone is None or together is None:
         return ""

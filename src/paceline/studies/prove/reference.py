@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
+from paceline.data.nested import copied, joined_along_samples
 from paceline.data.random_draws import seed_of
 from paceline.recipe.schema import Recipe
 from paceline.studies.prove.network import norms, shake
@@ -95,22 +96,22 @@ class Plain:
         drawn = seed_of(self._recipe.seed, place.step, place.logical_rank)
         torch.manual_seed(drawn if seed is None else seed)
         # A copy: a network may write into what it is given.
-        copied = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone())
-        return self._task.loss(self.network, copied)
+        own = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
+        return self._task.loss(self.network, own)
 
     def gradients(self, tensors: Mapping[str, Tensor], groups: Sequence[Sequence[Batch]]) -> Gradients:
-        """The gradient of the mean loss over the samples of all batches.
+        """The gradient of the mean loss over the samples of all batches, or over what they count for.
 
         Args:
             tensors: Weights and buffers by name.
             groups: Micro-batches; each group begins with these buffers, and goes on with what its own batches leave.
         """
-        total = sum(len(batch.ids) + len(batch.broken) for group in groups for batch in group)
+        total = sum(_planned(batch) for group in groups for batch in group)
         self.network.zero_grad(set_to_none=True)
         for group in groups:
             self.load(tensors)
             for batch in group:
-                share = self.loss(batch) * (len(batch.ids) / total)
+                share = self.loss(batch) * (batch.weight / total)
                 share.backward()  # type: ignore[no-untyped-call]  # torch
         self._clip()
         return {name: each.grad for name, each in self.network.named_parameters() if each.requires_grad}
@@ -121,11 +122,18 @@ class Plain:
         with self._evaluating(), torch.no_grad():
             batches = self._prepared.pipeline.evaluation_batches(1, World())
             asked = self._task.evaluated(self.network)
-            scores = [self._task.score(asked, batch) for batch in batches if len(batch.ids)]
-        return {
-            metric.name: metric.scale * sum(each[metric.name].double().mean().item() for each in scores) / len(scores)
-            for metric in self._task.metrics
-        }
+            scored = [(self._task.score(asked, batch), batch.ids) for batch in batches if len(batch.ids)]
+
+        def total(name: str | None) -> float:
+            return sum(1.0 if name is None else each[name].double().sum().item() for each, _ in scored)
+
+        found: dict[str, float] = {}
+        for collector in self._task.collectors():
+            for each, ids in scored:
+                collector.add(each, ids)
+            found |= collector.results([collector.part()])
+        means = (metric for metric in self._task.metrics if not metric.is_collected)
+        return found | {each.name: each.scale * total(each.summed) / total(each.per) for each in means}
 
     def statistics(self, batch: Batch) -> dict[str, Tensor]:
         """What the running statistics of BatchNorm are for one batch."""
@@ -175,15 +183,22 @@ class Plain:
 def joined(batches: Sequence[Batch]) -> Batch:
     """Micro-batches as the one batch that they are parts of."""
     first = batches[0]
-    place = replace(first.slice, logical_rank=0, is_last=True)
+    weights = [batch.slice.weight for batch in batches]
+    weight = None if first.slice.weight is None else sum(each or 0 for each in weights)
+    place = replace(first.slice, logical_rank=0, is_last=True, weight=weight)
     return replace(
         first,
-        inputs=torch.cat([batch.inputs for batch in batches]),
-        targets=torch.cat([batch.targets for batch in batches]),
+        inputs=joined_along_samples([batch.inputs for batch in batches]),
+        targets=joined_along_samples([batch.targets for batch in batches]),
         ids=np.concatenate([batch.ids for batch in batches]),
         broken=tuple(each for batch in batches for each in batch.broken),
         slice=place,
     )
+
+
+def _planned(batch: Batch) -> int:
+    """What a batch counts for, samples that could not be read included."""
+    return len(batch.ids) + len(batch.broken) if batch.slice.weight is None else batch.slice.weight
 
 
 def parts_of(batches: Mapping[tuple[int, int], Batch], step: int) -> list[Batch]:

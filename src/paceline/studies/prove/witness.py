@@ -17,9 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.data.batch import Batch, Progress
 from paceline.data.image.source import SampleSource, SubsetSource
+from paceline.data.nested import Nested, chosen, copied, mapped, tensors_in
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.slices import SampleWeights
 from paceline.distributed.environment import read_launch
+from paceline.metrics.accumulator import Collector
 from paceline.metrics.answers import Answers
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
@@ -30,6 +33,7 @@ from paceline.studies.prove.notes import (
     Orders,
     ScoreNote,
     StepNote,
+    content_of,
     copies_of,
     digest_of,
     tensors_of,
@@ -63,7 +67,7 @@ class Witness(Task):
     def __init__(self, task: Task, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
         super().__init__(task.recipe)
         self.task = task
-        self.metrics = task.metrics
+        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
         self._orders = orders
@@ -84,6 +88,11 @@ class Witness(Task):
         self.metrics = self.task.metrics
         orders = self._orders
         return replace(facts, train_samples=orders.samples, evaluation_samples=orders.evaluation_samples)
+
+    def sample_weights(self) -> SampleWeights | None:
+        """The task's, of the samples that there are."""
+        weights = self.task.sample_weights()
+        return None if weights is None else weights[: self._orders.samples]
 
     def description(self) -> dict[str, Any]:
         """The task's."""
@@ -130,7 +139,11 @@ class Witness(Task):
         self._evaluated = (self.task.evaluated(model), model)
         return self._evaluated[0]
 
-    def score(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+    def collectors(self) -> tuple[Collector, ...]:
+        """The task's."""
+        return self.task.collectors()
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """The task's, noted."""
         answering, network = self._evaluated
         # The network or its average, which are not compiled here.
@@ -153,7 +166,7 @@ class Witness(Task):
         """The task's."""
         return self.task.answers(model, batch)
 
-    def pictures(self, inputs: Tensor) -> Tensor | None:
+    def pictures(self, inputs: Nested) -> Tensor | None:
         """The task's."""
         return self.task.pictures(inputs)
 
@@ -191,7 +204,7 @@ class Witness(Task):
         )
         self._has_called = False
         # Copies: a network may write into what it is given.
-        kept = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone())
+        kept = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
         self.batches[part.step, part.logical_rank] = kept
         if self._keeps and not self._before:
             self._before = copies_of(self._network)
@@ -275,8 +288,8 @@ class _FewerSamples:
                 return
             broken = tuple(each for each in batch.broken if each.id < self._limit)
             wanted = batch.ids < self._limit
-            rows = torch.from_numpy(wanted.nonzero()[0])
-            inputs, targets = batch.inputs[rows], batch.targets[rows]
+            rows = wanted.nonzero()[0].tolist()
+            inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
             yield replace(batch, inputs=inputs, targets=targets, ids=batch.ids[wanted], broken=broken)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
@@ -302,8 +315,8 @@ def _some(source: SampleSource, count: int) -> SampleSource:
 
 def _contents(batch: Batch) -> list[str]:
     """What each sample's input and target are, as short digests."""
-    rows = zip(batch.inputs, batch.targets, strict=True)
-    return [digest_of(row)[:16] for row in rows][: len(batch.ids)]
+    count, both = len(batch.ids), (batch.inputs, batch.targets)
+    return [content_of(tensors_in(chosen(both, [row], of=count))) for row in range(count)]
 
 
 def _evaluating(network: nn.Module) -> list[str]:
@@ -312,10 +325,4 @@ def _evaluating(network: nn.Module) -> list[str]:
 
 def _double(value: Any) -> Any:
     """The same with its floating-point tensors in float64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _double(each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_double(each) for each in value)
-    return value
+    return mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, value)
