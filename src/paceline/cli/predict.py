@@ -1,49 +1,79 @@
-"""`paceline predict`: labels and probabilities for images."""
+"""`paceline predict`: labels and probabilities for images, or what a language model writes."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from paceline.cli.options import best_option, json_option, trust_code_option, weights_option
 from paceline.cli.output import print_json
 
+if TYPE_CHECKING:
+    from paceline.inference.text import TextPredictor
 
-@click.command("predict", short_help="Label images with trained weights.")
+_LABELS = 3
+
+
+@click.command("predict", short_help="Label images, or write text, with trained weights.")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE-OR-FOLDER...")
-@click.option("--top-k", type=click.IntRange(min=1), default=3, show_default=True, help="Labels per image.")
+@click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE-OR-FOLDER...]")
+@click.option("--prompt", metavar="TEXT", help="What a language model is to go on from, or to fill in.")
+@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt: most to write (default: 200).")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    help="With --prompt: how freely to choose; 0 always takes the most probable token (default: 0.8).",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="With --prompt: keys the draws (default: 0).")
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Answers for each image, or hidden token (default: 3); to write, choose among so many tokens only.",
+)
 @weights_option
 @best_option
 @trust_code_option
 @json_option
-def command(
-    target: Path,
-    sources: tuple[Path, ...],
-    top_k: int,
-    weights: str,
-    best: bool,
-    trust_code: bool,
-    as_json: bool,
-) -> int:
-    """Label images with the weights of TARGET: a run directory, a checkpoint or a safetensors file out of one.
+def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json: bool, **given: Any) -> int:
+    """Label images, or write text, with the weights of TARGET: a run directory, a checkpoint or a safetensors file out
+    of one.
 
-    Unreadable images are named, the others are labelled, and the exit code is then 1.
+    Unreadable images are named, the others are labelled, and the exit code is then 1. A language model goes on from the
+    prompt; one that was trained to find hidden tokens says what stands in place of each [MASK].
 
     \b
     Examples:
       paceline predict runs/photos new-photos
       paceline predict runs/photos cat.jpg dog.jpg --best --top-k 1 --json
+      paceline predict runs/gpt --prompt "The for statement" --tokens 300
+      paceline predict runs/bert --prompt "The f[MASK]r statement"
     """
+    top_k = given.pop("top_k")
+    writing = {name: given.pop(name) for name in ("tokens", "temperature", "seed")}
+    asked = {name: value for name, value in writing.items() if value is not None}
+    if prompt is None and not sources:
+        raise click.UsageError("Missing argument 'FILE-OR-FOLDER...': images to label; or --prompt for text.")
+    if prompt is not None and sources:
+        raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
+    if prompt is None and asked:
+        raise click.UsageError(f"--{next(iter(asked))} says how to write, and without --prompt nothing is written.")
+    if prompt is None:
+        return _label(target, sources, _LABELS if top_k is None else top_k, given, as_json=as_json)
+    return _write(target, prompt, asked, top_k, given, as_json=as_json)
+
+
+def _label(target: Path, sources: tuple[Path, ...], top_k: int, given: dict[str, Any], *, as_json: bool) -> int:
     from paceline.distributed.device import choose_device
     from paceline.inference.predict import image_files, load_predictor
     from paceline.world import World
 
     files = image_files(sources)
-    device = choose_device("auto", World())
-    predictor = load_predictor(target, weights=weights, best=best, trust_code=trust_code, device=device)
+    predictor = load_predictor(target, device=choose_device("auto", World()), **given)
     failed = False
     rows = []
     for prediction in predictor.predict(files, top_k=top_k):
@@ -53,9 +83,45 @@ def command(
         elif prediction.error is not None:
             click.echo(f"{prediction.path}  unreadable: {prediction.error}")
         else:
-            pairs = zip(prediction.labels, prediction.probabilities, strict=True)
-            answers = "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
-            click.echo(f"{prediction.path}  {answers}")
+            click.echo(f"{prediction.path}  {_answers(prediction.labels, prediction.probabilities)}")
     if as_json:
         print_json(rows)
     return 1 if failed else 0
+
+
+def _write(
+    target: Path, prompt: str, asked: dict[str, Any], top_k: int | None, given: dict[str, Any], *, as_json: bool
+) -> int:
+    from paceline.distributed.device import choose_device
+    from paceline.inference.text import Sampling, load_text_predictor
+    from paceline.world import World
+
+    predictor = load_text_predictor(target, device=choose_device("auto", World()), **given)
+    if predictor.is_masked:
+        if asked:
+            raise click.UsageError(f"--{next(iter(asked))} says how to write, and this model finds hidden tokens.")
+        _fill(predictor, prompt, _LABELS if top_k is None else top_k, as_json=as_json)
+        return 0
+    sampling = Sampling(top_k=top_k, **asked)
+    ids = list(predictor.write(prompt, sampling))
+    text = predictor.tokenizer.decode([*predictor.tokenizer.encode(prompt).tolist(), *ids])
+    if as_json:
+        print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
+    else:
+        click.echo(text)
+    return 0
+
+
+def _fill(predictor: TextPredictor, prompt: str, top_k: int, *, as_json: bool) -> None:
+    filled = predictor.fill(prompt, top_k=top_k)
+    if as_json:
+        print_json({"prompt": prompt, **dataclasses.asdict(filled)})
+        return
+    click.echo(filled.text)
+    for guess in filled.guesses:
+        click.echo(_answers(tuple(map(repr, guess.texts)), guess.probabilities))
+
+
+def _answers(labels: tuple[str, ...], probabilities: tuple[float, ...]) -> str:
+    pairs = zip(labels, probabilities, strict=True)
+    return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)

@@ -67,12 +67,12 @@ def _own_transformer(model: Model, *, vocabulary: int, context: int) -> nn.Modul
 
 def _from_factory(model: Model, sizes: dict[str, int]) -> nn.Module:
     factory = load_reference(model.name, ModelError)
-    parameters = inspect.signature(factory).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    given = {name: size for name, size in sizes.items() if takes_all or name in parameters}
     try:
+        parameters = inspect.signature(factory).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        given = {name: size for name, size in sizes.items() if takes_all or name in parameters}
         network = factory(**given, **model.options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
     if not isinstance(network, nn.Module):
         raise ModelError(

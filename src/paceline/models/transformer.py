@@ -149,7 +149,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
         """[N, T, width] to the same."""
         x = x + self.dropout(self.attention(self.norm1(x), mask, turns))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
+        out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
+        return out
 
 
 class Transformer(nn.Module):

@@ -154,12 +154,13 @@ class LanguageModeling(Task):
         """Mean cross-entropy in nats over the tokens that are asked for."""
         logits, targets = _logits(model, batch), batch.targets
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOTHING, reduction="sum")
-        return total / (targets != NOTHING).sum().clamp(min=1)
+        mean: torch.Tensor = total / (targets != NOTHING).sum().clamp(min=1)
+        return mean
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Cross-entropy of each sample in nats, and what it is divided by: tokens asked for, and their bytes."""
         logits, targets = _logits(model, batch), batch.targets
-        losses = F.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=NOTHING, reduction="none")
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=NOTHING, reduction="none")
         asked = targets != NOTHING
         values = {"loss": losses.double().sum(dim=1) if losses.device.type != "mps" else losses.sum(dim=1)}
         values |= {"tokens": asked.sum(dim=1), "bytes": batch.inputs["bytes"]}
@@ -222,6 +223,7 @@ class Perplexity:
 
 
 def _logits(model: Model, batch: Batch) -> torch.Tensor:
+    """The network's answer, in numbers of at least 32 bits: a sum over thousands of tokens needs them."""
     inputs = batch.inputs
     logits: torch.Tensor = model(inputs["tokens"], inputs.get("positions"), inputs.get("documents"))
-    return logits
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

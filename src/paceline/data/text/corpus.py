@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 
+Documents = list[tuple[str, str]]
+"""Names and texts."""
+
 
 class TokenCorpus(Protocol):
     """The documents of one split as tokens, each with its end.

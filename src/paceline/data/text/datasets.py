@@ -6,15 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from paceline.data.text.corpus import TextDataset, encoded
+from paceline.data.text.corpus import Documents, TextDataset, encoded
 from paceline.data.text.huggingface import read_huggingface_text
+from paceline.data.text.packed import open_tokens
 from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.recipe.data import Data
+from paceline.recipe.text import Text
 from paceline.references import is_reference, load_reference
-
-Documents = list[tuple[str, str]]
-"""Names and texts."""
 
 _VALIDATION = ("val", "validation", "valid", "test")
 
@@ -148,8 +147,20 @@ def _text_of(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or take it away.") from error
 
 
+def _open_packed(data: Data) -> TextDataset:
+    if data.path is None:
+        raise DataError("data.dataset=tokens needs data.path: a folder that `paceline pack-text` wrote.")
+    if data.text.tokenizer != Text().tokenizer:
+        raise DataError(
+            f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which come with "
+            "their own; leave it out."
+        )
+    return open_tokens(Path(data.path))
+
+
 OPENERS: dict[str, Callable[[Data], TextDataset]] = {
     "docs": _open_docs,
     "text_folder": _open_folder,
+    "tokens": _open_packed,
     "huggingface_text": _open_huggingface,
 }

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.image.huggingface import choose_splits, find_files, require_pyarrow
+from paceline.data.text.corpus import Documents
 from paceline.errors import DataError, did_you_mean
-
-Documents = list[tuple[str, str]]
 
 
 def read_huggingface_text(path: str | Path, column: str) -> tuple[Documents, Documents | None, str]:

@@ -23,7 +23,8 @@ _HIDDEN, _REPLACED = 0.8, 0.9
 
 def masked_count(tokens: NDArray[np.int64], fraction: float) -> NDArray[np.int64]:
     """How many tokens are asked for in samples of so many, int64 [samples]: the share, rounded, and at least one."""
-    return np.maximum(1, np.floor(tokens * fraction + 0.5)).astype(np.int64)
+    counts: NDArray[np.int64] = np.maximum(1, np.floor(tokens * fraction + 0.5)).astype(np.int64)
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True)

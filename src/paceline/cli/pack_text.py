@@ -1,0 +1,54 @@
+"""`paceline pack-text`: write text as tokens into files that are mapped into memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from paceline.cli.options import json_option
+from paceline.cli.output import print_json
+from paceline.units import format_bytes
+
+
+@click.command("pack-text", short_help="Write text as tokens into files that are mapped into memory.")
+@click.argument("source")
+@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.option("--tokenizer", default="bytes", show_default=True, metavar="NAME", help="As data.text.tokenizer.")
+@click.option(
+    "--validation-fraction",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=0.1,
+    show_default=True,
+    metavar="SHARE",
+    help="Share of the documents that is held out, where SOURCE has no split of its own.",
+)
+@json_option
+def command(source: str, destination: Path, tokenizer: str, validation_fraction: float, as_json: bool) -> int:
+    """Write SOURCE as tokens into the folder DEST, to be trained on with data.dataset=tokens data.path=DEST.
+
+    SOURCE is a folder of .txt files, or of train and val with such; or `docs`, the documentation that Python's help()
+    shows. Nothing in it is changed. DEST comes into being whole and read back, or not at all.
+
+    \b
+    Examples:
+      paceline pack-text books packed/books
+      paceline train gpt-small-docs data.dataset=tokens data.path=packed/books
+    """
+    from paceline.data.text.datasets import folder_splits, python_documentation, split_by_name
+    from paceline.data.text.packed import write_tokens
+    from paceline.data.text.tokenizer import open_tokenizer
+
+    if source == "docs":
+        train, validation = split_by_name(python_documentation(), validation_fraction)
+    else:
+        train, validation, _ = folder_splits(Path(source), validation_fraction)
+    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(tokenizer), destination)
+    if as_json:
+        print_json({"destination": str(destination), **dataclasses.asdict(packed)})
+        return 0
+    counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
+    documents = sum(packed.documents.values())
+    click.echo(f"{destination}: {counts} tokens of {documents:,} documents, {format_bytes(packed.size_bytes)}")
+    return 0

@@ -1,0 +1,183 @@
+"""What does a trained language model write, or put in place of what is hidden?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.data.text.corpus import TextDataset, encoded
+from paceline.data.text.tokenizer import MASK_WORDS, Tokenizer, tokenizer_from
+from paceline.errors import DataError, RecipeError
+from paceline.inference.predict import trained_task
+from paceline.recipe.load import stored_recipe
+from paceline.tasks.language_modeling import LanguageModeling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How each next token is chosen.
+
+    Attributes:
+        tokens: Most tokens to write.
+        temperature: Divides the scores, at least 0; 0 always takes the most probable token.
+        top_k: Choose among so many of the most probable; None: among all.
+        seed: Keys the draws: the same seed, the same text.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What may stand in place of one hidden token: texts, the most probable first, with their probabilities."""
+
+    texts: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A prompt with the most probable token in place of each hidden one, and what else might stand there."""
+
+    text: str
+    guesses: tuple[Guess, ...]
+
+
+class TextPredictor:
+    """A trained language model with its tokenizer; needs no file but the weights' own.
+
+    Args:
+        saved: The weights; their file says what their tokenizer is, and which task built their network.
+        device: Where to compute.
+        trust_code: Whether the weights' recipe may name code to import.
+    """
+
+    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
+        data, where = saved.described("data"), str(saved.path)
+        self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
+        self.is_masked: bool = data["objective"] == "masked"
+        self._context: int = data["context"]
+        self._device = device
+        recipe = stored_recipe(saved.described("recipe"), where)
+        # The weights come from the file: nothing is downloaded or initialised from elsewhere.
+        recipe = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+        task = trained_task(saved, trust_code=trust_code)(recipe)
+        if not isinstance(task, LanguageModeling):
+            raise RecipeError(f"the weights in {where} were trained with the task {recipe.task}, which writes no text.")
+        nothing = encoded((), self.tokenizer)
+        task.dataset = TextDataset(
+            name=data["dataset"], train=nothing, validation=nothing, tokenizer=self.tokenizer, digest=data["digest"]
+        )
+        network = task.build_model()
+        check_inventory(network.state_dict(), saved.plain, where=where)
+        network.load_state_dict(saved.plain)
+        self._network = network.to(device).eval()
+
+    def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
+        """Yield the ids of tokens that go on from a prompt, until a document ends.
+
+        Raises:
+            RecipeError: If the model was trained to find hidden tokens.
+        """
+        if self.is_masked:
+            raise RecipeError(
+                f"this model finds hidden tokens and writes none: give a prompt with {' or '.join(MASK_WORDS)}."
+            )
+        draws = torch.Generator().manual_seed(sampling.seed)
+        # Without a prompt, a document begins: it stands after the end of another.
+        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end]
+        for _ in range(sampling.tokens):
+            following = _choose(self._scores(ids[-self._context :])[-1], sampling, draws)
+            if following == self.tokenizer.end:
+                return
+            ids.append(following)
+            yield following
+
+    def fill(self, prompt: str, *, top_k: int = 3) -> Filled:
+        """Say what stands in place of each ``[MASK]`` or ``<mask>``.
+
+        Raises:
+            DataError: If there is none, or the prompt is longer than the model's context.
+            RecipeError: If the model was trained to write on.
+        """
+        if not self.is_masked:
+            raise RecipeError(f"this model writes on and finds no hidden tokens: leave out {' and '.join(MASK_WORDS)}.")
+        ids, places = self._hidden_in(prompt)
+        if len(ids) > self._context:
+            raise DataError(f"the prompt has {len(ids)} tokens, and the model looks at {self._context} at most.")
+        guesses = []
+        probabilities = self._scores(ids)[places].double().softmax(dim=1)
+        values, best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
+        for place, row, chosen in zip(places, values.tolist(), best.tolist(), strict=True):
+            guesses.append(Guess(tuple(self.tokenizer.decode([each]) for each in chosen), tuple(row)))
+            ids[place] = chosen[0]
+        return Filled(self.tokenizer.decode(ids), tuple(guesses))
+
+    def _hidden_in(self, prompt: str) -> tuple[list[int], list[int]]:
+        """The prompt's tokens, and the places of the hidden ones."""
+        first, other = MASK_WORDS
+        parts = prompt.replace(other, first).split(first)
+        if len(parts) == 1:
+            raise DataError(f"the prompt hides nothing: write {first} or {other} where a token is to be found.")
+        assert self.tokenizer.mask is not None
+        ids, places = self.tokenizer.encode(parts[0]).tolist(), []
+        for part in parts[1:]:
+            places.append(len(ids))
+            ids += [self.tokenizer.mask, *self.tokenizer.encode(part).tolist()]
+        return ids, places
+
+    @torch.inference_mode()
+    def _scores(self, ids: list[int]) -> Tensor:
+        """Logits at each place, float32 [T, vocabulary] on the CPU."""
+        logits: Tensor = self._network(torch.tensor([ids], device=self._device))
+        return logits[0].float().cpu()
+
+
+def load_text_predictor(
+    target: str | Path,
+    *,
+    weights: str = "auto",
+    best: bool = False,
+    trust_code: bool = False,
+    device: torch.device | None = None,
+) -> TextPredictor:
+    """Load a trained language model.
+
+    Args:
+        target: Run directory, checkpoint or safetensors file.
+        weights: ``auto``, ``model`` or ``ema``.
+        best: Take a run's best checkpoint instead of its newest.
+        trust_code: Whether the weights' recipe may name code to import.
+        device: Where to compute; the CPU by default.
+
+    Raises:
+        PacelineError: If there are no such weights, or they are no language model's.
+    """
+    saved = read_weights(Path(target), weights, best=best)
+    if not is_text_model(saved):
+        raise RecipeError(f"the weights in {saved.path} are no language model's: they take no prompt; give files.")
+    return TextPredictor(saved, device or torch.device("cpu"), trust_code=trust_code)
+
+
+def is_text_model(saved: SavedWeights) -> bool:
+    """Whether weights are a language model's, as their file says."""
+    return "tokenizer" in saved.described("data")
+
+
+def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
+    """One token by its scores, float32 [vocabulary]."""
+    if sampling.temperature == 0:
+        return int(scores.argmax())
+    scores = scores.double() / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(scores):
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+    return int(torch.multinomial(scores.softmax(dim=0), 1, generator=draws))

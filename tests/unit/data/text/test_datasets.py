@@ -1,0 +1,129 @@
+"""Text from wherever it lies: the same tokens, whole or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.data.text.datasets import held_out, open_text, python_documentation
+from paceline.data.text.packed import open_tokens, write_tokens
+from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer, write_tokenizer
+from paceline.errors import DataError
+from paceline.recipe.data import Data
+
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    root = tmp_path / "books"
+    (root / "more").mkdir(parents=True)
+    for number in range(8):
+        (root / f"{number}.txt").write_text(f"book {number} – größer\n" * 3, encoding="utf-8")
+    (root / "more" / "last.txt").write_text("the last one", encoding="utf-8")
+    return root
+
+
+def test_bytes_and_back() -> None:
+    ids = BYTES.encode("größer")
+    assert BYTES.decode([*ids, BYTES.end, BYTES.mask]) == "größer"
+    assert (BYTES.bytes_of([*ids, BYTES.end]), max(ids) < BYTES.vocabulary) == (8, True)
+    assert BYTES.decode([0xFF]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_tokenizer_is_written_and_read_back(tmp_path: Path) -> None:
+    write_tokenizer(BYTES, tmp_path / "tokenizer.json")
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).digest == BYTES.digest
+    (tmp_path / "tokenizer.json").write_text('{"kind": "magic"}')
+    with pytest.raises(DataError, match="of kind 'magic', but known is"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="neither 'bytes' nor a JSON file"):
+        open_tokenizer("byte")
+
+
+def test_python_s_documentation_is_split_by_name() -> None:
+    names = [name for name, _ in python_documentation()]
+    assert names == sorted(names)
+    out = {name for name in names if held_out(name, 0.1)}
+    assert 0 < len(out) < len(names) / 4
+    assert out <= {name for name in names if held_out(name, 0.3)}  # a larger share holds out the same ones too
+    assert [held_out(name, 0.1) for name in ("for", "class", "yield", "assert")] == [True, True, False, False]
+    found = open_text(Data(dataset="docs", validation_fraction=0.1))
+    assert len(found.validation.lengths) == len(out)
+    text = dict(python_documentation())[found.train.name(3)]
+    assert BYTES.decode(found.train.read(3, 0, int(found.train.lengths[3]))) == text
+    assert found.train.read(3, int(found.train.lengths[3]) - 1, int(found.train.lengths[3])).tolist() == [BYTES.end]
+
+
+def test_a_folder_with_and_without_a_split_of_its_own(books: Path) -> None:
+    whole = open_text(Data(dataset="text_folder", path=str(books), validation_fraction=0.3))
+    assert len(whole.train.lengths) + len(whole.validation.lengths) == 9
+    assert 0 < len(whole.validation.lengths) < 9
+    (books / "train").mkdir()
+    (books / "val").mkdir()
+    (books / "train" / "a.txt").write_text("abc")
+    (books / "val" / "b.txt").write_text("de")
+    split = open_text(Data(dataset="text_folder", path=str(books)))
+    assert (split.train.lengths.tolist(), split.validation.lengths.tolist()) == ([4], [3])
+    assert split.reason == "the folder has a split of its own: val"
+
+
+def test_the_digest_says_whether_the_text_is_the_same(books: Path) -> None:
+    data = Data(dataset="text_folder", path=str(books))
+    before = open_text(data).digest
+    assert open_text(data).digest == before
+    (books / "3.txt").write_text("another")
+    assert open_text(data).digest != before
+
+
+def test_what_is_no_text_is_told(books: Path, tmp_path: Path) -> None:
+    (books / "3.txt").write_bytes(b"abc\xff")
+    with pytest.raises(DataError, match=r"3\.txt is no UTF-8: byte 3 is 0xff"):
+        open_text(Data(dataset="text_folder", path=str(books)))
+    with pytest.raises(DataError, match="is no folder"):
+        open_text(Data(dataset="text_folder", path=str(tmp_path / "none")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"there is no \.txt file"):
+        open_text(Data(dataset="text_folder", path=str(tmp_path / "empty")))
+    with pytest.raises(DataError, match="Did you mean 'docs'"):
+        open_text(Data(dataset="doc"))
+
+
+def test_packed_tokens_are_the_text_s(tmp_path: Path) -> None:
+    train, validation = [("a", "alpha"), ("b", ""), ("c", "größer")], [("d", "delta")]
+    packed = write_tokens({"train": train, "validation": validation}, BYTES, tmp_path / "packed")
+    found = open_text(Data(dataset="tokens", path=str(tmp_path / "packed")))
+    assert packed.tokens == {"train": 16, "validation": 6}
+    texts = [BYTES.decode(found.train.read(i, 0, int(size))) for i, size in enumerate(found.train.lengths)]
+    assert texts == [
+        "alpha",
+        "",
+        "größer",
+    ]
+    assert (found.train.name(2), found.validation.name(0), found.digest) == ("c", "d", packed.digest)
+    assert isinstance(found.train._tokens, np.memmap)  # type: ignore[attr-defined]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]  # nothing hidden is left
+
+
+def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) -> None:
+    write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, tmp_path / "packed")
+    with pytest.raises(DataError, match="exists; give another folder"):
+        write_tokens({"train": [], "validation": []}, BYTES, tmp_path / "packed")
+    with (tmp_path / "packed" / "train.bin").open("ab") as file:
+        file.write(b"xx")
+    with pytest.raises(DataError, match="has 14 bytes, and 6 tokens of 2 bytes were written"):
+        open_tokens(tmp_path / "packed")
+    with pytest.raises(DataError, match=r"holds no tokens\.json; write it with"):
+        open_tokens(tmp_path)
+    (tmp_path / "packed" / "tokens.json").write_text(json.dumps({"version": 7}))
+    with pytest.raises(DataError, match="none that this version of Paceline reads"):
+        open_tokens(tmp_path / "packed")
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_tokens({"train": [("a", "\ud800")], "validation": []}, BYTES, tmp_path / "packed")
+    assert list(tmp_path.iterdir()) == []

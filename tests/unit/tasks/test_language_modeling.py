@@ -1,0 +1,194 @@
+"""Language modelling in the real loop: what is measured is what plain arithmetic says; what cannot be is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import paceline
+from paceline.checkpoint.weights import read_weights
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
+from paceline.data.text.masking import EVALUATION_SEED, Masking
+from paceline.data.text.rows import NOTHING, chunked_rows
+from paceline.errors import PacelineError
+from paceline.inference.text import Sampling, load_text_predictor
+from paceline.insight.audit import audit_run
+from paceline.models.language import build_language_model
+from paceline.recipe.load import load_recipe
+from paceline.tasks.language_modeling import LanguageModeling
+from paceline.trainer.train import plan_only
+from paceline.world import World
+
+RECIPE = """
+task: language_modeling
+model: {name: gpt, options: {depth: 1, width: 16, heads: 2}}
+data: {dataset: text_folder, path: %s, validation_fraction: 0.4, text: {context: 16}}
+batch: {global_size: 4}
+optimizer: {name: adamw, lr: 0.01}
+schedule: {name: constant}
+train: {duration: 8 steps, precision: fp32}
+evaluate: {every: 4 steps, batch_size: 4}
+checkpoint: {every: 4 steps}
+parallel: {device: cpu, threads: 1}
+telemetry: {log_every: 2 steps, trackers: [], report: off}
+"""
+MASKED = {"data.text.objective": "masked", "model.name": "bert"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("text")
+    (root / "books").mkdir()
+    for number in range(9):
+        (root / "books" / f"{number}.txt").write_text(f"the {number}th book – says größer. " * (number % 4 + 1))
+    path = root / "recipe.yaml"
+    path.write_text(RECIPE % (root / "books"))
+    return path
+
+
+@pytest.fixture
+def train(recipe: Path, runs: Path) -> Callable[..., Any]:
+    def trainer(name: str, overrides: Mapping[str, Any] | None = None) -> Any:
+        return paceline.train(recipe, overrides=overrides or {}, run_dir=runs / name, quiet=True)
+
+    return trainer
+
+
+def task_of(recipe: Path, overrides: Mapping[str, Any] | None = None) -> LanguageModeling:
+    task = LanguageModeling(load_recipe(recipe, overrides or {}).recipe)
+    task.data_facts(World())
+    return task
+
+
+def stream(corpus: Any) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(corpus.read(i, 0, int(n))) for i, n in enumerate(corpus.lengths)])
+
+
+def network_of(task: LanguageModeling, run_dir: Path) -> torch.nn.Module:
+    network = build_language_model(task.recipe.model, vocabulary=259, context=16)
+    network.load_state_dict(read_weights(run_dir).state)
+    return network.eval().requires_grad_(False)
+
+
+def test_bits_per_byte_are_those_of_the_held_out_text(train: Callable[..., Any], recipe: Path) -> None:
+    """Recounted from the text itself, row by row."""
+    result, task = train("a"), task_of(recipe)
+    network, ids = network_of(task, result.run_dir), stream(task.dataset.validation)
+    nats = sum(
+        F.cross_entropy(
+            network(ids[None, at : at + 16][:, : len(ids) - 1 - at])[0], ids[at + 1 : at + 17], reduction="sum"
+        )
+        for at in range(0, len(ids) - 1, 16)
+    ).item()
+    held_bytes = int((ids[1:] < 256).sum())
+    assert result.metrics["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
+    assert result.metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / held_bytes, rel=1e-6)
+    assert result.metrics["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-6)
+    assert result.metrics["bits_per_byte"] < 7.5  # 8 is what it begins with
+    assert audit_run(result.run_dir).passed
+
+
+def test_masked_accuracy_is_of_masks_that_no_run_changes(train: Callable[..., Any], recipe: Path) -> None:
+    result, task = train("m", MASKED | {"seed": 5}), task_of(recipe, MASKED)
+    network, ids = network_of(task, result.run_dir), stream(task.dataset.validation).numpy()
+    masking = Masking(seed=EVALUATION_SEED, fraction=0.15, mask=257, vocabulary=259, context=16)
+    right = count = 0
+    for row in range(len(task.evaluation_rows)):
+        tokens = ids[row * 16 : row * 16 + int(task.evaluation_rows.tokens[row])]
+        seen, asked = map(torch.from_numpy, masking(tokens, epoch=0, sample=row))
+        places = asked != NOTHING
+        right += int((network(seen[None])[0].argmax(dim=1) == asked)[places].sum())
+        count += int(places.sum())
+    assert result.metrics["masked_accuracy"] == pytest.approx(100 * right / count)
+    assert "bits_per_byte" not in result.metrics
+
+
+@pytest.mark.parametrize("rows", ["chunked", "single"])
+@pytest.mark.parametrize("overrides", [{}, MASKED])
+def test_a_sample_weighs_what_is_asked_of_it(recipe: Path, rows: str, overrides: dict[str, Any]) -> None:
+    """Known before a token is read, and true of what is read, in every epoch."""
+    task = task_of(recipe, overrides | {"data.text.rows": rows})
+    weights = task.sample_weights()
+    pipeline = task.open_pipeline(Placement(device=torch.device("cpu")))
+    geometry = StepGeometry(seed=0, samples=len(weights), global_batch_size=4, logical_ranks=2, weights=weights)
+    seen = 0
+    for batch in pipeline.train_batches(geometry, 0, 2 * math.ceil(len(weights) / 4), World()):
+        assert (batch.targets != NOTHING).sum(dim=1).tolist() == weights[batch.ids].tolist()
+        seen += len(batch.ids)
+    assert seen == 2 * len(weights)
+    assert pipeline.sample_name(0, training=True) == f"{task.dataset.train.name(0)}[0:16]"
+
+
+def test_going_on_after_a_stop_gives_the_same_bits(train: Callable[..., Any], weights: Callable[..., Any]) -> None:
+    for name, overrides in (("gpt", {"model.options.dropout": 0.1}), ("bert", MASKED)):
+        whole = train(f"{name}-whole", overrides)
+        train(f"{name}-half", overrides | {"train.until": "3 steps"})
+        rest = train(f"{name}-half", overrides)
+        assert rest.summary.weights_sha256 == whole.summary.weights_sha256
+        assert rest.metrics == whole.metrics
+
+
+def test_what_has_no_effect_on_text_is_refused_or_told(recipe: Path) -> None:
+    loaded = load_recipe(recipe, {"data.image_size": 32})
+    with pytest.raises(PacelineError, match=r"data.image_size=32' has no effect: .* reads text"):
+        loaded.checked(plan_only(loaded).unused)
+    with pytest.raises(PacelineError, match=r"'data.text.mask_fraction' has no effect with data.text.objective=causal"):
+        load_recipe(recipe, {"data.text.mask_fraction": 0.2})
+    with pytest.raises(PacelineError, match=r"'data.text' has no effect with data.dataset=digits"):
+        load_recipe("digits", {"data.text.context": 20})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.name": "bert"}, r"bert sees what comes after.* choose model.name=gpt, or the other objective"),
+        ({"data.text.objective": "masked"}, r"gpt sees only what comes before.* choose model.name=bert"),
+    ],
+)
+def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
+        task_of(recipe, overrides).build_model()
+
+
+def test_what_it_writes_follows_from_seed_and_prompt(train: Callable[..., Any], tmp_path: Path) -> None:
+    run_dir = train("gpt").run_dir
+    predictor = load_text_predictor(run_dir)
+
+    def written(**asked: Any) -> list[int]:
+        return list(predictor.write("the ", Sampling(tokens=40, **asked)))
+
+    assert written(seed=1) == written(seed=1) != written(seed=2)
+    assert written(seed=1, temperature=0) == written(seed=2, temperature=0) == written(seed=3, top_k=1)
+    (lone,) = (run_dir / "checkpoints").glob("*8/model.safetensors")
+    assert list(load_text_predictor(lone).write("the ", Sampling(tokens=40, seed=1))) == written(seed=1)
+    with pytest.raises(PacelineError, match="finds no hidden tokens"):
+        predictor.fill("th[MASK]")
+
+
+def test_it_fills_in_what_is_hidden(train: Callable[..., Any]) -> None:
+    predictor = load_text_predictor(train("bert", MASKED).run_dir)
+    filled = predictor.fill("th<mask> b[MASK]k", top_k=2)
+    assert len(filled.guesses) == 2
+    assert len(filled.guesses[0].texts) == 2
+    assert filled.guesses[0].probabilities[0] >= filled.guesses[0].probabilities[1]
+    with pytest.raises(PacelineError, match="the prompt hides nothing"):
+        predictor.fill("the")
+    with pytest.raises(PacelineError, match="the prompt has 21 tokens, and the model looks at 16"):
+        predictor.fill("[MASK]" + 20 * "a")
+    with pytest.raises(PacelineError, match="finds hidden tokens and writes none"):
+        list(predictor.write("the", Sampling()))
+
+
+def test_chunks_of_the_plan_are_the_corpus_s(recipe: Path) -> None:
+    task = task_of(recipe)
+    table = chunked_rows(task.dataset.train.lengths, 16)
+    plan = plan_only(load_recipe(recipe))
+    assert (plan.train_samples, plan.data["tokens"]) == (len(table), int(table.tokens.sum()))
+    assert plan.data["digest"] == task.dataset.digest
