@@ -45,7 +45,7 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     """
     data = recipe.data
     if data.path is None and data.dataset in _TEXTS:
-        return _with_stand_in_text(recipe)
+        return with_stand_in_text(recipe)
     if data.path is not None or data.dataset not in ("image_folder", "packed", "webdataset", "huggingface", "cifar10"):
         return recipe, None
     known = _CIFAR if data.dataset == "cifar10" else _IMAGENET
@@ -66,7 +66,10 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     return replace(recipe, data=assumed), said
 
 
-def _with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str]:
+def with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """The recipe, and where it is of text and does not say where that lies, with text without content."""
+    if recipe.data.path is not None or recipe.data.dataset not in _TEXTS:
+        return recipe, None
     tokens = f"{VOCABULARY:,} different tokens are assumed, as GPT-2 has"
     if recipe.data.text.tokenizer != "bytes":
         tokens = "the tokens of data.text.tokenizer are assumed"

@@ -37,13 +37,12 @@ from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.precision import set_float32_matmul
-from paceline.trainer.spread_network import build_without_numbers
+from paceline.trainer.spread_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.world import World
 
 
@@ -188,14 +187,18 @@ def _build(
     recipe: Recipe, task: Task, placement: Placement, plan: Plan
 ) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
     """The network, whole or, where each process is to hold a part of it, without numbers; and what is to be said."""
-    if plan.strategy != "fsdp":
+    if not may_be_spread(recipe, plan):
         return *build_network(recipe, task, placement), None
+    notices: tuple[str, ...] = ()
     try:
         network, first_values = build_without_numbers(recipe, task, plan)
+        if with_network(plan, recipe, numbers_of(network)).strategy == "fsdp":
+            return network, (), first_values
     except NotDeferrableError as error:
-        network, notices = build_network(recipe, task, placement)
-        return network, (f"every process built the whole network before it was spread: {error}", *notices), None
-    return network, (), first_values
+        if plan.strategy == "fsdp":
+            notices = (f"every process built the whole network before it was spread: {error}",)
+    network, more = build_network(recipe, task, placement)
+    return network, (*notices, *more), None
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
@@ -241,8 +244,7 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     check_backend(recipe.model)
     late = first_steps(network, recipe.model, plan.unfreeze_steps)
     _check_network(network, recipe, late)
-    numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
-    plan = with_network(plan, recipe, numbers)
+    plan = with_network(plan, recipe, numbers_of(network))
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()

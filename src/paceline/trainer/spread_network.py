@@ -1,4 +1,4 @@
-"""Can a network that is spread over processes be built without any of them holding all of it?"""
+"""Can a network that is spread over processes be built, or planned, without any of them holding all of it?"""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from paceline.models.build import parameter_count
 from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.transfer import adapt
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.task import Task
+from paceline.trainer.fake_network import build_shapes, random_states_kept
+
+# Parameters of the largest network that is built whole to be planned: two gigabytes.
+_TRIED = 500_000_000
+
+
+def may_be_spread(recipe: Recipe, plan: Plan) -> bool:
+    """Whether a plan that knows no network yet may come to weights that are spread over processes."""
+    is_open = plan.strategy == "ddp" and recipe.parallel.strategy == "auto"
+    # Elsewhere processes share the host's memory, and `auto` takes replicas unless they are very large.
+    return plan.strategy == "fsdp" or (is_open and plan.device == "cuda")
+
+
+def numbers_of(network: nn.Module) -> ParameterNumbers:
+    """How many parameters it has."""
+    return ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
 
 
 def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
@@ -41,3 +59,19 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
     with torch.device("meta"):
         task.check_network(network)
     return network, first_values
+
+
+def network_to_plan(recipe: Recipe, task: Task) -> nn.Module:
+    """A run's network for its plan, tried out as a run's is; a very large one without numbers, and not tried out.
+
+    Raises:
+        PacelineError: For a mistake in the recipe.
+    """
+    with random_states_kept():
+        shapes = build_shapes(recipe, task, channels_last=False)
+    if sum(each.numel() for each in shapes.parameters()) > _TRIED:
+        return shapes
+    network = task.build_model()
+    task.check_network(network)
+    adapt(network, recipe.model)
+    return network
