@@ -25,6 +25,7 @@ def build_strategy(
     *,
     parallel: Parallel,
     average: nn.Module | None = None,
+    value_of: Callable[[str], torch.Tensor] | None = None,
 ) -> Strategy:
     """Build the strategy the plan chose.
 
@@ -36,6 +37,7 @@ def build_strategy(
         device: Where the network is.
         parallel: How gradients are sent, and weights are spread.
         average: The average of the network's weights, if there is one.
+        value_of: The first values of a network without numbers, by name; None for one that has them.
     """
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives)
@@ -46,5 +48,5 @@ def build_strategy(
         # Only where it is used: it takes its time to import.
         from paceline.distributed.fully_sharded import FullySharded
 
-        return FullySharded(network, called, average, collectives, device, parallel=parallel)
+        return FullySharded(network, called, average, collectives, device, parallel=parallel, value_of=value_of)
     return SingleProcess(called, network, allows_unused=parallel.unused_parameters == "allow")

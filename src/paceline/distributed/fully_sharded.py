@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import Buffers, has_training_buffers
+from paceline.distributed.sharded_init import Filling, ValueOf
 from paceline.distributed.sharding import modules_to_shard, sharding_options
 from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
@@ -35,6 +36,7 @@ class FullySharded:
         collectives: The processes.
         device: Where the network is.
         parallel: How many processes share a copy, and what they gather.
+        value_of: The first values of a network, and of an average, that have no numbers yet; None if they have.
     """
 
     # Also where gradients are clipped, or spread numbers are added up.
@@ -53,29 +55,35 @@ class FullySharded:
         device: torch.device,
         *,
         parallel: Parallel,
+        value_of: ValueOf | None = None,
     ) -> None:
         self.averages_over = collectives.world.world_size
         self._collectives = collectives
         mesh = _mesh(parallel, device, collectives.world.world_size)
         options = sharding_options(parallel, mesh)
+        # An average has no backward pass to keep gathered weights for.
+        of_average = options | {"reshard_after_forward": True}
         self._buffers = Buffers(collectives)
-        # What is not a parameter is whole on every process.
-        self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
         self._is_new_step = True
         for parameter in (*network.parameters(), *(() if average is None else average.parameters())):
             # Only such can be cut; convolutions bring a gathered filter into the batch's memory format.
             parameter.data = parameter.data.contiguous()
-        for module in modules_to_shard(network, parallel).values():
+        fill = Filling(value_of, network, average, collectives, device)
+        for name, module in modules_to_shard(network, parallel).items():
+            fill(name)
             fully_shard(module, **options)
+            if average is not None:
+                fully_shard(average.get_submodule(name), **of_average)
+        fill("")
+        # What is not a parameter is whole on every process.
+        self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
         # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
         self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
         fully_shard(self._voting, **options)
         self._poll = Poll(self._voting, device)
         self.scored: Callable[..., Any] = _Answering(self._voting, keeps=not parallel.reshard_after_forward)
         if average is not None:
-            # It has no backward pass to keep gathered weights for.
-            for module in (*modules_to_shard(average, parallel).values(), average):
-                fully_shard(module, **options | {"reshard_after_forward": True})
+            fully_shard(average, **of_average)
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through FSDP."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.transformer import Shape, Transformer
+from paceline.models.transformers_models import PREFIX, Objective, build_transformers_model
 from paceline.recipe.model import Model
 from paceline.references import is_reference, load_reference
 
@@ -17,17 +18,21 @@ OWN_LANGUAGE_MODELS = {"gpt": True, "bert": False}
 _GIVEN = ("vocabulary", "context", "causal")
 
 
-def build_language_model(model: Model, *, vocabulary: int, context: int) -> nn.Module:
+def build_language_model(model: Model, *, vocabulary: int, context: int, is_masked: bool = False) -> nn.Module:
     """Build the network of a recipe for tokens: ``model(tokens, positions=None, documents=None)`` gives logits.
 
     Args:
         model: The recipe's `model` section.
         vocabulary: Token ids are in [0, vocabulary).
         context: Most tokens in a row.
+        is_masked: Whether it is asked for tokens that were hidden, and not for the next one.
 
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.
     """
+    if model.name.startswith(PREFIX):
+        objective: Objective = "masked" if is_masked else "causal"
+        return build_transformers_model(model, vocabulary=vocabulary, context=context, objective=objective)
     if model.pretrained:
         raise ModelError(
             f"model.pretrained=true has no effect with model.name={model.name}: it has no published weights; "
@@ -39,7 +44,7 @@ def build_language_model(model: Model, *, vocabulary: int, context: int) -> nn.M
         return _from_factory(model, {"vocabulary": vocabulary, "context": context})
     raise ModelError(
         f"unknown language model '{model.name}'.{did_you_mean(model.name, OWN_LANGUAGE_MODELS)} It is "
-        f"{', '.join(OWN_LANGUAGE_MODELS)}, or package.module:factory."
+        f"{', '.join(OWN_LANGUAGE_MODELS)}, transformers:NAME or package.module:factory."
     )
 
 

@@ -35,10 +35,31 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
-_TEXTS = ("docs", "text_folder", "tokens")
-_IMAGES_OF_FILES = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
-_WITH_PATH = (*_IMAGES_OF_FILES, "text_folder", "tokens", "criteo", "coco")
-_SPLIT_OFF = (*_IMAGES_OF_FILES, "digits", "docs", "text_folder", "criteo")
+_TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
+_WITH_PATH = (
+    "image_folder",
+    "cifar10",
+    "packed",
+    "webdataset",
+    "huggingface",
+    "text_folder",
+    "tokens",
+    "huggingface_text",
+    "criteo",
+    "coco",
+)
+_SPLIT_OFF = (
+    "image_folder",
+    "cifar10",
+    "packed",
+    "webdataset",
+    "huggingface",
+    "digits",
+    "docs",
+    "text_folder",
+    "huggingface_text",
+    "criteo",
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -157,9 +178,9 @@ class Data:
 
     dataset: str = "image_folder"
     """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
-    `synthetic`; of text `docs` (Python's documentation), `text_folder` or `tokens` (what `paceline pack-text` wrote);
-    of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which
-    are drawn; or `package.module:factory`."""
+    `synthetic`; of text `docs` (Python's documentation), `text_folder`, `tokens` (what `paceline pack-text` wrote) or
+    `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of numbers and categories) or
+    `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""

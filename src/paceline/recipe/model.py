@@ -19,7 +19,8 @@ class Model:
     """Which network is trained."""
 
     name: str = "small_resnet"
-    """`small_resnet`, a timm name, `torchvision:NAME`, of language models `gpt` or `bert`, or
+    """`small_resnet`, a timm name, `torchvision:NAME`, of language models `gpt`, `bert`, `transformers:NAME` (an
+    architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER` (with a config.json), or
     `package.module:factory`."""
     pretrained: Switch = False
     """Start from the library's published weights."""

@@ -20,7 +20,10 @@ class Text:
     context: Annotated[PositiveInt, Field(ge=2)] = 256
     """Most tokens in a sample, which is as far as the model can look."""
     tokenizer: str = "bytes"
-    """`bytes`: each byte of the text's UTF-8 is a token; or a JSON file that a tokenizer was written to."""
+    """`bytes`: each byte of the text's UTF-8 is a token; or a JSON file that a tokenizer was written to;
+    a tokenizer.json of Hugging Face's `tokenizers`, or a folder with one (extra `transformers`)."""
+    column: str = "text"
+    """Which column of a `huggingface_text` dataset is the text; each row is a document."""
     rows: Literal["chunked", "packed", "single"] = "chunked"
     """`chunked`: documents follow one another in one stream, which is cut every `context` tokens. `packed`: whole
     documents are put together so that they fill `context` tokens, and know nothing of one another; longer ones are cut

@@ -26,6 +26,7 @@ from paceline.data.text.rows import NOTHING, RowTable, chunked_rows, single_rows
 from paceline.errors import DataError, ModelError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.language import build_language_model, is_causal
+from paceline.models.transformers_models import takes_documents
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
@@ -78,6 +79,8 @@ class LanguageModeling(Task):
         why = "the task language_modeling reads text"
         unused = all_but(_USED, why) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
         unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), why)
+        if self.recipe.data.dataset != "huggingface_text":
+            unused["data.text.column"] = "only data.dataset=huggingface_text has columns"
         reasons = dict(unused)
         if found.reason is not None:
             reasons["data.validation_fraction"] = found.reason
@@ -142,7 +145,18 @@ class LanguageModeling(Task):
                 f"data.text.objective={text.objective} asks for {'what was hidden' if causal else 'what comes next'}; "
                 f"choose model.name={'bert' if causal else 'gpt'}, or the other objective."
             )
-        return build_language_model(asked, vocabulary=self.dataset.tokenizer.vocabulary, context=text.context)
+        vocabulary = self.dataset.tokenizer.vocabulary
+        return build_language_model(asked, vocabulary=vocabulary, context=text.context, is_masked=self._is_masked)
+
+    def check_network(self, network: nn.Module) -> None:
+        """See whether the network keeps documents apart, where rows hold some that know nothing of one another."""
+        asked = self.recipe.data.text
+        if self._needs_documents(self.train_rows) and not takes_documents(network):
+            raise ModelError(
+                f"model.name={self.recipe.model.name} cannot be told which tokens belong to which document, which "
+                f"data.text.rows={asked.rows} with data.text.objective={asked.objective} asks for; choose another "
+                f"model{'' if self._is_masked else ', or data.text.rows=chunked'}."
+            )
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """Mean cross-entropy in nats over the tokens that are asked for."""
@@ -165,6 +179,9 @@ class LanguageModeling(Task):
     def collectors(self) -> tuple[Collector, ...]:
         """Perplexity, which is no mean: e to the power of one."""
         return () if self._is_masked else (Perplexity(),)
+
+    def _needs_documents(self, table: RowTable) -> bool:
+        return table.separate or self._is_masked
 
     def _rows(self, corpus: TokenCorpus, seed: int) -> RowTable:
         text = self.recipe.data.text

@@ -68,14 +68,16 @@ def build_run(setting: Setting) -> Run:
     """Build every part of a run on this process."""
     prepared = setting.prepared
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
-    # Code of the user's own may have drawn other weights on another process.
-    setting.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
+    if prepared.first_values is None:
+        # Code of the user's own may have drawn other weights on another process.
+        setting.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
     compiled = _Compiler(recipe, plan)
     strategy = build_strategy(
         *(plan, network, compiled("model", network), setting.collectives, device),
         parallel=recipe.parallel,
         average=None if ema is None else ema.module,
+        value_of=prepared.first_values,
     )
     scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)

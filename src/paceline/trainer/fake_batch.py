@@ -22,6 +22,7 @@ from paceline.data.nested import Nested, mapped
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice, SampleWeights
+from paceline.data.text.stand_in import REFERENCE, VOCABULARY
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -34,6 +35,7 @@ BatchMaker = Callable[[int], Batch]
 """Makes a micro-batch of so many samples."""
 
 _FEW = 2
+_TEXTS = ("text_folder", "tokens", "huggingface_text")
 _IMAGENET = {"samples": 1_281_167, "classes": 1000}
 _CIFAR = {"samples": 50_000, "classes": 10, "image_size": 32}
 
@@ -47,6 +49,8 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     if data.path is None and data.dataset == "criteo":
         assumed, said = stand_in(data)
         return replace(recipe, data=assumed), said
+    if data.path is None and data.dataset in _TEXTS:
+        return with_stand_in_text(recipe)
     if data.path is not None or data.dataset not in ("image_folder", "packed", "webdataset", "huggingface", "cifar10"):
         return recipe, None
     known = _CIFAR if data.dataset == "cifar10" else _IMAGENET
@@ -65,6 +69,17 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     name = "CIFAR-10" if known is _CIFAR else "ImageNet"
     said = f"data.path is not set: as for {name}, {known['classes']:,} classes and images of {size} pixels are assumed"
     return replace(recipe, data=assumed), said
+
+
+def with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """The recipe, and where it is of text and does not say where that lies, with text without content."""
+    if recipe.data.path is not None or recipe.data.dataset not in _TEXTS:
+        return recipe, None
+    tokens = f"{VOCABULARY:,} different tokens are assumed, as GPT-2 has"
+    if recipe.data.text.tokenizer != "bytes":
+        tokens = "the tokens of data.text.tokenizer are assumed"
+    assumed = replace(recipe.data, dataset=REFERENCE)
+    return replace(recipe, data=assumed), f"data.path is not set: {tokens}"
 
 
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:

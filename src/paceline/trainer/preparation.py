@@ -29,6 +29,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
 from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
+from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.thawing import first_steps
 from paceline.models.transfer import adapt, load_fitting
@@ -37,12 +38,12 @@ from paceline.optim.schedules import LearningRate
 from paceline.optim.tables import check_tables
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.precision import set_float32_matmul
+from paceline.trainer.spread_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.world import World
 
 
@@ -60,6 +61,8 @@ class Prepared:
     geometry: StepGeometry
     cores: OwnCores | None = None
     notices: tuple[str, ...] = ()
+    first_values: FirstValues | None = None
+    """Of a network without numbers, of which each process will hold a part; None for a whole one."""
 
 
 def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
@@ -92,7 +95,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         undo.callback(pipeline.close)
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
-        network, notices = build_network(recipe, task, placement)
+        network, notices, first_values = _build(recipe, task, placement, plan)
         if plan.precision == "fp8":
             network = convert_to_fp8(network)
         task.prepare_training(placement)
@@ -108,6 +111,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
             notices=(*limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            first_values=first_values,
         )
         _check_tail(prepared)
         undo.pop_all()
@@ -197,6 +201,24 @@ def without_initial_weights(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
 
 
+def _build(
+    recipe: Recipe, task: Task, placement: Placement, plan: Plan
+) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
+    """The network, whole or, where each process is to hold a part of it, without numbers; and what is to be said."""
+    if not may_be_spread(recipe, plan):
+        return *build_network(recipe, task, placement), None
+    notices: tuple[str, ...] = ()
+    try:
+        network, first_values = build_without_numbers(recipe, task, plan)
+        if with_network(plan, recipe, numbers_of(network)).strategy == "fsdp":
+            return network, (), first_values
+    except NotDeferrableError as error:
+        if plan.strategy == "fsdp":
+            notices = (f"every process built the whole network before it was spread: {error}",)
+    network, more = build_network(recipe, task, placement)
+    return network, (*notices, *more), None
+
+
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
     """The network with its first weights, on the device, the same on every rank; and what is to be said of them."""
     torch.manual_seed(recipe.seed)
@@ -240,8 +262,7 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     check_backend(recipe.model)
     late = first_steps(network, recipe.model, plan.unfreeze_steps)
     _check_network(network, recipe, late)
-    numbers = ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
-    plan = with_network(plan, recipe, numbers)
+    plan = with_network(plan, recipe, numbers_of(network))
     check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)

@@ -21,7 +21,6 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
-from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
@@ -34,6 +33,7 @@ from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
+from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
@@ -43,6 +43,7 @@ from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
 from paceline.trainer.signals import StopRequest
 from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
+from paceline.trainer.spread_network import network_to_plan
 from paceline.trainer.summarise import digests, summarise
 from paceline.units import format_count
 from paceline.world import World
@@ -102,21 +103,20 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
         PacelineError: For the mistakes that training would find before it begins, those of a network's name or options
             too.
     """
+    recipe, assumed = with_stand_in_text(loaded.recipe)
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else _first_of(world_size)
-    device = choose_device(loaded.recipe.parallel.device, world)
+    device = choose_device(recipe.parallel.device, world)
     # A run that goes on, or that others will start where there are weights to be had, needs none to be planned.
-    task = build_task(without_initial_weights(loaded.recipe))
-    cores = choose_cores(loaded.recipe.parallel.affinity, world, device, os.environ)
+    task = build_task(without_initial_weights(recipe))
+    cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
-    plan = _with_limits(plan_run(loaded.recipe, task, machine, world), loaded.recipe)
-    network = task.build_model()
-    task.check_network(network)
-    adapt(network, loaded.recipe.model)
+    plan = _with_limits(plan_run(recipe, task, machine, world), recipe)
+    network = network_to_plan(recipe, task)
     task.prepare_training(Placement(device=torch.device("cpu")))
-    plan = plan_network(plan, network, loaded.recipe)
-    build_optimizer(network, loaded.recipe.optimizer, torch.device("cpu"))
-    return plan
+    plan = plan_network(plan, network, recipe)
+    build_optimizer(network, recipe.optimizer, torch.device("cpu"))
+    return plan if assumed is None else replace(plan, reasons={**plan.reasons, "data.path": assumed})
 
 
 def _with_limits(plan: Plan, recipe: Recipe) -> Plan:

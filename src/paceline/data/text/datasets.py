@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline.data.text.corpus import Documents, TextDataset, encoded
+from paceline.data.text.huggingface import read_huggingface_text
 from paceline.data.text.packed import open_tokens
 from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
@@ -101,6 +102,15 @@ def _open_folder(data: Data) -> TextDataset:
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason)
 
 
+def _open_huggingface(data: Data) -> TextDataset:
+    if data.path is None:
+        raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
+    train, validation, reason = read_huggingface_text(data.path, data.text.column)
+    if validation is None:
+        train, validation = split_by_name(train, data.validation_fraction)
+    return from_documents("huggingface_text", train, validation, open_tokenizer(data.text.tokenizer), reason or None)
+
+
 def folder_splits(root: Path, fraction: float) -> tuple[Documents, Documents, str | None]:
     """The .txt files of a folder in two splits, and why ``fraction`` has no say in that, if it has none.
 
@@ -152,4 +162,5 @@ OPENERS: dict[str, Callable[[Data], TextDataset]] = {
     "docs": _open_docs,
     "text_folder": _open_folder,
     "tokens": _open_packed,
+    "huggingface_text": _open_huggingface,
 }

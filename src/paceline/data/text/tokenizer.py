@@ -92,7 +92,7 @@ class ByteTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``data.text.tokenizer`` names: `bytes`, or a JSON file.
+    """The tokenizer that ``data.text.tokenizer`` names: `bytes`, a JSON file, or a folder with a tokenizer.json.
 
     Raises:
         DataError: If there is no such file, or it holds none.
@@ -100,6 +100,8 @@ def open_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
+    if path.is_dir():
+        return _huggingface().open_huggingface_tokenizer(path)
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -107,6 +109,8 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read "
             f"({type(error).__name__}: {error}); correct it."
         ) from error
+    if _huggingface().is_huggingface(tree):
+        return _huggingface().open_huggingface_tokenizer(path)
     return tokenizer_from(tree, where=name)
 
 
@@ -119,7 +123,16 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
     kind = tree.get("kind") if isinstance(tree, Mapping) else None
     if kind == "bytes":
         return ByteTokenizer()
-    raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known is 'bytes'.")
+    if kind == "huggingface":
+        return _huggingface().HuggingFaceTokenizer.from_tree(tree, where)
+    raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known are 'bytes' and 'huggingface'.")
+
+
+def _huggingface() -> Any:
+    # It builds upon this file.
+    from paceline.data.text import huggingface_tokenizer
+
+    return huggingface_tokenizer
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:

@@ -1,0 +1,339 @@
+"""How does an architecture of Hugging Face Transformers become a language model that the one task can train?
+
+Only the library's own code is used: of a local folder its config.json is read, no code of the folder is run, and
+nothing is fetched. Weights come by ``model.initialize_from``, from safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ModelError, did_you_mean
+from paceline.recipe.model import Model
+
+PREFIX = "transformers:"
+Objective = Literal["causal", "masked"]
+
+# Sizes of a network that finds out in a few milliseconds what its kind does.
+_TINY = {
+    "hidden_size": 16,
+    "embedding_size": 16,
+    "intermediate_size": 16,
+    "ffn_dim": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "word_embed_proj_dim": 16,
+    "rotary_dim": 8,
+}
+# Of a folder's description, what would be code, or belongs to the files it came with.
+_NOT_TAKEN = ("auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "model_type")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def build_transformers_model(model: Model, *, vocabulary: int, context: int, objective: Objective) -> nn.Module:
+    """Build ``transformers:NAME`` or ``transformers:FOLDER``, which answers ``model(tokens, positions, documents)``.
+
+    Its parameters have the library's own names, so that its weights are read there and the library's here. First
+    weights are drawn by the library's rules, from torch's generator.
+
+    Args:
+        model: The recipe's `model` section; its options are keys of the architecture's configuration.
+        vocabulary: Tokens that there are. A ``vocab_size`` among the options, or of a folder, may be larger.
+        context: Tokens of the longest row.
+        objective: Whether it predicts the next token, or those that are masked.
+
+    Raises:
+        ModelError: If there is no such architecture for this objective, an option is not its own, or the library is
+            missing.
+    """
+    if model.pretrained:
+        raise ModelError(
+            f"model.pretrained=true has no effect with model.name={model.name}: nothing is downloaded. Set "
+            "model.initialize_from to a safetensors file, and model.name to transformers:FOLDER for its config.json."
+        )
+    _require()
+    kind, keys = _described(model)
+    config = _configured(kind, keys, objective, name=model.name)
+    _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
+    _fit_context(config, context, asked=set(keys), name=model.name)
+    if objective == "causal" and _tried(kind, objective).sees_ahead:
+        raise ModelError(
+            f"model.name={model.name}: its answers depend on tokens that come later, so that it would be given "
+            "what it is to predict; choose a decoder (gpt2, llama, …)."
+        )
+    return _as_language_model(_built(config, objective, name=model.name), objective)
+
+
+def takes_documents(network: nn.Module) -> bool:
+    """Whether documents in one row of it never see one another: found out with a tiny network of its kind.
+
+    Anything that is not of Transformers takes them: that is what ``model(tokens, positions, documents)`` says.
+    """
+    if not isinstance(network, LanguageModel):
+        return True
+    return _tried(network.config.model_type, network.objective).keeps_apart
+
+
+class LanguageModel(nn.Module):
+    """Mixed into a network's class: parameters, names and copies stay as they are, and only what it is called with.
+
+    Attributes:
+        config: The library's configuration of it.
+        objective: Which tokens it predicts.
+        arguments: What the library's class is called with.
+        positions_from: From which number on it counts positions, if it has to be told them; else None.
+    """
+
+    config: Any
+    objective: Objective
+    arguments: frozenset[str]
+    positions_from: int | None
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """The logits of every token of the vocabulary at every place.
+
+        Args:
+            tokens: int64 [N, T].
+            positions: Of the tokens in their documents, int64 [N, T]; None for 0 … T-1.
+            documents: Number of the document that each token is of, int64 [N, T], -1 for padding; tokens of different
+                ones never see one another. None for one document in each row, without a mask.
+
+        Returns:
+            [N, T, vocabulary].
+        """
+        given: dict[str, Any] = {}
+        if positions is None and self.positions_from is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if positions is not None and "position_ids" in self.arguments:
+            given["position_ids"] = positions + (self.positions_from or 0)
+        if documents is not None:
+            given["attention_mask"] = self._mask(documents)
+        if "use_cache" in self.arguments:
+            given["use_cache"] = False
+        answer: Any = super().forward(input_ids=tokens, return_dict=True, **given)
+        logits: Tensor = answer.logits
+        return logits
+
+    def _mask(self, documents: Tensor) -> Tensor:
+        """Who sees whom: [N, 1, T, T]. Padding sees padding, since to see nothing is no number."""
+        seen = documents[:, :, None] == documents[:, None, :]
+        if self.objective == "causal":
+            length = documents.shape[1]
+            seen = seen & torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+        seen = seen[:, None]
+        if self.config._attn_implementation == "sdpa":  # noqa: SLF001  # where the library keeps its choice
+            return seen
+        dtype = next(self.parameters()).dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _require() -> None:
+    try:
+        import transformers
+        from transformers.initialization import no_init_weights  # noqa: F401  # there from version 5 on
+    except ImportError as error:
+        raise ModelError(
+            f"model.name={PREFIX}… needs transformers 5 or later ({error}); install it with: "
+            "pip install 'paceline[transformers]'."
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _described(model: Model) -> tuple[str, dict[str, Any]]:
+    """The kind of network, and the keys of its configuration: a folder's, and the recipe's on top."""
+    name = model.name.removeprefix(PREFIX)
+    folder = Path(name).expanduser()
+    if not ("/" in name or folder.is_dir()):
+        return name, dict(model.options)
+    try:
+        tree = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.name={model.name}: {folder / 'config.json'} cannot be read ({error}); give a folder that "
+            "save_pretrained wrote, or the name of an architecture."
+        ) from error
+    if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
+        raise ModelError(f"model.name={model.name}: {folder / 'config.json'} names no model_type.")
+    held = {key: value for key, value in tree.items() if key not in _NOT_TAKEN}
+    return tree["model_type"], held | dict(model.options)
+
+
+def _registry(objective: Objective) -> Mapping[str, Any]:
+    from transformers.models.auto import modeling_auto
+
+    causal: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked: Mapping[str, Any] = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return causal if objective == "causal" else masked
+
+
+def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, name: str) -> Any:
+    from transformers import AutoConfig
+
+    known = _registry(objective)
+    if kind not in known:
+        other: Objective = "masked" if objective == "causal" else "causal"
+        if kind in _registry(other):
+            raise ModelError(
+                f"model.name={name}: Transformers has {kind} for {other} language models only, and this task is "
+                f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
+            )
+        raise ModelError(
+            f"model.name={name}: '{kind}' is no {objective} language model of Transformers.{did_you_mean(kind, known)}"
+        )
+    with _quiet():
+        usual = AutoConfig.for_model(kind)
+        names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
+        is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
+        wrong = [] if is_folder else [key for key in keys if key not in names]
+        if wrong:
+            raise ModelError(
+                f"model.options: {wrong[0]} is no key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
+            )
+        # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
+        unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
+        if objective == "causal" and hasattr(usual, "is_decoder"):
+            unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
+        try:
+            return AutoConfig.for_model(kind, **{**unset, **keys})
+        except Exception as error:  # whatever its checks raise
+            raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _fit_vocabulary(config: Any, vocabulary: int, *, asked: bool, name: str) -> None:
+    if not hasattr(config, "vocab_size"):
+        raise ModelError(
+            f"model.name={name}: {config.model_type} has no vocab_size, and so is no plain language model."
+        )
+    if asked and config.vocab_size < vocabulary:
+        raise ModelError(
+            f"model.name={name}: it has a vocabulary of {config.vocab_size:,} tokens (vocab_size), and the tokenizer "
+            f"has {vocabulary:,}; set model.options.vocab_size to that or more."
+        )
+    if not asked:
+        config.vocab_size = vocabulary
+
+
+def _fit_context(config: Any, context: int, *, asked: set[str], name: str) -> None:
+    if not hasattr(config, "max_position_embeddings"):
+        return
+    own = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if asked & {own, "max_position_embeddings"}:
+        if config.max_position_embeddings < context:
+            raise ModelError(
+                f"model.name={name}: it has {config.max_position_embeddings} positions ({own}), and data.text.context "
+                f"is {context}; set one of them."
+            )
+        return
+    # Some count positions from the number after their padding token's.
+    pad = getattr(config, "pad_token_id", None)
+    config.max_position_embeddings = context + (0 if pad is None else pad + 1)
+
+
+def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.initialization import no_init_weights
+
+    factory: Any = AutoModelForCausalLM if objective == "causal" else AutoModelForMaskedLM
+    with _quiet():
+        try:
+            with no_init_weights():
+                try:
+                    network = factory.from_config(config, attn_implementation="sdpa")
+                except ValueError:  # not every architecture has it
+                    network = factory.from_config(config, attn_implementation="eager")
+            # Once, at the end: on torch's meta device the library would leave it out, and inside the constructor its
+            # order would be another.
+            network.initialize_weights()
+            network.tie_weights()
+        except Exception as error:  # whatever sizes that do not fit one another raise
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
+    built: nn.Module = network.train()
+    return built
+
+
+def _as_language_model(network: nn.Module, objective: Objective) -> nn.Module:
+    kind = type(network)
+    said = {
+        "__module__": kind.__module__,
+        "objective": objective,
+        "arguments": frozenset(inspect.signature(kind.forward).parameters),
+        "positions_from": _positions_from(network),
+    }
+    network.__class__ = type(kind.__name__, (LanguageModel, kind), said)
+    return network
+
+
+def _positions_from(network: nn.Module) -> int | None:
+    """RoBERTa's kind begins after its padding token's number, and looks for padding unless it is told positions."""
+    for module in network.modules():
+        if hasattr(module, "padding_idx") and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return 0 if module.padding_idx is None else int(module.padding_idx) + 1
+    return None
+
+
+@dataclass(frozen=True)
+class _Behaviour:
+    """What a kind of network does, as far as it could be tried.
+
+    Attributes:
+        sees_ahead: Whether its answers depend on later tokens.
+        keeps_apart: Whether documents of one row get the answers that each gets alone.
+    """
+
+    sees_ahead: bool = False
+    keeps_apart: bool = False
+
+
+@cache
+@torch.no_grad()
+def _tried(kind: str, objective: Objective) -> _Behaviour:
+    """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores."""
+    from transformers import AutoConfig
+
+    with _quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        usual = AutoConfig.for_model(kind)
+        sizes = {key: value for key, value in _TINY.items() if hasattr(usual, key)}
+        tokens = torch.randint(8, (1, 11))
+        positions = torch.cat([torch.arange(5), torch.arange(6)])[None]
+        documents = torch.tensor([[0] * 5 + [1] * 6])
+        try:
+            config = _configured(kind, {**sizes, "vocab_size": 8}, objective, name=kind)
+            _fit_context(config, 16, asked=set(), name=kind)
+            network = _as_language_model(_built(config, objective, name=kind), objective).eval()
+            first, second = network(tokens[:, :5]), network(tokens[:, 5:])
+            sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
+        except Exception:  # noqa: BLE001  # what cannot be tried is not promised
+            return _Behaviour()
+        try:
+            both = network(tokens, positions, documents)
+        except Exception:  # noqa: BLE001  # it knows no such masks
+            return _Behaviour(sees_ahead=sees_ahead)
+        apart = torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)
+        return _Behaviour(sees_ahead=sees_ahead, keeps_apart=apart)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's advice to itself; what matters is said here."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,128 @@
+"""A language model is the same one whether each of two processes holds all of it or a part, or there is but one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint.store import CheckpointStore, read_components
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
+
+PROGRAM = """
+import datetime, gc, json
+import torch
+import paceline
+from paceline.distributed.sharded_init import Filling
+
+def filled(self, name, fill=Filling.__call__):
+    before = [each.is_meta for each in self._networks[0].parameters()]
+    fill(self, name)
+    print("filled", repr(name), sum(before), flush=True)
+
+Filling.__call__ = filled
+torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=110))
+for name, overrides in json.loads(open("text-runs.json").read()):
+    paceline.train("text.yaml", overrides=overrides, run_dir=name)
+gc.collect()
+torch.distributed.destroy_process_group()
+"""
+RECIPE: dict[str, Any] = {
+    "task": "language_modeling",
+    "seed": 4,
+    "model": {"name": "gpt", "options": {"depth": 2, "width": 32, "heads": 2, "positions": "learned", "bias": True}},
+    "data": {"dataset": "text_folder", "path": "text", "text": {"context": 16}},
+    "batch": {"global_size": 8, "micro_size": 4},
+    "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.1},
+    "schedule": {"warmup": "2 steps"},
+    "train": {"duration": "6 steps", "precision": "fp32", "ema": 0.9},
+    "evaluate": {"every": "6 steps"},
+    "parallel": {"device": "cpu", "threads": 1},
+    "telemetry": {"log_every": "1 steps", "trackers": [], "report": False},
+}
+FSDP = {"parallel.strategy": "fsdp"}
+# The gradient's norm is above that at each step.
+CLIPPED = {"optimizer.clip_norm": 0.05}
+GPT2 = {"model.name": "transformers:gpt2", "model.options": {"n_layer": 2, "n_embd": 32, "n_head": 2}}
+RECOMPUTED = {"model.activation_checkpointing": "full"}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("language")
+    for split, count in (("train", 9), ("val", 3)):
+        (root / "text" / split).mkdir(parents=True)
+        for number in range(count):
+            words = " ".join(str(number * each % 97) for each in range(60))
+            (root / "text" / split / f"{number}.txt").write_text(words)
+    (root / "text.yaml").write_text(json.dumps(RECIPE))
+    return root
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    path = CheckpointStore(run_dir / "checkpoints").path(6)
+    return {f"{of}.{key}": each for of in ("model", "ema") for key, each in read_components(path, (of,))[of].items()}
+
+
+def difference(first: Path, second: Path) -> float:
+    mine, theirs = weights(first), weights(second)
+    assert mine.keys() == theirs.keys()
+    return max((each - theirs[name]).abs().max().item() for name, each in mine.items())
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [each for each in events if each["event"] == "step"]
+
+
+@pytest.mark.world_size(2)
+def test_sharding_changes_nothing(
+    ground: Path, run: Callable[..., Any], run_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: dict[str, dict[str, Any]] = {
+        "ddp": {},
+        "fsdp": FSDP | RECOMPUTED,
+        "ddp-clipped": CLIPPED,
+        "fsdp-clipped": FSDP | CLIPPED,
+        "ddp-gpt2": GPT2 | {"model.options": {**GPT2["model.options"], "attn_pdrop": 0.0}},
+        "fsdp-gpt2": GPT2 | {"model.options": {**GPT2["model.options"], "attn_pdrop": 0.0}} | FSDP | RECOMPUTED,
+    }
+    (ground / "text-runs.json").write_text(json.dumps(list(runs.items())))
+    start = ("--standalone", "--nproc-per-node=2", "--no-python", sys.executable)
+    done = run(program=PROGRAM, torchrun=start, where=ground)
+    assert done.code == 0, done.err
+    # Nobody held all of it: each block was filled while the blocks after it, and only they, were there already.
+    left = {
+        tuple(line.split()[1:]) for line in done.out.splitlines() if "filled 'blocks." in line or "filled ''" in line
+    }
+    assert {("'blocks.1'", "28"), ("'blocks.0'", "16"), ("''", "4")} <= left, done.out
+    monkeypatch.chdir(ground)
+    for name, overrides in (("alone", {}), ("alone-clipped", CLIPPED)):
+        changes = [f"{key}={value}" for key, value in overrides.items()]
+        assert run_here("train", "text.yaml", *changes, "--run-dir", name).code == 0
+    # Two addends have one sum: the same bits, and so the same first weights.
+    assert difference(ground / "ddp", ground / "fsdp") == 0
+    assert difference(ground / "ddp-gpt2", ground / "fsdp-gpt2") == 0
+    # A norm is added up in another order where each process has a part of it.
+    assert difference(ground / "ddp-clipped", ground / "fsdp-clipped") < 1e-6
+    assert difference(ground / "ddp", ground / "alone") < 1e-6
+    assert difference(ground / "ddp-clipped", ground / "alone-clipped") < 1e-6
+    for ending in ("", "-clipped"):
+        for one, two, three in zip(
+            *(steps(ground / f"{each}{ending}") for each in ("alone", "ddp", "fsdp")), strict=True
+        ):
+            assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+            assert three["loss"] == pytest.approx(two["loss"], rel=1e-6)
+            if ending:
+                assert two["grad_norm"] > 0.05
+                assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
+                assert three["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)

@@ -1,0 +1,100 @@
+"""Transformers' architectures as language models of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.models.recompute import recompute_blocks
+from paceline.models.transformers_models import Objective, build_transformers_model, takes_documents
+from paceline.recipe.model import Model
+
+TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS: dict[str, tuple[Objective, dict[str, Any]]] = {
+    "gpt2": ("causal", TINY),
+    "llama": ("causal", {**TINY, "intermediate_size": 24, "num_key_value_heads": 1}),
+    "bert": ("masked", {**TINY, "intermediate_size": 24}),
+    "roberta": ("masked", {**TINY, "intermediate_size": 24}),
+}
+
+
+def built(name: str, objective: Objective = "causal", context: int = 12, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    model = Model(name=f"transformers:{name}", options=options)
+    return build_transformers_model(model, vocabulary=29, context=context, objective=objective)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_in_a_row_are_as_each_alone(kind: str) -> None:
+    objective, options = KINDS[kind]
+    network = built(kind, objective, **options).double().eval()
+    tokens = torch.randint(29, (2, 12))
+    documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 4 + [1] * 4 + [-1] * 4])
+    positions = torch.tensor([[*range(5), *range(7)], [*range(4), *range(4), *[0] * 4]])
+    together = network(tokens, positions, documents)
+    assert torch.isfinite(together).all()
+    for row, begin, end in ((0, 0, 5), (0, 5, 12), (1, 0, 4), (1, 4, 8)):
+        alone = network(tokens[row : row + 1, begin:end])[0]
+        assert (together[row, begin:end] - alone).abs().max() < 1e-10
+    assert takes_documents(network)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_causal_one_sees_nothing_that_comes_later(kind: str) -> None:
+    network = built(kind, **KINDS[kind][1]).eval()
+    tokens = torch.randint(29, (1, 9))
+    assert torch.allclose(network(tokens)[:, :6], network(tokens[:, :6]), atol=1e-5)
+
+
+def test_what_cannot_keep_documents_apart_says_so() -> None:
+    assert not takes_documents(built("mamba", hidden_size=16, num_hidden_layers=1))
+
+
+def test_weights_and_names_are_the_library_s(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    network = built("gpt2", **TINY, attn_pdrop=0.0).eval()
+    config = GPT2Config(vocab_size=29, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    theirs.load_state_dict(network.state_dict())
+    tokens = torch.randint(29, (2, 12))
+    assert torch.equal(network(tokens), theirs(input_ids=tokens).logits)
+    theirs.save_pretrained(tmp_path)
+    from_folder = Model(name=f"transformers:{tmp_path}")
+    again = build_transformers_model(from_folder, vocabulary=20, context=12, objective="causal")
+    assert {name: each.shape for name, each in again.state_dict().items()} == {
+        name: each.shape for name, each in network.state_dict().items()
+    }
+
+
+def test_recomputed_blocks_are_its_layers() -> None:
+    network = built("llama", **KINDS["llama"][1])
+    assert recompute_blocks(network, "full", name="llama") == ["model.layers.0", "model.layers.1"]
+    network(torch.randint(29, (2, 12))).sum().backward()
+    assert all(each.grad is not None for each in network.parameters())
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Did you mean.*gpt2"):
+        built("gptt2")
+    with pytest.raises(ModelError, match=r"n_leyer is no key.*n_layer"):
+        built("gpt2", n_leyer=3)
+    with pytest.raises(ModelError, match="do not fit gpt2"):
+        built("gpt2", n_layer="three")
+    with pytest.raises(ModelError, match="vocabulary of 7 tokens"):
+        built("gpt2", vocab_size=7)
+    with pytest.raises(ModelError, match=r"8 positions \(n_positions\)"):
+        built("gpt2", n_positions=8)
+    with pytest.raises(ModelError, match="masked language models only"):
+        built("albert")
+    with pytest.raises(ModelError, match="cannot be read"):
+        built(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_own", "auto_map": {"AutoConfig": "code.Own"}}))
+    with pytest.raises(ModelError, match="'my_own' is no causal language model"):
+        built(str(tmp_path))
