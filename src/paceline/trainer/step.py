@@ -55,15 +55,8 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _place_of(batch: Batch) -> MicroBatch:
-    part = batch.slice
-    return MicroBatch(
-        logical_rank=part.logical_rank,
-        step_weight=part.step_weight,
-        step_samples=part.step_samples,
-        weight=batch.weight,
-        is_last=part.is_last,
-        logical_ranks=part.logical_ranks,
-    )
+    at = batch.slice
+    return MicroBatch(at.logical_rank, at.step_weight, batch.weight, at.is_last, at.logical_ranks, at.step_samples)
 
 
 def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
