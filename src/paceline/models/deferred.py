@@ -211,7 +211,7 @@ class _Asking(TorchFunctionMode):
     """Notes that a constructor asks whether there are numbers: it may then do something else."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
