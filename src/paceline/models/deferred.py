@@ -25,6 +25,7 @@ from paceline.errors import ModelError, PacelineError
 
 # What leaves nothing of what was there.
 _OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "random_", "bernoulli_"})
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # noqa: SLF001  # as torch calls that attribute
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -206,15 +207,15 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.{name}" if path else name, tensor
 
 
-class _Asking(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch
+class _Asking(TorchFunctionMode):
     """Notes that a constructor asks whether there are numbers: it may then do something else."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]  # an attribute, to type checkers
+        if func == _IS_META:
             self._recorder.why_not = "its constructor does otherwise where tensors have no numbers"
         return func(*args, **(kwargs or {}))
 
@@ -222,7 +223,8 @@ class _Asking(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch
 @contextlib.contextmanager
 def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
     """Take down torch's truncated normal distribution as one operation: it draws until all numbers are inside."""
-    drawn: Any = torch.nn.init._no_grad_trunc_normal_  # every way to it goes through here
+    init: Any = torch.nn.init
+    drawn = init._no_grad_trunc_normal_  # every way to it goes through here
 
     def taken_down(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         if tensor.device.type != "meta" or generator is not None:
@@ -230,11 +232,11 @@ def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
         recorder.draw(drawn, tensor, args)
         return tensor
 
-    torch.nn.init._no_grad_trunc_normal_ = taken_down  # for as long as the network is built
+    init._no_grad_trunc_normal_ = taken_down  # for as long as the network is built
     try:
         yield
     finally:
-        torch.nn.init._no_grad_trunc_normal_ = drawn  # as it was
+        init._no_grad_trunc_normal_ = drawn  # as it was
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -256,7 +258,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self._numbers[key] = len(self._kept)
             self._kept.append(storage)
         number = self._numbers[key]
-        return _Place(number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _Place(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Do an operation, and take it down if it is one of those."""

@@ -46,6 +46,19 @@ def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str
     return said
 
 
+def with_shared(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state with every name of a parameter that the network shares, where it has one of them: files keep but one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = dict(state)
+    for shared in names.values():
+        held = next((name for name in shared if name in state), None)
+        if held is not None:
+            found |= {name: state[held] for name in shared if name not in state}
+    return found
+
+
 def adapt(network: nn.Module, model: Model) -> None:
     """Make of a network what a recipe wants trained.
 

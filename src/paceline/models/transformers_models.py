@@ -280,8 +280,9 @@ def _as_language_model(network: nn.Module, objective: Objective) -> nn.Module:
 def _positions_from(network: nn.Module) -> int | None:
     """RoBERTa's kind begins after its padding token's number, and looks for padding unless it is told positions."""
     for module in network.modules():
+        pad: Any = getattr(module, "padding_idx", 0)
         if hasattr(module, "padding_idx") and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            return 0 if module.padding_idx is None else int(module.padding_idx) + 1
+            return 0 if pad is None else int(pad) + 1
     return None
 
 

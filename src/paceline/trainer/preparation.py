@@ -32,7 +32,7 @@ from paceline.models.compiled import check_backend
 from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.thawing import first_steps
-from paceline.models.transfer import adapt, load_fitting
+from paceline.models.transfer import adapt, load_fitting, with_shared
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.optim.tables import check_tables
@@ -235,15 +235,16 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
 
 def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
     saved = read_weights(source)
+    state = with_shared(network, saved.plain)
     if partly:
-        return [load_fitting(network, saved.plain, source=str(saved.path))]
+        return [load_fitting(network, state, source=str(saved.path))]
     try:
-        check_inventory(network.state_dict(), saved.plain, where="model.initialize_from")
+        check_inventory(network.state_dict(), state, where="model.initialize_from")
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} Or take what fits, and let the rest begin anew, with model.initialize_partly=true."
         ) from None
-    network.load_state_dict(saved.plain)
+    network.load_state_dict(state)
     return []
 
 

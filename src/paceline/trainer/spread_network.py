@@ -15,8 +15,8 @@ from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.task import Task
 from paceline.trainer.fake_network import build_shapes, random_states_kept
 
-# Parameters of the largest network that is built whole to be planned: two gigabytes.
-_TRIED = 500_000_000
+# Parameters of the largest network that is built whole to be planned: four hundred megabytes.
+_TRIED = 100_000_000
 
 
 def may_be_spread(recipe: Recipe, plan: Plan) -> bool:

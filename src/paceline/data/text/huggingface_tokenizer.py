@@ -149,11 +149,6 @@ def open_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(content, _said_beside(file.parent), str(file))
 
 
-def is_huggingface(tree: Any) -> bool:
-    """Whether JSON values are those of a tokenizer.json."""
-    return isinstance(tree, Mapping) and isinstance(tree.get("model"), Mapping) and "added_tokens" in tree
-
-
 def _said_beside(folder: Path) -> dict[str, str]:
     """Which tokens the files beside a tokenizer's call its end, mask and padding."""
     found: dict[str, str] = {}

@@ -101,7 +101,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
-        return _huggingface().open_huggingface_tokenizer(path)
+        return _of_huggingface(path)
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -109,8 +109,8 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read "
             f"({type(error).__name__}: {error}); correct it."
         ) from error
-    if _huggingface().is_huggingface(tree):
-        return _huggingface().open_huggingface_tokenizer(path)
+    if isinstance(tree, dict) and "kind" not in tree and "added_tokens" in tree:
+        return _of_huggingface(path)
     return tokenizer_from(tree, where=name)
 
 
@@ -124,15 +124,17 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "huggingface":
-        return _huggingface().HuggingFaceTokenizer.from_tree(tree, where)
+        from paceline.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer.from_tree(tree, where)
     raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known are 'bytes' and 'huggingface'.")
 
 
-def _huggingface() -> Any:
+def _of_huggingface(path: Path) -> Tokenizer:
     # It builds upon this file.
-    from paceline.data.text import huggingface_tokenizer
+    from paceline.data.text.huggingface_tokenizer import open_huggingface_tokenizer
 
-    return huggingface_tokenizer
+    return open_huggingface_tokenizer(path)
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:

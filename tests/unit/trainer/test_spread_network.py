@@ -1,0 +1,58 @@
+"""Networks that are planned, or spread over processes, without being built whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.recipe.load import load_recipe
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import prepare
+from paceline.trainer.train import plan_only
+from paceline.world import World
+
+TINY = {
+    "model.options": {"depth": 1, "width": 16, "heads": 2},
+    "data.text.context": 16,
+    "parallel.device": "cpu",
+    "optimizer.name": "adamw",
+    "train.precision": "fp32",
+}
+
+
+def prepared(world_size: int, **overrides: Any) -> Any:
+    loaded = load_recipe("gpt-small-docs", TINY | overrides)
+    world = World(rank=0, world_size=world_size, local_rank=0, local_world_size=world_size)
+    return prepare(loaded.recipe, build_task(loaded.recipe), world)
+
+
+def test_a_process_that_will_hold_a_part_builds_no_numbers() -> None:
+    spread = prepared(2, **{"parallel.strategy": "fsdp"})
+    assert all(each.is_meta for each in spread.network.parameters())
+    whole = prepared(2, **{"parallel.strategy": "ddp"})
+    assert whole.first_values is None
+    for name, each in whole.network.state_dict().items():
+        assert torch.equal(spread.first_values(name), each)
+
+
+def test_one_that_cannot_is_built_whole_and_says_so(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    first = prepared(1).network.state_dict()
+    # As the library of Transformers writes it: of a parameter with two names, one.
+    save_file({name: each for name, each in first.items() if name != "head.weight"}, tmp_path / "model.safetensors")
+    begun = prepared(2, **{"parallel.strategy": "fsdp", "model.initialize_from": str(tmp_path / "model.safetensors")})
+    assert begun.first_values is None
+    assert any("every process built the whole network" in each for each in begun.notices)
+    assert all(torch.equal(each, first[name]) for name, each in begun.network.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("gpt-124m", "ddp"), ("gpt-7b", "fsdp")])
+def test_gpt_s_sizes_are_planned_without_text(name: str, strategy: str) -> None:
+    plan = plan_only(load_recipe(name, {"parallel.strategy": strategy}), world_size=8)
+    assert plan.strategy == strategy
+    assert plan.parameters == {"gpt-124m": 124_439_808, "gpt-7b": 6_658_404_352}[name]
+    assert "50,257 different tokens are assumed" in plan.reasons["data.path"]
