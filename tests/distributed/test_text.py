@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.cli.main import run as run_command_line
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -58,11 +60,39 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(library: Path, run: Callable[..., Any]) -> Callable[..., Path]:
+def paceline_in(
+    library: Path,
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Iterator[Callable[..., str]]:
+    """Run a command in the library, alone in this process or in several others; returns what it prints."""
+    import torch
+
+    monkeypatch.chdir(library)
+    monkeypatch.syspath_prepend(library)
+    threads = torch.get_num_threads()
+
+    def runner(*arguments: object, processes: int) -> str:
+        if processes > 1:
+            done = run(*arguments, "--processes", processes, where=library)
+            assert done.code == 0, done.err
+            return str(done.out)
+        capfd.readouterr()
+        code = run_command_line([str(each) for each in arguments])
+        out, err = capfd.readouterr()
+        assert code == 0, err
+        return out
+
+    yield runner
+    torch.set_num_threads(threads)
+    sys.modules.pop("double", None)
+
+
+@pytest.fixture
+def train(library: Path, paceline_in: Callable[..., str]) -> Callable[..., Path]:
     def trainer(name: str, *overrides: str, processes: int = 1) -> Path:
-        command = ("train", "recipe.yaml", *overrides, "--run-dir", name, "--processes", processes)
-        done = run(*command, where=library)
-        assert done.code == 0, done.err
+        paceline_in("train", "recipe.yaml", *overrides, "--run-dir", name, processes=processes)
         return library / name
 
     return trainer
@@ -90,14 +120,13 @@ def test_parts_of_different_weight_add_up_to_one_big_batch(
 
 @pytest.mark.world_size(3)
 def test_an_evaluation_is_the_same_by_any_number_of_processes(
-    library: Path, train: Callable[..., Path], run: Callable[..., Any]
+    train: Callable[..., Path], paceline_in: Callable[..., str]
 ) -> None:
     run_dir = train("scored", *CAUSAL)
     answers = []
     for processes in (1, 2, 3):
-        done = run("evaluate", run_dir, "--json", "--processes", processes, where=library)
-        assert done.code == 0, done.err
-        answers.append(json.loads(done.out)["results"])
+        found = json.loads(paceline_in("evaluate", run_dir, "--json", processes=processes))
+        answers.append([found[key] for key in ("samples", "loss", "bits_per_byte", "perplexity")])
     assert answers[0] == answers[1] == answers[2]
 
 
