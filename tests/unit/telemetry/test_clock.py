@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -318,3 +319,43 @@ def test_rates_are_sums_divided_once() -> None:
     assert timings["throughput_samples_per_second"] == 110 / 4
     assert timings["data_wait_fraction"] == 0.5 / 4
     assert timings["step_seconds"] == 2.0
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a step has its processes compute."""
+
+    tokens: int
+    positions: int
+    busiest: int
+    processes: int = 2
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
+def test_tokens_are_counted_by_step_and_warm_up_is_in_no_rate(kind: int) -> None:
+    clock = clocks(warmup_steps=1)[kind]
+    clock.start()
+    for load in (Shared(900, 1000, 1000), Shared(60, 100, 50), Shared(120, 300, 200)):
+        clock.end_step(4, load)
+    timings = clock.drain()
+    assert timings["padding_fraction"] == pytest.approx(1 - 180 / 400)
+    assert timings["token_imbalance"] == pytest.approx((50 + 200) * 2 / 400)
+    samples, tokens = timings["throughput_samples_per_second"], timings["throughput_tokens_per_second"]
+    assert samples is not None
+    assert tokens == pytest.approx(samples / 8 * 180)
+    after = clocks(warmup_steps=0)[kind]
+    after.load_state_dict(clock.state_dict())
+    rate = clock.totals.throughput_tokens_per_second
+    assert rate is not None
+    assert after.totals.throughput_tokens_per_second == pytest.approx(rate)
+
+
+def test_without_tokens_nothing_is_said_of_them() -> None:
+    clock = clocks(warmup_steps=0)[0]
+    clock.start()
+    clock.end_step(4)
+    assert not [key for key in clock.drain() if "token" in key or "padding" in key]
+    assert clock.totals.throughput_tokens_per_second is None

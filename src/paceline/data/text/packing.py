@@ -139,7 +139,7 @@ class _Shelves:
         first, end = self._take(room)
         each = room // length
         full = min(end - first, count // each)
-        rest = min(count - full * each, each - 1) if full < end - first else 0
+        rest = count - full * each if full < end - first else 0  # fewer than ``each``
         if full:
             self.placed.append(np.repeat(np.arange(first, first + full), each))
             self._give_back(room - each * length, (first, first + full))

@@ -1,0 +1,58 @@
+"""What is prepared for samples of unequal length: a plan that names them, and batches as large as the run's largest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.data.pipeline import Placement
+from paceline.distributed.device import describe_machine
+from paceline.recipe.load import load_recipe
+from paceline.tasks.build import build_task
+from paceline.trainer.fake_batch import batch_maker
+from paceline.trainer.preparation import geometry_of, plan_run
+from paceline.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    drawn = np.random.default_rng(0)
+    for number, size in enumerate(np.clip(drawn.lognormal(3, 1, 40), 5, 150).astype(int)):
+        for split in ("train", "val"):
+            (tmp_path / split).mkdir(exist_ok=True)
+            (tmp_path / split / f"{number:02}.txt").write_text("x" * size)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("rows", "balance"), [("single", "auto"), ("single", "off"), ("packed", "auto")])
+def test_a_stand_in_batch_is_as_large_as_the_largest(texts: Path, rows: str, balance: str) -> None:
+    overrides = [
+        "data.dataset=text_folder",
+        f"data.path={texts}",
+        f"data.text.rows={rows}",
+        "data.text.context=64",
+        f"batch.balance={balance}",
+        "batch.global_size=16",
+        "batch.micro_size=4",
+    ]
+    recipe = load_recipe("gpt-small-docs", overrides).recipe
+    task = build_task(recipe)
+    plan = plan_run(recipe, task, describe_machine(CPU), World())
+    geometry = geometry_of(recipe, plan, task)
+    assert (plan.lengths_sha256 is not None) == (rows == "single" and balance == "auto")
+    batch = batch_maker(task, plan, Placement(device=CPU))(4)
+    tokens = batch.inputs["tokens"]
+    assert len(tokens) == len(batch.targets) == 4
+    assert tokens.shape == batch.targets.shape
+    if rows == "packed":
+        assert geometry.costliest(0, plan.total_steps) is None
+        assert tokens.shape[1] == 64
+        return
+    largest = geometry.costliest(0, plan.steps_per_epoch)
+    assert largest is not None
+    assert largest.positions <= tokens.numel() < largest.positions + 4 * 8
