@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ RECIPE: dict[str, Any] = {
     "telemetry": {"log_every": "2 steps", "trackers": [], "report": False},
 }
 EXACT = ("train", "clicks.yaml", "parallel.exact=true")
+# Three processes, of which the last has no samples to score.
 SPARSE = (
     "train",
     "clicks.yaml",
     "model.options={embedding: 4, bottom: [8], top: [8], sparse: true}",
     "optimizer.tables=sparse_adam",
-    "train.duration=200 steps",
-    "evaluate.every=100 steps",
+    "batch.global_size=24",
 )
 
 
@@ -46,64 +47,70 @@ def clicks(studio: Path) -> Path:
     return studio
 
 
-@pytest.mark.slow
-@pytest.mark.world_size(4)
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_exact_runs_have_the_same_bits_and_figures(
-    clicks: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any], processes: int
-) -> None:
+@pytest.fixture
+def alone(clicks: Path, run_here: Callable[..., Any], summary: Callable[[Path], Any]) -> dict[str, Any]:
+    """What an exact run by one process came to; it is trained once."""
     if not (clicks / "clicks-1").exists():
         assert run_here(*EXACT, "--run-dir", "clicks-1").code == 0
-    run_dir = clicks / f"clicks-{processes}"
-    done = run(*EXACT, "--processes", processes, "--run-dir", run_dir, where=clicks)
-    assert done.code == 0, done.err
-    alone, together = summary(clicks / "clicks-1"), summary(run_dir)
-    assert together["weights_sha256"] == alone["weights_sha256"]
-    assert together["metrics"] == alone["metrics"]
-    assert {"auc", "normalized_entropy", "accuracy", "loss"} <= together["metrics"].keys()
-    assert run_here("audit", run_dir).code == 0
-
-
-@pytest.mark.slow
-@pytest.mark.world_size(3)
-def test_three_processes_score_as_one(
-    clicks: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
-) -> None:
-    if not (clicks / "clicks-1").exists():
-        assert run_here(*EXACT, "--run-dir", "clicks-1").code == 0
-    done = run("evaluate", clicks / "clicks-1", "--json", torchrun=3, where=clicks)  # one has no samples
-    assert done.code == 0, done.err
-    found = json.loads(done.out)["results"]["model"]
-    expected = summary(clicks / "clicks-1")["metrics"]
-    assert {name: found[name] for name in ("auc", "loss", "normalized_entropy")} == {
-        name: expected[name] for name in ("auc", "loss", "normalized_entropy")
-    }
+    found: dict[str, Any] = summary(clicks / "clicks-1")
+    assert {"auc", "normalized_entropy", "accuracy", "loss"} <= found["metrics"].keys()
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_sparse_gradients_over_processes_survive_a_kill(
+def test_killed_with_two_processes_and_resumed_with_one(
     clicks: Path,
     start: Callable[..., Any],
-    run: Callable[..., Any],
     run_here: Callable[..., Any],
     steps_recorded: Callable[[Path], int],
     summary: Callable[[Path], Any],
+    alone: dict[str, Any],
 ) -> None:
-    for name in ("whole", "killed"):
-        run_dir = clicks / f"sparse-{name}"
-        command = (*SPARSE, "--processes", 2, "--run-dir", run_dir)
-        if name == "killed":
-            launched = start(*command, where=clicks)
-            launched.wait_for(lambda run_dir=run_dir: steps_recorded(run_dir) >= 20)
-            launched.kill()
-            assert not (run_dir / "summary.json").exists()
-        done = run(*command, where=clicks)
-        assert done.code == 0, done.err
-    whole, killed = summary(clicks / "sparse-whole"), summary(clicks / "sparse-killed")
-    assert killed["weights_sha256"] == whole["weights_sha256"]
-    assert killed["metrics"] == whole["metrics"]
-    assert run_here("audit", clicks / "sparse-killed").code == 0
-    # Processes add up the same gradients that one does.
+    run_dir = clicks / "clicks-killed"
+    launched = start(*EXACT, "train.until=14 steps", "--processes", 2, "--run-dir", run_dir, where=clicks)
+    launched.wait_for(lambda: steps_recorded(run_dir) >= 8)
+    launched.kill()
+    until = time.monotonic() + 60
+    while True:  # on a busy machine a killed process may hold the directory for a moment
+        done = run_here(*EXACT, "--run-dir", run_dir)
+        if "another process is training" not in done.err or time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    assert done.code == 0, done.err
+    found = summary(run_dir)
+    assert found["weights_sha256"] == alone["weights_sha256"]
+    assert found["metrics"] == alone["metrics"]
+    assert run_here("audit", run_dir).code == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+def test_four_processes_have_the_same_bits_and_figures(
+    clicks: Path, run: Callable[..., Any], summary: Callable[[Path], Any], alone: dict[str, Any]
+) -> None:
+    run_dir = clicks / "clicks-4"
+    done = run(*EXACT, "--processes", 4, "--run-dir", run_dir, where=clicks)
+    assert done.code == 0, done.err
+    assert summary(run_dir)["weights_sha256"] == alone["weights_sha256"]
+    assert summary(run_dir)["metrics"] == alone["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(3)
+def test_sparse_gradients_over_three_processes_that_score_as_one_does(
+    clicks: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
+) -> None:
+    done = run(*SPARSE, "--processes", 3, "--run-dir", "sparse-3", where=clicks)
+    assert done.code == 0, done.err
+    together = summary(clicks / "sparse-3")["metrics"]
+    assert run_here("audit", "sparse-3").code == 0
+    scored = run_here("evaluate", "sparse-3", "--json")
+    assert scored.code == 0, scored.err
+    figures = ("loss", "auc", "accuracy", "normalized_entropy")
+    found = json.loads(scored.out)
+    assert {name: found[name] for name in figures} == {name: together[name] for name in figures}  # to the bit
+    # And they add up the gradients that one process has.
     assert run_here(*SPARSE, "--run-dir", "sparse-1").code == 0
-    assert whole["metrics"]["loss"] == pytest.approx(summary(clicks / "sparse-1")["metrics"]["loss"], rel=1e-3)
+    assert together["loss"] == pytest.approx(summary(clicks / "sparse-1")["metrics"]["loss"], rel=1e-4)
