@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.trainer.train import plan_only
 
 # Made for ImageNet, or photos like its.
 BRIEFLY, THOROUGH = ("fine_tune", "resnet50_torchvision"), pytest.mark.thorough
+NEEDS_PATH = ("image_folder", "cifar10", "coco")
 PUBLISHED = [name for name in shipped_recipes() if load_recipe(name).recipe.data.dataset == "image_folder"]
 
 
@@ -29,6 +31,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder.mkdir(parents=True)
             for number in range(4):
                 Image.fromarray(noise[number]).save(folder / f"{number}.png")
+    # The same pictures with a box around each, as COCO has them.
+    boxes = {"categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}], "images": [], "annotations": []}
+    for number in range(4):
+        boxes["images"].append({"id": number, "file_name": f"cat/{number}.png", "height": 32, "width": 32})
+        entry = {"image_id": number, "category_id": 1, "bbox": [2, 2, 16, 20], "segmentation": [[2, 2, 18, 2, 18, 22]]}
+        boxes["annotations"].append(entry)
+    for split in ("train", "val"):
+        (root / split / "annotations.json").write_text(json.dumps(boxes))
     return root
 
 
@@ -43,9 +53,7 @@ def test_there_are_recipes_and_they_lie_by_task() -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_it_plans(name: str, world_size: int, photos: Path) -> None:
     recipe = load_recipe(name).recipe
-    overrides: dict[str, object] = (
-        {"data.path": str(photos)} if recipe.data.dataset in ("image_folder", "cifar10") else {}
-    )
+    overrides: dict[str, object] = {"data.path": str(photos)} if recipe.data.dataset in NEEDS_PATH else {}
     micro = 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
     if recipe.batch.global_size % (micro * world_size):
         # Written for fewer processes; on 64 the batch is for its user to choose.
@@ -63,7 +71,7 @@ def test_it_plans(name: str, world_size: int, photos: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_auto_has_its_reason_and_no_key_is_in_vain(name: str, world_size: int, photos: Path) -> None:
-    needs_path = load_recipe(name).recipe.data.dataset in ("image_folder", "cifar10")
+    needs_path = load_recipe(name).recipe.data.dataset in NEEDS_PATH
     loaded = load_recipe(name, {"data.path": str(photos)} if needs_path else {})
     plan = plan_only(loaded, world_size=world_size)
     tree = to_tree(loaded.recipe)
