@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from paceline.trainer.train import plan_only
 
 # Made for ImageNet, or photos like its.
 BRIEFLY, THOROUGH = ("fine_tune", "resnet50_torchvision"), pytest.mark.thorough
-NEEDS_PATH = ("image_folder", "cifar10", "criteo")
+NEEDS_PATH = ("image_folder", "cifar10", "criteo", "coco")
 PUBLISHED = [name for name in shipped_recipes() if load_recipe(name).recipe.data.dataset == "image_folder"]
 
 
@@ -32,6 +33,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Image.fromarray(noise[number]).save(folder / f"{number}.png")
         clicks = "".join("\t".join(["1", *("7" * 13), *("a" * 26)]) + "\n" for _ in range(2000))
         (root / split / "clicks.tsv").write_text(clicks)  # in Criteo's format
+    # The same pictures with a box around each, as COCO has them.
+    boxes = {"categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}], "images": [], "annotations": []}
+    for number in range(4):
+        boxes["images"].append({"id": number, "file_name": f"cat/{number}.png", "height": 32, "width": 32})
+        entry = {"image_id": number, "category_id": 1, "bbox": [2, 2, 16, 20], "segmentation": [[2, 2, 18, 2, 18, 22]]}
+        boxes["annotations"].append(entry)
+    for split in ("train", "val"):
+        (root / split / "annotations.json").write_text(json.dumps(boxes))
     return root
 
 
