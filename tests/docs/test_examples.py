@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,6 @@ def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "top-1 accuracy" in done.stdout
+    assert " %" in done.stdout
     assert list(tmp_path.iterdir()) == []
-    assert "assert accuracy" in path.read_text(encoding="utf-8")
+    assert re.search(r"^    assert \w+ [<>] \d+, f?\"expected", path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import click
 
@@ -19,6 +19,9 @@ from paceline.cli.options import (
     weights_option,
 )
 from paceline.cli.output import print_json, print_table
+from paceline.errors import did_you_mean
+from paceline.recipe.running import Parallel
+from paceline.recipe.training import Train
 
 if TYPE_CHECKING:
     from paceline.insight.benchmark_comparison import Comparison
@@ -39,6 +42,17 @@ def _names(_: click.Context, parameter: click.Parameter, value: str | None) -> t
     if twice := [name for name in names if names.count(name) > 1]:
         raise click.BadParameter(f"{value!r} names {twice[0]} twice; name each once.")
     return names
+
+
+def _known(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """The same, of names that the recipe's key knows: one that nobody knows would only be a row without a figure."""
+    words = _names(context, parameter, value)
+    section, key = (Train, "precision") if parameter.name == "precisions" else (Parallel, "device")
+    known = get_args(get_type_hints(section)[key])
+    if wrong := [word for word in words if word not in known]:
+        hint = did_you_mean(wrong[0], known)
+        raise click.BadParameter(f"{wrong[0]!r} is no {key}.{hint} Choose from {', '.join(known)}.")
+    return words
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -76,8 +90,8 @@ def command() -> None:
 @click.argument("recipe")
 @overrides_argument
 @click.option("--batch-sizes", callback=_numbers, metavar="N,...", help="Global batch sizes (default: the recipe's).")
-@click.option("--devices", callback=_names, metavar="NAME,...", help="cpu, cuda, ... (default: the recipe's).")
-@click.option("--precisions", callback=_names, metavar="NAME,...", help="fp32, bf16, ... (default: the recipe's).")
+@click.option("--devices", callback=_known, metavar="NAME,...", help="cpu, cuda, ... (default: the recipe's).")
+@click.option("--precisions", callback=_known, metavar="NAME,...", help="fp32, bf16, ... (default: the recipe's).")
 @click.option("--backends", callback=_names, metavar="NAME,...", help="Who reads the samples: pytorch, dali, ...")
 @click.option("--parts", callback=_parts, metavar="NAME,...", help="together, compute, data (default: all three).")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Turns of each combination.")

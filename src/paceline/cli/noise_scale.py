@@ -84,7 +84,9 @@ def command(
     report = _measure(target, overrides, steps, scratch)
     if is_first_process():
         _tell(report, output, as_json=as_json)
-    return 0
+        if not report.has_figure:
+            click.echo("paceline: no noise scale was found at any of the weights; give more --steps.", err=True)
+    return 0 if report.has_figure else 1
 
 
 def _measure(target: str, overrides: tuple[str, ...], steps: int, scratch: Path | None) -> NoiseReport:
@@ -106,14 +108,16 @@ def _tell(report: NoiseReport, output: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
+    unit = report.unit
     parts = report.global_batch_size // report.micro_batch_size
     click.echo(f"Gradient noise of {report.name}, batches of {report.global_batch_size} in {parts} parts")
-    print_table(("step", "noise scale", "95 % interval", "critical batch"), map(_row, report.points))
+    columns = ("step", "noise scale", "95 % interval", "critical batch")
+    print_table(columns if unit == "samples" else (*columns[:3], f"critical batch, {unit}"), map(_row, report.points))
     if (costs := report.costs()) is not None:
         print_pairs(
             {
-                f"at {report.global_batch_size} samples": f"{costs['steps_ratio']:.3g} times the fewest steps, "
-                f"{costs['examples_ratio']:.3g} times the fewest samples",
+                f"at {_figure(report.batch_weight)} {unit}": f"{costs['steps_ratio']:.3g} times the fewest steps, "
+                f"{costs['examples_ratio']:.3g} times the fewest {unit}",
                 "a linear rate there": f"{costs['linear_rate_excess']:.3g} times what the noise bears",
             }
         )

@@ -28,9 +28,9 @@ def _page(report: NoiseReport) -> Page:
         low, high = critical_range(found)
         rows.append((step, *(f"{each:.3g}" for each in (found.middle, found.low, found.high, low, high))))
     chart = Chart(
-        title="Gradient noise scale, in samples",
+        title=f"Gradient noise scale, in {report.unit}",
         traces=[_trace(known), _own_batch(report)],
-        layout={"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "samples"}, "type": "log"}},
+        layout={"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": report.unit}, "type": "log"}},
         description="The noise scale over training with its 95 % interval, and the recipe's batch beside it.",
     )
     columns = ("step", "noise scale", "from", "to", "critical batch from", "to")
@@ -40,7 +40,7 @@ def _page(report: NoiseReport) -> Page:
         "only costs samples. The critical batch is of its order of magnitude: the range goes ten times beyond the "
         "interval."
     )
-    table = Table(columns=columns, rows=tuple(rows), caption="Measured, with 95 % intervals, in samples")
+    table = Table(columns=columns, rows=tuple(rows), caption=f"Measured, with 95 % intervals, in {report.unit}")
     subtitle = f"{report.name}, batches of {report.global_batch_size} in micro-batches of {report.micro_batch_size}"
     return Page(
         title="Gradient noise scale",
@@ -67,5 +67,5 @@ def _trace(known: list[tuple[int, Any]]) -> dict[str, Any]:
 
 def _own_batch(report: NoiseReport) -> dict[str, Any]:
     steps = [each.step for each in report.points]
-    batch = report.global_batch_size
+    batch = report.batch_weight
     return {"type": "scatter", "mode": "lines", "name": "the recipe's batch", "x": steps, "y": [batch] * len(steps)}

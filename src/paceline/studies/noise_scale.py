@@ -29,6 +29,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
+from paceline.trainer.noise import mean_weight
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
@@ -95,6 +96,8 @@ class NoiseReport:
     Attributes:
         name: Of the recipe or run.
         global_batch_size: The recipe's.
+        batch_weight: What a batch counts for on average, in ``unit``; its samples, if each counts once.
+        unit: What the noise scale is in: samples, or what they count for, ``tokens`` say.
         micro_batch_size: What its batch was cut into.
         processes: Over how many.
         points: By step.
@@ -105,13 +108,20 @@ class NoiseReport:
     micro_batch_size: int
     processes: int
     points: Sequence[NoisePoint]
+    batch_weight: float
+    unit: str = "samples"
+
+    @property
+    def has_figure(self) -> bool:
+        """Whether there is a noise scale at some weights at least."""
+        return any(each.averages.noise_scale() is not None for each in self.points)
 
     def costs(self) -> dict[str, float] | None:
         """What the recipe's own batch costs beside the best, by the last point; None where that is not known."""
         found = self.points[-1].averages.noise_scale()
         if found is None:
             return None
-        batch = self.global_batch_size
+        batch = self.batch_weight
         return {
             "steps_ratio": steps_ratio(found.middle, batch),
             "examples_ratio": examples_ratio(found.middle, batch),
@@ -147,24 +157,32 @@ def measure_noise(asked: NoiseAsked, say: Callable[[str], None] = lambda _: None
             if path is not None:
                 _take_weights(run, path)
             points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
-            say(in_words(points[-1]))
-        plan = run.plan
+            say(in_words(points[-1], _unit(run)))
+        plan, unit = run.plan, _unit(run)
+        batch_weight = plan.global_batch_size * mean_weight(run)
     return NoiseReport(
         name=loaded.name,
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         processes=plan.world_size,
         points=points,
+        batch_weight=batch_weight,
+        unit=unit,
     )
 
 
-def in_words(point: NoisePoint) -> str:
+def _unit(run: Run) -> str:
+    # Images are samples here, as they always were.
+    return "samples" if run.task.sample_weights() is None else run.task.unit
+
+
+def in_words(point: NoisePoint, unit: str = "samples") -> str:
     """A point as one line."""
     found = point.averages.noise_scale()
     if found is None:
         return f"step {point.step}: the gradient cannot be told from noise in {point.steps} batches; give more --steps"
     high = f"{found.high:.3g}" if math.isfinite(found.high) else "beyond all bounds"
-    return f"step {point.step}: noise scale {found.middle:.3g} samples ({found.low:.3g} to {high})"
+    return f"step {point.step}: noise scale {found.middle:.3g} {unit} ({found.low:.3g} to {high})"
 
 
 def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:

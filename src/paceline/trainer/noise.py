@@ -216,6 +216,12 @@ def _estimate(planned: float, used: float, whole: float, parts: Sequence[Sequenc
     return estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2)
 
 
+def mean_weight(run: Run) -> float:
+    """What a sample of a run counts for on average: the noise scale is in that."""
+    weights = run.geometry.weights
+    return 1.0 if weights is None else float(weights.mean())
+
+
 def linear_rule_warning(run: Run) -> str | None:
     """One sentence, once in a run, where a rate in proportion to the batch exceeds what the gradients' noise bears.
 
@@ -228,14 +234,16 @@ def linear_rule_warning(run: Run) -> str | None:
     batch = plan.epochs.phase_at(run.progress.position - 1).global_batch_size
     found = noise.averages.noise_scale()
     is_known = found is not None and found.count >= ENOUGH and run.progress.step > plan.warmup_steps
-    if found is None or not is_known or batch <= max(found.high, asked.lr_reference_batch):
+    each = mean_weight(run)
+    if found is None or not is_known or batch <= max(found.high / each, asked.lr_reference_batch):
         return None
     noise.has_warned = True
     ratio = batch / asked.lr_reference_batch
-    best = rate_ratio(found.middle, batch, asked.lr_reference_batch)
+    best = rate_ratio(found.middle / each, batch, asked.lr_reference_batch)
+    unit = "samples" if run.geometry.weights is None else plan.weight_unit
     return (
         f"optimizer.lr_scaling=linear has multiplied the learning rate by {ratio:.3g} for a batch of {batch}, but the "
-        f"noise scale of the gradients is {found.middle:.3g} samples ({found.low:.3g} to {found.high:.3g}), and the "
+        f"noise scale of the gradients is {found.middle:.3g} {unit} ({found.low:.3g} to {found.high:.3g}), and the "
         "best rate grows with the batch only far below it. By eps_max / (1 + B_noise / B) it would be "
         f"{best:.3g} times; use optimizer.lr_scaling=sqrt, a smaller batch, or a rate found by trying."
     )

@@ -144,10 +144,13 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
     best = best_metric(task)
     chosen = {"evaluate.metric": f"{best.name}: the task's own choice"} if recipe.evaluate.metric == "auto" else {}
+    balanced = _balanced_by(recipe, task)
+    if recipe.batch.balance == "auto":
+        chosen["batch.balance"] = "all samples cost alike" if balanced is None else "samples are of unequal length"
     return replace(
         plan,
         reasons=plan.reasons | chosen,
-        lengths_sha256=_balanced_by(recipe, task),
+        lengths_sha256=balanced,
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,

@@ -105,6 +105,7 @@ def test_slopes_and_curvature_are_of_the_same_loss(trained: Trained, batch_norm:
     }
     subject.task = SimpleNamespace(
         metrics=(Metric(name="loss"),),
+        collectors=tuple,
         score=lambda model, batch: {"loss": F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")},
     )
     weights = subject.here()
