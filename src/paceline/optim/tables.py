@@ -82,7 +82,10 @@ class Paired(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
         """One step of each."""
         for each in self._both:
-            each.step()
+            step: Any = type(each).step
+            # Without what torch calls around the step of every optimizer (register_optimizer_step_pre_hook): together
+            # they are one.
+            step.__wrapped__(each)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of both."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.checkpoint.optimizer_state import OptimizerComponent
 from paceline.errors import ModelError, RecipeError
@@ -79,6 +80,15 @@ def test_its_state_is_saved_and_comes_back(tables: Any) -> None:
     train(resumed, second, 3, 6)
     for name, tensor in resumed.state_dict().items():
         assert torch.equal(tensor, whole[name]), name
+
+
+def test_two_optimizers_step_as_one() -> None:
+    model, seen = network(sparse=True), []
+    optimizer = build_optimizer(model, ROWWISE, CPU)
+    handle = register_optimizer_step_pre_hook(lambda stepping, *_: seen.append(stepping))
+    train(model, optimizer, 0, 2)
+    handle.remove()
+    assert seen == [optimizer, optimizer]
 
 
 def test_groups_reach_the_tables() -> None:

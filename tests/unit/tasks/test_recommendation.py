@@ -152,6 +152,7 @@ def test_exact_runs_and_their_refusals(train: Callable[..., Any]) -> None:
 
 def test_the_memory_of_a_step_is_estimated(recipe: Path) -> None:
     dense = estimate(Asked(loaded=load_recipe(recipe), device="cpu"))
+    assert any("each process holds all of them" in each for each in dense.notices)
     assert dense.peak.causes["weights"] > 75 * 4 * 4
     refused = pytest.raises(PacelineError, match="cannot be told without numbers")
     with refused, fake_run(load_recipe(recipe, {**SPARSE, "optimizer.tables": "sparse_adam"}).recipe):

@@ -69,6 +69,9 @@ class ClickPipeline:
         batches: Iterator[Batch] = (batch_of(source, piece) for piece in slices)
         if not isinstance(source, HeldRows):
             batches = _read_ahead(batches)
+        if self._placement.device.type == "cuda":
+            # From page-locked memory, or the copy would wait for the device.
+            batches = (batch.pin_memory() for batch in batches)
         moving = self._moving if training else nullcontext
         return to_device(batches, _as_they_are, self._placement, moving=moving)
 

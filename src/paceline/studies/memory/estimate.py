@@ -303,6 +303,8 @@ def _notices(job: Job, steps: Steps) -> Iterator[str]:
             f"model.compile=true ({plan.compile}): estimated as uncompiled; a compiled network keeps less, and what "
             "CUDA graphs or tuning hold is not in the estimate"
         )
+    if "tables" in plan.data:
+        yield f"{plan.data['tables']}; their gradient is taken as dense"
     if plan.precision == "fp8":
         yield "train.precision=fp8: estimated as bf16, which keeps as much or more"
     if plan.data.get("backend") == "dali":
