@@ -19,6 +19,7 @@ from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
 _MOST_SENTENCES = 10_000
+_OF_IMAGES = ("image_classification", "distillation")
 # What a run reads where it lies.
 _TRAINABLE = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
@@ -128,6 +129,11 @@ def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     """The recipe that would train on what is named."""
     recipe = _load(source, overrides)
+    # A task of the user's own may show the images of the data section.
+    if recipe.task not in _OF_IMAGES and not is_reference(recipe.task):
+        raise DataError(
+            f"task={recipe.task} trains on no images, and check-data looks at images only; nothing was checked."
+        )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
             raise RecipeError(
