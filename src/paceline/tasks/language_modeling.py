@@ -45,6 +45,8 @@ _OF_CLASSES = ("train.loss", "train.target_threshold", "train.label_smoothing", 
 class LanguageModeling(Task):
     """Learns to say which token comes next (`data.text.objective=causal`), or which were hidden (`masked`)."""
 
+    unit = "tokens"
+
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._is_masked = recipe.data.text.objective == "masked"
