@@ -18,7 +18,7 @@ from hardware import write_result
 import paceline
 
 # What the recipes' comments promise: the metric, and its worst value.
-STATED = {"gpt-small-docs": ("bits_per_byte", 1.6), "bert-tiny-docs": ("masked_accuracy", 58.0)}
+STATED = {"gpt-small-docs": ("bits_per_byte", 1.6), "bert-tiny-docs": ("masked_accuracy", 64.0)}
 
 
 def of_run(name: str, run_dir: Path) -> dict[str, Any]:
