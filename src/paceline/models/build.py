@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
@@ -95,6 +96,7 @@ def model_names(pattern: str = "*") -> list[str]:
 
     names = [
         *OWN_MODELS,
+        *OWN_LANGUAGE_MODELS,
         *timm.list_models(),
         *(f"{_TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
     ]

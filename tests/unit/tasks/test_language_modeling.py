@@ -99,14 +99,17 @@ def test_masked_accuracy_is_of_masks_that_no_run_changes(train: Callable[..., An
     result, task = train("m", MASKED | {"seed": 5}), task_of(recipe, MASKED)
     network, ids = network_of(task, result.run_dir), stream(task.dataset.validation).numpy()
     masking = Masking(seed=EVALUATION_SEED, fraction=0.15, mask=257, vocabulary=259, context=16)
-    right = count = 0
+    right = count = nats = 0
     for row in range(len(task.evaluation_rows)):
         tokens = ids[row * 16 : row * 16 + int(task.evaluation_rows.tokens[row])]
         seen, asked = map(torch.from_numpy, masking(tokens, epoch=0, sample=row))
         places = asked != NOTHING
-        right += int((network(seen[None])[0].argmax(dim=1) == asked)[places].sum())
+        logits = network(seen[None])[0]
+        right += int((logits.argmax(dim=1) == asked)[places].sum())
+        nats += F.cross_entropy(logits, asked, reduction="sum").item()
         count += int(places.sum())
     assert result.metrics["masked_accuracy"] == pytest.approx(100 * right / count)
+    assert result.metrics["loss"] == pytest.approx(nats / count, rel=1e-6)
     assert "bits_per_byte" not in result.metrics
 
 
