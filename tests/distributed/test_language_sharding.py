@@ -101,10 +101,9 @@ def test_sharding_changes_nothing(
     done = run(program=PROGRAM, torchrun=start, where=ground)
     assert done.code == 0, done.err
     # Nobody held all of it: each block was filled while the blocks after it, and only they, were there already.
-    left = {
-        tuple(line.split()[1:]) for line in done.out.splitlines() if "filled 'blocks." in line or "filled ''" in line
-    }
-    assert {("'blocks.1'", "28"), ("'blocks.0'", "16"), ("''", "4")} <= left, done.out
+    left = {tuple(line.split()[1:]) for line in done.out.splitlines() if line.startswith("filled ")}
+    assert {("'blocks.1'", "23"), ("'blocks.0'", "13"), ("''", "3")} <= left, done.out
+    assert {("'transformer.h.1'", "28"), ("'transformer.h.0'", "16"), ("''", "4")} <= left, done.out
     monkeypatch.chdir(ground)
     for name, overrides in (("alone", {}), ("alone-clipped", CLIPPED)):
         changes = [f"{key}={value}" for key, value in overrides.items()]
