@@ -125,7 +125,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         in_step=plan.strategy == "fsdp",
         weights=task.sample_weights(),
         lengths=task.sample_lengths(),
-        balanced=recipe.batch.balance is not None,
+        balanced=recipe.batch.balance,
     )
 
 
@@ -149,7 +149,7 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
 
 def _balanced_by(recipe: Recipe, task: Task) -> str | None:
     lengths = task.sample_lengths()
-    is_asked = recipe.batch.balance is not None and recipe.data.augment.repeats == 1
+    is_asked = recipe.batch.balance and recipe.data.augment.repeats == 1
     return lengths.sha256 if is_asked and lengths is not None and lengths.is_ragged else None
 
 
