@@ -1,0 +1,83 @@
+"""`paceline predict` of language models: what it prints, and which wrong combinations it refuses in a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = (
+    "model.options={depth: 1, width: 8, heads: 2}",
+    "data.text.context=16",
+    "train.duration=2 steps",
+    "train.precision=fp32",
+    "batch.global_size=2",
+    "evaluate.every=off",
+    "optimizer.name=adamw",
+    "optimizer.momentum=null",
+    "parallel.threads=1",
+    "telemetry.trackers=[]",
+    "telemetry.report=false",
+)
+
+
+@pytest.fixture
+def trained(paceline_here: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]:
+    """Train a shipped recipe for two steps; they need no data."""
+
+    def train(name: str) -> Path:
+        done = paceline_here("train", name, *TINY, "--run-dir", tmp_path / name)
+        assert done.code == 0, done.err
+        return tmp_path / name
+
+    return train
+
+
+def test_a_prompt_is_gone_on_from(paceline_here: Callable[..., Any], trained: Callable[[str], Path]) -> None:
+    run_dir = trained("gpt-small-docs")
+    words = ("predict", run_dir, "--prompt", "The for", "--tokens", 5, "--seed", 3, "--top-k", 4)
+    first, again = paceline_here(*words), paceline_here(*words)
+    assert (first.code, first.out) == (0, again.out)
+    assert first.out.startswith("The for")
+    document = json.loads(paceline_here(*words, "--json").out)
+    assert document["text"] + "\n" == first.out
+    assert (document["written"], document["seed"], document["top_k"]) == (5, 3, 4)
+    refused = paceline_here("predict", run_dir, Path(__file__).parent)
+    assert refused.code == 2
+    assert "does not label images" in refused.err or "holds no image" in refused.err
+
+
+def test_hidden_tokens_are_found(paceline_here: Callable[..., Any], trained: Callable[[str], Path]) -> None:
+    run_dir = trained("bert-tiny-docs")
+    done = paceline_here("predict", run_dir, "--prompt", "The f[MASK]r", "--top-k", 2)
+    assert done.code == 0
+    assert len(done.out.splitlines()[-1].split(" %")) == 3  # two guesses
+    document = json.loads(paceline_here("predict", run_dir, "--prompt", "f<mask>r", "--json").out)
+    assert len(document["guesses"][0]["texts"]) == 3
+    refused = paceline_here("predict", run_dir, "--prompt", "f[MASK]r", "--seed", 1)
+    assert (refused.code, "--seed says how to write" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "or --prompt for text"),
+        (("picture.png", "--prompt", "x"), "give one of them"),
+        (("picture.png", "--tokens", "3"), "--tokens says how to write, and without --prompt"),
+    ],
+)
+def test_wrong_combinations_are_refused(
+    paceline_here: Callable[..., Any], finished: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = paceline_here("predict", finished, *arguments)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+
+
+def test_an_image_model_takes_no_prompt(paceline_here: Callable[..., Any], finished: Path) -> None:
+    done = paceline_here("predict", finished, "--prompt", "x")
+    assert done.code == 2
+    assert "are no language model's" in done.err
