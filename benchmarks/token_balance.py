@@ -40,7 +40,7 @@ PROCESSES, CONTEXT, TYPICAL, MULTIPLE = 8, 1024, 180, 8
 _WARMUP = 3
 WAYS = ("drawn", "balanced", "packed")
 FINE = "balanced, 4 micro-batches each"
-CUTS = {"drawn": {"batch.balance": "off"}, "balanced": {}, "packed": {"data.text.rows": "packed"}}
+CUTS = {"drawn": {"batch.balance": False}, "balanced": {}, "packed": {"data.text.rows": "packed"}}
 RECIPE: dict[str, Any] = {
     "data.dataset": "text_folder",
     "data.text.context": 512,

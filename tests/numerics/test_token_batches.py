@@ -232,7 +232,7 @@ def test_an_audit_needs_the_lengths_for_the_order_alone(train: Callable[..., Any
 
 
 def test_with_balance_off_samples_come_as_they_are_drawn(train: Callable[..., Any]) -> None:
-    overrides = {"data.text.rows": "single", "batch.balance": "off", "batch.micro_size": 4}
+    overrides = {"data.text.rows": "single", "batch.balance": False, "batch.micro_size": 4}
     sizes: list[int] = []
     result = train("run", overrides, asked=task(seen=lambda batch: sizes.append(len(batch.ids)), double=False))
     assert not (result.run_dir / "sample_lengths.npy").exists()

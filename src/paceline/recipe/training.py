@@ -35,10 +35,10 @@ class Batch:
     """Samples per step from an epoch on, counted from 0: {30: 512, 60: 1024} (Smith et al. 2018). Micro-batches stay as
     they are, and there are more of them; the learning rate follows `optimizer.lr_scaling`."""
 
-    balance: Annotated[Literal["auto"] | None, Off] = "auto"
-    """`auto`: where samples are of unequal length and padded to their micro-batch's longest, steps have about the same
+    balance: bool = True
+    """Where samples are of unequal length and padded to their micro-batch's longest, steps have about the same
     number of tokens, and a step's micro-batches cost about the same: samples of about one length, the fewer of them the
-    longer they are. `off`: samples are taken as they are drawn, equally many to a micro-batch."""
+    longer they are. Without it, samples are taken as they are drawn, equally many to a micro-batch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

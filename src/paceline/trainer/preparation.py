@@ -130,7 +130,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         in_step=plan.strategy == "fsdp",
         weights=task.sample_weights(),
         lengths=task.sample_lengths(),
-        balanced=recipe.batch.balance is not None,
+        balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),
     )
 
@@ -144,13 +144,10 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
     best = best_metric(task)
     chosen = {"evaluate.metric": f"{best.name}: the task's own choice"} if recipe.evaluate.metric == "auto" else {}
-    balanced = _balanced_by(recipe, task)
-    if recipe.batch.balance == "auto":
-        chosen["batch.balance"] = "all samples cost alike" if balanced is None else "samples are of unequal length"
     return replace(
         plan,
         reasons=plan.reasons | chosen,
-        lengths_sha256=balanced,
+        lengths_sha256=_balanced_by(recipe, task),
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
@@ -166,7 +163,7 @@ def headline_of(task: Task) -> Metric:
 
 def _balanced_by(recipe: Recipe, task: Task) -> str | None:
     lengths = task.sample_lengths()
-    is_asked = recipe.batch.balance is not None and recipe.data.augment.repeats == 1
+    is_asked = recipe.batch.balance and recipe.data.augment.repeats == 1
     return lengths.sha256 if is_asked and lengths is not None and lengths.is_ragged else None
 
 

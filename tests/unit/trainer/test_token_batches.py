@@ -29,7 +29,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("rows", "balance"), [("single", "auto"), ("single", "off"), ("packed", "auto")])
+@pytest.mark.parametrize(("rows", "balance"), [("single", "true"), ("single", "false"), ("packed", "true")])
 def test_a_stand_in_batch_is_as_large_as_the_largest(texts: Path, rows: str, balance: str) -> None:
     overrides = [
         "data.dataset=text_folder",
@@ -44,7 +44,7 @@ def test_a_stand_in_batch_is_as_large_as_the_largest(texts: Path, rows: str, bal
     task = build_task(recipe)
     plan = plan_run(recipe, task, describe_machine(CPU), World())
     geometry = geometry_of(recipe, plan, task)
-    assert (plan.lengths_sha256 is not None) == (rows == "single" and balance == "auto")
+    assert (plan.lengths_sha256 is not None) == (rows == "single" and balance == "true")
     batch = batch_maker(task, plan, Placement(device=CPU))(4)
     tokens = batch.inputs["tokens"]
     assert len(tokens) == len(batch.targets) == 4
