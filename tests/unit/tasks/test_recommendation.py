@@ -207,3 +207,9 @@ def test_lines_of_criteos_format_are_trained_on_and_predicted(
     assert found[0]["probability"] < 0.5 < found[1]["probability"]
     assert found[2]["probability"] == pytest.approx(found[1]["probability"])  # without a label
     assert "found 1 fields" in found[3]["error"]
+
+
+def test_sparse_gradients_are_not_proved(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in SPARSE.items()]
+    assert command(["prove", str(recipe), *overrides]) == 2
+    assert "number by number" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.data.nested import chosen
+from paceline.errors import RecipeError
+from paceline.optim.tables import has_sparse_gradients
 from paceline.studies.prove.network import dropouts, norms, put_to_rest
 from paceline.studies.prove.notes import copies_of
 from paceline.studies.prove.reference import Plain, difference
@@ -62,6 +64,11 @@ def look(runner: Runner) -> Nature:
     double, numbers, usual, most = _numbers(runner)
     runner = replace(runner, double=double)
     with contextlib.closing(Plain(whole, runner.orders("look"))) as plain:
+        if has_sparse_gradients(plain.network):
+            raise RecipeError(
+                "prove compares gradients number by number, and sparse ones are not taken apart yet; prove the recipe "
+                "with dense ones (model.options={sparse: false}), which come to the same."
+            )
         normed, dropped, batch = norms(plain.network), dropouts(plain.network), plain.first_batch()
         nature = Nature(
             double=double,
