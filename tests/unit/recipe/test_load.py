@@ -294,7 +294,12 @@ def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
     [
         (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw, lamb, lion or muon"),
         (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd, lars or muon"),
-        (["data.path=x"], "data.path", "data.dataset=image_folder, cifar10, packed, webdataset, huggingface or criteo"),
+        (
+            ["data.path=x"],
+            "data.path",
+            "data.dataset=image_folder, cifar10, packed, webdataset, huggingface, text_folder, tokens, "
+            "huggingface_text, criteo or coco",
+        ),
         (["data.samples=4"], "data.samples", "data.dataset=synthetic or synthetic_clicks"),
         (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
         (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),

@@ -66,7 +66,9 @@ def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> Non
     found = open_coco(str(root), masks=False, keep_empty=False)
     assert len(found.train) == 2  # not the crowd's picture
     assert len(found.validation) == 3
-    assert found.validation.objects(1, masks=False).crowd.tolist() == [True]
+    crowd = found.validation.objects(1, masks=False)
+    assert crowd.crowd.tolist() == [True]
+    assert not len(crowd.learnable(12, 16).labels)
     learnable = found.train.objects(0, masks=False).learnable(12, 16)
     assert learnable.boxes.tolist() == [[1.5, 0, 16, 4]]  # cut at the edge; the one without width is gone
 
