@@ -21,6 +21,7 @@ from paceline.data.simple import SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.recipe.plan import DataFacts
+from paceline.recipe.unused import all_but
 
 HELD_OUT = 297
 
@@ -35,7 +36,8 @@ class Autoencoding(paceline.Task):
         """All digits as floats in [0, 1], [1797, 1, 28, 28]; the last ones are held out."""
         pixels = torch.from_numpy(read_digits().images).permute(0, 3, 1, 2) / 255
         self.digits = F.interpolate(pixels, size=28, mode="bilinear")
-        return DataFacts(train_samples=len(pixels) - HELD_OUT, evaluation_samples=HELD_OUT)
+        unused = all_but([], "the digits are shown as they are")
+        return DataFacts(train_samples=len(pixels) - HELD_OUT, evaluation_samples=HELD_OUT, unused=unused)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Batches that `read` makes when they are asked for."""
@@ -64,10 +66,8 @@ class Autoencoding(paceline.Task):
         return {"loss": error.mean(dim=1), "squared_error": error.sum(dim=1), "squares": squares}
 
 
-OVERRIDES = """
-    train.duration="12 epochs" batch.global_size=50 optimizer.name=adamw optimizer.lr=0.003
-    parallel.device=cpu parallel.threads=1
-"""
+OVERRIDES = """train.duration="12 epochs" batch.global_size=50 optimizer.name=adamw optimizer.lr=0.003
+    parallel.device=cpu parallel.threads=1"""
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

@@ -17,6 +17,23 @@ def available_cores() -> int:
     return max(1, min(bound, int(cpu_quota() or bound)))
 
 
+def busy_in_words(load: float | None = None) -> str:
+    """Whether others already keep more of this machine's cores busy than there are, as a sentence; empty if not.
+
+    Args:
+        load: Threads that ran or waited to, on average over the last minute; asked of the system unless given.
+    """
+    if load is None:
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = available_cores()
+    if load <= cores:
+        return ""
+    return (
+        f"the machine was busy before anything was measured: a load of {load:.1f} on {cores} core{'s' * (cores != 1)}; "
+        "measure again when it is idle"
+    )
+
+
 def memory_bytes() -> int | None:
     """Main memory that this process may use, of the machine or its control group; None if the system does not tell."""
     try:

@@ -63,7 +63,8 @@ def samples(evidence: Evidence) -> Check:
         if apart and not run.trouble:
             text = f"{run.name}: step {apart[0] + 1} has other samples, or other contents, than in one process"
             return question.measured(len(apart), found=text)
-    if evidence.recipe.data.augment.crop != "none" and not _varies(evidence):
+    is_cropped = evidence.recipe.data.augment.crop != "none" and "data.augment.crop" not in evidence.plans[1].unused
+    if is_cropped and not _varies(evidence):
         return question.failed(f"data.augment.crop={evidence.recipe.data.augment.crop} gives the same in every epoch")
     return question.measured(0)
 

@@ -12,7 +12,7 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.formulas.intervals import Interval
 from paceline.formulas.links import Fabric
 from paceline.formulas.parallel_step import Compiled, OneDevice, Prediction, Strategy, Way, predict
-from paceline.machine import available_cores
+from paceline.machine import available_cores, busy_in_words
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.models.flops import StepWork
 from paceline.recipe.compute import WITH_GRAPHS
@@ -257,7 +257,9 @@ class Scaling:
     def report(self) -> ScaleReport:
         """Work it out."""
         asked, notices = self._asked, list(self.subject.notices)
+        busy = busy_in_words()  # before its own processes are
         found = self._measured()
+        notices += [busy] if busy and found is not None else []
         ones, basis, is_bound = self._basis(found)
         links = self._links()
         price = asked.price if asked.price is not None else self.cluster.price_per_device_hour
