@@ -21,6 +21,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.slices import SampleWeights
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
@@ -118,6 +119,21 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     return prepared
 
 
+def _weights_of(task: Task) -> SampleWeights | None:
+    """What samples count for.
+
+    Raises:
+        DataError: If one counts for nothing: a step of such would have no mean loss.
+    """
+    weights = task.sample_weights()
+    if weights is not None and len(weights) and int(weights.min()) < 1:
+        raise DataError(
+            f"training sample {int(weights.argmin())} counts for {int(weights.min())} {task.unit} "
+            f"({task_name(task)}.sample_weights), and a step of such samples would have no mean loss; leave them out."
+        )
+    return weights
+
+
 def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
     """Which samples every step of a run uses, and what they weigh."""
     return StepGeometry(
@@ -128,7 +144,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         repeats=recipe.data.augment.repeats,
         growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
-        weights=task.sample_weights(),
+        weights=_weights_of(task),
         lengths=task.sample_lengths(),
         balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
-from paceline.errors import ModelError, RecipeError
+from paceline.errors import DataError, ModelError, RecipeError
 
 
 def refused(train_tiny: Callable[..., Any], task: Any, runs: Path, overrides: dict[str, Any]) -> str:
@@ -24,6 +25,21 @@ def test_a_network_without_anything_to_train(
 ) -> None:
     task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).requires_grad_(False))
     assert "no parameter that can be trained" in refused(train_tiny, task, runs, {})
+
+
+def test_a_sample_that_counts_for_nothing(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
+) -> None:
+    made = tiny_task()
+
+    def weighted(recipe: Any) -> Any:
+        task = made(recipe)
+        task.sample_weights = lambda: np.array([2, 1, 0, *[1] * (len(task.dataset.train) - 3)])
+        return task
+
+    with pytest.raises(DataError, match=r"training sample 2 counts for 0 images .*leave them out"):
+        train_tiny("refused", {}, task=weighted)
+    assert not (runs / "refused").exists()
 
 
 def test_an_exact_run_whose_norms_add_up_over_the_processes(

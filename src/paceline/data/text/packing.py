@@ -41,16 +41,17 @@ class Pieces:
 def pack(lengths: Integers, context: int, seed: int) -> Pieces:
     """Pack documents into rows of at most ``context`` tokens.
 
-    A longer document is cut into pieces of ``context`` tokens and a rest; no other is cut. Which of equally long pieces
+    A longer document is cut into pieces of ``context`` tokens and a rest; no other is cut. A single token at a
+    document's end is left out: it has none after it, and a row of such would ask for nothing. Which of equally long pieces
     go together, and their order within a row, is drawn: long ones stand first no more often than last.
 
     Args:
-        lengths: Tokens of each document, at least 0, int64 [documents]; empty ones stand nowhere.
+        lengths: Tokens of each document, at least 0, int64 [documents]; those of fewer than two stand nowhere.
         context: Tokens of a row, at least 1.
         seed: Keys the draws.
 
     Returns:
-        Each token once.
+        Each token that is not left out, once.
     """
     document, begin, end = cut(lengths, context)
     drawn = np.random.Philox(key=[seed, _PACKING]).random_raw(2 * len(document))
@@ -83,9 +84,12 @@ def packed_rows(lengths: Integers, context: int, seed: int) -> RowTable:
 
 
 def cut(lengths: Integers, context: int) -> tuple[Integers, Integers, Integers]:
-    """Cut documents into pieces of at most ``context`` tokens: (document, begin, end), each int64 [pieces]."""
+    """Cut documents into pieces of at most ``context`` tokens: (document, begin, end), each int64 [pieces].
+
+    A single token that would be the last piece is left out, as :func:`~paceline.data.text.rows.single_rows` does.
+    """
     lengths = np.asarray(lengths, dtype=np.int64)
-    count = -(-lengths // context)
+    count = np.maximum(0, -(-(lengths - 1) // context))
     document = np.repeat(np.arange(len(lengths)), count)
     first = np.repeat(np.cumsum(count) - count, count)
     begin = (np.arange(len(document)) - first) * context
