@@ -42,8 +42,8 @@ def pack(lengths: Integers, context: int, seed: int) -> Pieces:
     """Pack documents into rows of at most ``context`` tokens.
 
     A longer document is cut into pieces of ``context`` tokens and a rest; no other is cut. A single token at a
-    document's end is left out: it has none after it, and a row of such would ask for nothing. Which of equally long pieces
-    go together, and their order within a row, is drawn: long ones stand first no more often than last.
+    document's end is left out: it has none after it, and a row of such would ask for nothing. Which of equally long
+    pieces go together, and their order within a row, is drawn: long ones stand first no more often than last.
 
     Args:
         lengths: Tokens of each document, at least 0, int64 [documents]; those of fewer than two stand nowhere.
