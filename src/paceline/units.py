@@ -153,12 +153,12 @@ def metric_title(name: str) -> str:
 
 
 def metric_unit(name: str) -> str:
-    """What its figures are in, as far as its name tells: ``%`` of accuracies."""
-    return "%" if name == "accuracy" or name.endswith("_accuracy") else ""
+    """What its figures are in, as far as its name tells: ``%`` of accuracies and mean average precision."""
+    return "%" if re.search(r"(^|_)(accuracy|map\d*)$", name) else ""
 
 
 def format_metric(name: str, value: float) -> str:
-    """A metric's value for people: ``91.23 %`` of an accuracy, else four digits."""
+    """A metric's value for people: ``91.23 %`` of what is in percent, else four digits."""
     return f"{value:.2f} %" if metric_unit(name) else f"{value:.4g}"
 
 

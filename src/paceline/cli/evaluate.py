@@ -28,6 +28,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.output import print_json, print_pairs, print_table
 from paceline.recipe.load import refuse_training_overrides, stored_recipe
+from paceline.units import metric_unit
 
 if TYPE_CHECKING:
     from paceline.trainer.evaluate_target import EvaluationRequest, Split
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     "--predictions",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write one line per sample (.jsonl or .csv): id, sample, prediction, probability, target.",
+    help="Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
+    "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
 )
 @weights_option
 @best_option
@@ -154,7 +156,7 @@ def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: 
 
 
 def _in_words(name: str, value: float) -> str:
-    return f"{value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
+    return f"{value:.2f} %" if metric_unit(name) else f"{value:.4f}"
 
 
 def _sweep(predictions: Path | None) -> tuple[tuple[int, ...], Split]:

@@ -40,6 +40,8 @@ _TINY = {
 }
 # Of a folder's description, what would be code, or belongs to the files it came with.
 _NOT_TAKEN = ("auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "model_type")
+# Keys by which architectures say how far a token of some of their layers looks.
+_WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attention_window", "window_size")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -69,7 +71,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     config = _configured(kind, keys, objective, name=model.name)
     _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
     _fit_context(config, context, asked=set(keys), name=model.name)
-    if objective == "causal" and _tried(kind, objective).sees_ahead:
+    if objective == "causal" and _tried(kind, objective, _switches(keys)).sees_ahead:
         raise ModelError(
             f"model.name={model.name}: its answers depend on tokens that come later, so that it would be given "
             "what it is to predict; choose a decoder (gpt2, llama, …)."
@@ -77,14 +79,30 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     return _as_language_model(_built(config, objective, name=model.name), objective)
 
 
-def takes_documents(network: nn.Module) -> bool:
-    """Whether documents in one row of it never see one another: found out with a tiny network of its kind.
+def takes_documents(network: nn.Module, context: int) -> bool:
+    """Whether documents in one row of it never see one another, and else see what they do alone.
 
-    Anything that is not of Transformers takes them: that is what ``model(tokens, positions, documents)`` says.
+    Found out with a tiny network of its kind. One whose tokens look no farther than a window, which is shorter than the
+    row, does not: a mask of documents stands in the place of that window. Anything that is not of Transformers does:
+    that is what ``model(tokens, positions, documents)`` says.
     """
     if not isinstance(network, LanguageModel):
         return True
-    return _tried(network.config.model_type, network.objective).keeps_apart
+    window = _window(network.config)
+    return (window is None or window >= context) and _tried(network.config.model_type, network.objective).keeps_apart
+
+
+def _window(config: Any) -> int | None:
+    """How far a token of some layers looks, where that is not the whole row."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    found = [getattr(config, key, None) for key in _WINDOWS]
+    return min((each for each in found if isinstance(each, int) and each > 0), default=None)
+
+
+def _switches(keys: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """What the recipe switches on and off, which may be whom a token sees."""
+    return tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
 
 
 class LanguageModel(nn.Module):
@@ -239,7 +257,8 @@ def _fit_context(config: Any, context: int, *, asked: set[str], name: str) -> No
         return
     # Some count positions from the number after their padding token's.
     pad = getattr(config, "pad_token_id", None)
-    config.max_position_embeddings = context + (0 if pad is None else pad + 1)
+    with contextlib.suppress(NotImplementedError):  # of some the number is no choice: they have no limit
+        config.max_position_embeddings = context + (0 if pad is None else pad + 1)
 
 
 def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
@@ -301,7 +320,7 @@ class _Behaviour:
 
 @cache
 @torch.no_grad()
-def _tried(kind: str, objective: Objective) -> _Behaviour:
+def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> _Behaviour:
     """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores."""
     from transformers import AutoConfig
 
@@ -313,7 +332,7 @@ def _tried(kind: str, objective: Objective) -> _Behaviour:
         positions = torch.cat([torch.arange(5), torch.arange(6)])[None]
         documents = torch.tensor([[0] * 5 + [1] * 6])
         try:
-            config = _configured(kind, {**sizes, "vocab_size": 8}, objective, name=kind)
+            config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, name=kind)
             _fit_context(config, 16, asked=set(), name=kind)
             network = _as_language_model(_built(config, objective, name=kind), objective).eval()
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])

@@ -156,6 +156,15 @@ class Detection(Task):
                 each["masks"] = each["masks"][:, 0] >= _MASK
         return {"loss": self._losses(model, batch), "found": found, "truth": batch.targets}
 
+    def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """What is found in each picture: boxes in its pixels (left, top, right, bottom), classes from 0, and scores."""
+        found = model(batch.inputs)
+        return {
+            "boxes": [each["boxes"] for each in found],
+            "labels": [each["labels"] - 1 for each in found],
+            "scores": [each["scores"] for each in found],
+        }
+
     def collectors(self) -> tuple[Collector, ...]:
         """Mean average precision."""
         return (AveragePrecision(self._kinds),)

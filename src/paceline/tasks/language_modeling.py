@@ -153,7 +153,7 @@ class LanguageModeling(Task):
     def check_network(self, network: nn.Module) -> None:
         """See whether the network keeps documents apart, where rows hold some that know nothing of one another."""
         asked = self.recipe.data.text
-        if self._needs_documents(self.train_rows) and not takes_documents(network):
+        if self._needs_documents(self.train_rows) and not takes_documents(network, asked.context):
             raise ModelError(
                 f"model.name={self.recipe.model.name} cannot be told which tokens belong to which document, which "
                 f"data.text.rows={asked.rows} with data.text.objective={asked.objective} asks for; choose another "
@@ -177,6 +177,10 @@ class LanguageModeling(Task):
         if self._is_masked:
             values["right"] = ((logits.argmax(dim=2) == targets) & asked).sum(dim=1)
         return values
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """How well each row is foretold: nats over all of it, the tokens asked for, and their bytes or hits."""
+        return self.score(model, batch)
 
     def collectors(self) -> tuple[Collector, ...]:
         """Perplexity, which is no mean: e to the power of one."""

@@ -127,8 +127,8 @@ class Task(ABC):
         """What evaluation and prediction call in the network's place; by default the network itself."""
         return model
 
-    def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """One entry per sample, [N, ...], for a predictions file; by default nothing."""
+    def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
+        """One entry per sample, tensors [N, ...] or lists of N, for a predictions file; by default nothing."""
         return {}
 
     def answers(self, model: Model, batch: Batch) -> Answers | None:

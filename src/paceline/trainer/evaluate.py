@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch, BrokenSample
+from paceline.data.nested import Nested
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse
@@ -77,7 +78,7 @@ class Evaluator:
     def __call__(
         self,
         models: Mapping[str, nn.Module],
-        observe: Callable[[str, Batch, dict[str, torch.Tensor]], None] | None = None,
+        observe: Callable[[str, Batch, dict[str, Nested]], None] | None = None,
     ) -> Evaluation:
         """Score every set of weights in one pass over the data.
 

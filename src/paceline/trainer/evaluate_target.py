@@ -18,6 +18,7 @@ from torch import nn
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
+from paceline.data.nested import Nested, mapped
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
@@ -341,8 +342,8 @@ class _Predictions:
         self._pipeline = pipeline
         self.lines: list[dict[str, Any]] = []
 
-    def add(self, _: str, batch: Batch, values: dict[str, torch.Tensor]) -> None:
-        columns = {name: tensor.tolist() for name, tensor in values.items()}
+    def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
+        columns = {name: mapped(lambda tensor: tensor.tolist(), value) for name, value in values.items()}
         for row, sample in enumerate(batch.ids.tolist()):
             name = self._pipeline.sample_name(sample, training=False)
             line = {"id": sample, "sample": name, **{key: column[row] for key, column in columns.items()}}

@@ -42,7 +42,7 @@ def test_documents_in_a_row_are_as_each_alone(kind: str) -> None:
     for row, begin, end in ((0, 0, 5), (0, 5, 12), (1, 0, 4), (1, 4, 8)):
         alone = network(tokens[row : row + 1, begin:end])[0]
         assert (together[row, begin:end] - alone).abs().max() < 1e-10
-    assert takes_documents(network)
+    assert takes_documents(network, 12)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
@@ -53,7 +53,23 @@ def test_a_causal_one_sees_nothing_that_comes_later(kind: str) -> None:
 
 
 def test_what_cannot_keep_documents_apart_says_so() -> None:
-    assert not takes_documents(built("mamba", hidden_size=16, num_hidden_layers=1))
+    assert not takes_documents(built("mamba", hidden_size=16, num_hidden_layers=1), 12)
+
+
+def test_a_window_shorter_than_a_row_would_be_lost_to_a_mask() -> None:
+    """A mask of documents stands where the window's was: documents in a row would see more than each does alone."""
+    narrow = built("mistral", **TINY, intermediate_size=16, num_key_value_heads=1, sliding_window=4)
+    assert not takes_documents(narrow, 12)
+    assert takes_documents(built("mistral", **TINY, intermediate_size=16, num_key_value_heads=1), 12)
+
+
+def test_a_switch_that_lets_tokens_see_ahead_is_found_out() -> None:
+    with pytest.raises(ModelError, match="its answers depend on tokens that come later"):
+        built("bert", **TINY, intermediate_size=16, is_decoder=False)
+
+
+def test_positions_without_a_limit_are_no_error() -> None:
+    assert built("xlnet", d_model=16, n_layer=1, n_head=2, d_inner=16) is not None
 
 
 def test_weights_and_names_are_the_library_s(tmp_path: Path) -> None:

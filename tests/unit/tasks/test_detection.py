@@ -22,6 +22,7 @@ from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
@@ -82,6 +83,17 @@ def batches(
     found = list(pipeline.train_batches(geometry, step, step + 1, world))
     pipeline.close()
     return found
+
+
+def test_what_is_found_is_written_for_each_picture(train: Callable[..., Any], tmp_path: Path) -> None:
+    train("run", {"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
+    path = tmp_path / "found.jsonl"
+    evaluate_target(EvaluationRequest(target=tmp_path / "run", predictions=path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["id"] for line in lines] == list(range(5))
+    assert all(len(line["boxes"]) == len(line["scores"]) == len(line["labels"]) > 0 for line in lines)
+    assert all(len(box) == 4 for line in lines for box in line["boxes"])
+    assert all(0 <= label < 3 for line in lines for label in line["labels"])
 
 
 class CutOffError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from paceline.insight.audit import audit_run
 from paceline.models.language import build_language_model
 from paceline.recipe.load import load_recipe
 from paceline.tasks.language_modeling import LanguageModeling
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
@@ -93,6 +95,17 @@ def test_bits_per_byte_are_those_of_the_held_out_text(train: Callable[..., Any],
     assert result.metrics["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-6)
     assert result.metrics["bits_per_byte"] < 7.5  # 8 is what it begins with
     assert audit_run(result.run_dir).passed
+
+
+def test_what_each_row_costs_is_written(train: Callable[..., Any], tmp_path: Path) -> None:
+    """The sums over a predictions file are the metrics."""
+    done = train("run", {"train.duration": "2 steps"})
+    path = tmp_path / "rows.jsonl"
+    report = evaluate_target(EvaluationRequest(target=done.run_dir, predictions=path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    nats, bytes_ = sum(line["loss"] for line in lines), sum(line["bytes"] for line in lines)
+    assert len(lines) == report.samples
+    assert report.metrics["bits_per_byte"] == pytest.approx(nats / bytes_ / math.log(2))
 
 
 def test_masked_accuracy_is_of_masks_that_no_run_changes(train: Callable[..., Any], recipe: Path) -> None:
