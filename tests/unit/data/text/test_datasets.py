@@ -144,6 +144,13 @@ def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) 
         open_tokens(tmp_path / "packed")
 
 
+def test_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for destination in (tmp_path / "file" / "packed", tmp_path / "file" / "below" / "packed"):
+        with pytest.raises(DataError, match=r"packed' cannot be written: .*; give another folder"):
+            write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, destination)
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_tokens({"train": [("a", "\ud800")], "validation": []}, BYTES, tmp_path / "packed")
