@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import json_option
+from paceline.cli.options import FiniteRange, json_option
 from paceline.cli.output import print_json
 from paceline.units import format_bytes
 
@@ -18,7 +18,7 @@ from paceline.units import format_bytes
 @click.option("--tokenizer", default="bytes", show_default=True, metavar="NAME", help="As data.text.tokenizer.")
 @click.option(
     "--validation-fraction",
-    type=click.FloatRange(min=0, max=1, max_open=True),
+    type=FiniteRange(min=0, max=1, max_open=True),
     default=0.1,
     show_default=True,
     metavar="SHARE",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import best_option, json_option, trust_code_option, weights_option
+from paceline.cli.options import FiniteRange, best_option, json_option, trust_code_option, weights_option
 from paceline.cli.output import print_json
 from paceline.cli.predict_clicks import answer_clicks
 
@@ -25,7 +25,7 @@ _LABELS = 3
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt: most to write (default: 200).")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="T",
     help="With --prompt: how freely to choose; 0 always takes the most probable token (default: 0.8).",
 )

@@ -147,7 +147,7 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
         lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
         names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
         held = path.stat().st_size
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{root}: the files of the split '{split}' cannot be read ({error}); write it anew.") from error
     if held != count * kind.itemsize or int(lengths.sum()) != count:
         raise DataError(

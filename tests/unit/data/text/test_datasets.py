@@ -137,6 +137,9 @@ def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) 
         file.write(b"xx")
     with pytest.raises(DataError, match="has 14 bytes, and 6 tokens of 2 bytes were written"):
         open_tokens(tmp_path / "packed")
+    (tmp_path / "packed" / "train.lengths.npy").write_bytes(b"")
+    with pytest.raises(DataError, match="files of the split 'train' cannot be read"):
+        open_tokens(tmp_path / "packed")
     with pytest.raises(DataError, match=r"holds no tokens\.json; write it with"):
         open_tokens(tmp_path)
     (tmp_path / "packed" / "tokens.json").write_text(json.dumps({"version": 7}))
