@@ -155,6 +155,11 @@ def test_what_has_no_effect_on_text_is_refused_or_told(recipe: Path) -> None:
     loaded = load_recipe(recipe, {"data.image_size": 32})
     with pytest.raises(PacelineError, match=r"data.image_size=32' has no effect: .* reads text"):
         loaded.checked(plan_only(loaded).unused)
+    loaded = load_recipe(recipe, {"batch.balance": True})
+    with pytest.raises(PacelineError, match=r"batch.balance=true' has no effect: no sample is padded"):
+        loaded.checked(plan_only(loaded).unused)
+    loaded = load_recipe(recipe, {"batch.balance": True, "data.text.rows": "single"})
+    loaded.checked(plan_only(loaded).unused)
     with pytest.raises(PacelineError, match=r"'data.text.mask_fraction' has no effect with data.text.objective=causal"):
         load_recipe(recipe, {"data.text.mask_fraction": 0.2})
     with pytest.raises(PacelineError, match=r"'data.text' has no effect with data.dataset=digits"):

@@ -43,6 +43,9 @@ def test_a_tokenizer_is_written_and_read_back(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"kind": "magic"}')
     with pytest.raises(DataError, match="of kind 'magic', but known are"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match=r"other\.json holds no tokenizer: "):
+        open_tokenizer(str(tmp_path / "other.json"))
     with pytest.raises(DataError, match="neither 'bytes' nor a JSON file"):
         open_tokenizer("byte")
 
