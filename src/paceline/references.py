@@ -9,11 +9,14 @@ from typing import Any
 
 from paceline.errors import PacelineError, did_you_mean
 
+# Their models are named like references, `torchvision:resnet18`, and are no code of one's own.
+_LIBRARIES = ("torchvision", "transformers")
+
 
 def is_reference(name: str) -> bool:
     """True for ``package.module:attribute``, false for a registered name such as ``torchvision:resnet18``."""
     module, colon, attribute = name.partition(":")
-    if module == "torchvision":  # its models are named like that, and are no code of one's own
+    if module in _LIBRARIES:
         return False
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 

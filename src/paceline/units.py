@@ -163,5 +163,5 @@ def format_metric(name: str, value: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Write a count with thousands separators: ``1,281,167``."""
-    return f"{count:,.0f}"
+    """Write a count with thousands separators, ``1,281,167``, and a rate that is small in two digits, ``0.66``."""
+    return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.2g}"

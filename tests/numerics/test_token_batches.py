@@ -222,6 +222,8 @@ def test_an_audit_needs_the_lengths_for_the_order_alone(train: Callable[..., Any
     np.save(path, lengths[::-1])
     changed = audit_run(result.run_dir)
     assert ["other lengths" in each for each in changed.objections] == [True]
+    path.write_bytes(b"")
+    assert ["cannot be read" in each for each in audit_run(result.run_dir).objections] == [True]
     path.unlink()
     missing = audit_run(result.run_dir)
     assert ["cannot be read" in each for each in missing.objections] == [True]

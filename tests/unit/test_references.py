@@ -30,7 +30,19 @@ def test_references(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet50", "package.module", "module:", ":name", "a b:c", "a-b:c", "a..b:c", "a:b.c"]
+    "name",
+    [
+        "resnet50",
+        "package.module",
+        "module:",
+        ":name",
+        "a b:c",
+        "a-b:c",
+        "a..b:c",
+        "a:b.c",
+        "torchvision:resnet18",
+        "transformers:gpt2",
+    ],
 )
 def test_other_names(name: str) -> None:
     assert not is_reference(name)

@@ -97,7 +97,9 @@ def test_size_for_people(count: float, text: str) -> None:
 
 
 def test_count_for_people() -> None:
-    assert [format_count(count) for count in (0, 999, 1_281_167, 12.6)] == ["0", "999", "1,281,167", "13"]
+    assert [format_count(count) for count in (0, 4.0, 0.662, 999, 1_281_167, 12.6)] == (
+        ["0", "4", "0.66", "999", "1,281,167", "13"]
+    )
 
 
 @pytest.mark.parametrize(

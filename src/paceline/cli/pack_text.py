@@ -36,7 +36,7 @@ def command(source: str, destination: Path, tokenizer: str, validation_fraction:
       paceline pack-text books packed/books
       paceline train gpt-small-docs data.dataset=tokens data.path=packed/books
     """
-    from paceline.data.text.datasets import folder_splits, python_documentation, split_by_name
+    from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation, split_by_name
     from paceline.data.text.packed import write_tokens
     from paceline.data.text.tokenizer import open_tokenizer
 
@@ -44,6 +44,7 @@ def command(source: str, destination: Path, tokenizer: str, validation_fraction:
         train, validation = split_by_name(python_documentation(), validation_fraction)
     else:
         train, validation, _ = folder_splits(Path(source), validation_fraction)
+    check_some_text(source, train, validation)
     packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(tokenizer), destination)
     if as_json:
         print_json({"destination": str(destination), **dataclasses.asdict(packed)})

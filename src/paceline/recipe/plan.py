@@ -213,7 +213,8 @@ def make_plan(
     Raises:
         RecipeError: If batch and world do not fit together, or a length comes to nothing.
     """
-    reasons = {**machine.reasons, **data.unused, **data.reasons}
+    unused = {key: f"not used: {why}" for key, why in data.unused.items()}
+    reasons = {**machine.reasons, **unused, **data.reasons}
     no_gpu = "no GPU was found that could be used"
     reasons["parallel.device"] = no_gpu if machine.device == "cpu" else f"a {machine.device} device was found"
     micro = micro_batch_size(recipe, world_size, reasons)
@@ -436,6 +437,8 @@ def resolve_channels_last(recipe: Recipe, machine: MachineFacts, reasons: dict[s
     asked = recipe.model.channels_last
     if asked != "auto":
         return asked
+    if "model.channels_last" in reasons:  # the task has no use for it
+        return False
     chosen = machine.device in ("cpu", "cuda", "xpu")
     reasons["model.channels_last"] = (
         f"convolutions on {machine.device} have kernels for it" if chosen else f"{machine.device} gains nothing by it"

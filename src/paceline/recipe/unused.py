@@ -71,7 +71,8 @@ def _leaves(section: Any, path: str) -> Iterator[str]:
 def unused_in_data(data: DataFacts) -> dict[str, str]:
     """Keys that have no effect on this data, with the reason."""
     keys = ("data.validation_fraction", "data.evaluation_shape", "data.augment.shrink_on_load", "evaluate.top_k")
-    return {key: data.reasons[key] for key in keys if key in data.reasons}
+    reasons = data.unused | data.reasons
+    return {key: reasons[key] for key in keys if key in reasons}
 
 
 def _unused_with_fp16() -> dict[str, str]:

@@ -31,7 +31,7 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     """
     try:
         found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise RunDirectoryError(f"the samples' lengths cannot be read from '{path}': {error}.") from error
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
         raise RunDirectoryError(f"'{path}' holds no lengths of samples: one row of whole numbers.")

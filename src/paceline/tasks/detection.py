@@ -32,7 +32,6 @@ from paceline.world import World
 
 _DATASETS = ("coco", "shapes")
 _USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.boxes")
-_NOT_ASKED = tuple(f"data.{key}" for key in ("backend", "channels", "image_size", "evaluation_size", "mean", "std"))
 _UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
 _MOST_THREADS = 16
 _MASK = 0.5  # a pixel is an object's from this probability on
@@ -100,8 +99,7 @@ class Detection(Task):
                 "workers": self._threads,
                 "masks": self.has_masks,
             },
-            reasons=dict.fromkeys(_NOT_ASKED, "not used: pictures with boxes are shown as data.boxes says")
-            | {"data.workers": why, "data.boxes.masks": "as the model's name says"},
+            reasons={"data.workers": why, "data.boxes.masks": "as the model's name says"},
             unused=self._unused(is_generated=is_generated),
         )
 

@@ -83,9 +83,6 @@ class LanguageModeling(Task):
         unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), why)
         if self.recipe.data.dataset != "huggingface_text":
             unused["data.text.column"] = "only data.dataset=huggingface_text has columns"
-        reasons = dict(unused)
-        if found.reason is not None:
-            reasons["data.validation_fraction"] = found.reason
         return DataFacts(
             train_samples=len(self.train_rows),
             evaluation_samples=len(self.evaluation_rows),
@@ -100,7 +97,7 @@ class LanguageModeling(Task):
                 "evaluation_documents": len(found.validation.lengths),
                 "evaluation_tokens": int(self.evaluation_rows.tokens.sum()),
             },
-            reasons=reasons,
+            reasons={} if found.reason is None else {"data.validation_fraction": found.reason},
             unused=unused,
         )
 

@@ -68,7 +68,7 @@ class Recommendation(Task):
                 **found.facts,
                 **self._ceiling(),
             },
-            reasons={**_reasons_for_auto(), **found.reasons},
+            reasons=found.reasons,
             unused=self._unused(),
         )
 
@@ -125,11 +125,13 @@ class Recommendation(Task):
         used |= {"data.max_broken"} if name == "criteo" else set()
         found = all_but(used, _NO_IMAGES)
         keys = ("loss", "target_threshold", "label_smoothing")
+        found["model.channels_last"] = _NO_IMAGES
         found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
         if name == "criteo":
             found |= {f"data.clicks.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
         else:
             found["data.clicks.cache"] = "generated samples are not stored"
+            found["data.path"] = "generated samples lie in no file"
         if self.recipe.data.clicks.tables != "auto":
             found["data.clicks.max_rows"] = "data.clicks.tables says how many rows each table has"
         return found
@@ -138,9 +140,3 @@ class Recommendation(Task):
 def _logits(model: Model, batch: Batch) -> torch.Tensor:
     logits: torch.Tensor = model(batch.inputs["dense"], batch.inputs["categories"])
     return logits.float()
-
-
-def _reasons_for_auto() -> dict[str, str]:
-    """Why what is `auto` by default, and has no say here, came to nothing."""
-    keys = ("label_column", "backend", "workers", "image_size", "evaluation_size", "channels", "mean", "std")
-    return {f"data.{key}": f"not used: {_NO_IMAGES}" for key in keys}

@@ -158,12 +158,14 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     # The class is part of what a run is: weights of one task are not another's.
     named = replace(facts, description={"task": task_name(task), **facts.description})
     plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
+    balanced_by = _balanced_by(recipe, task)
     best = best_metric(task)
     chosen = {"evaluate.metric": f"{best.name}: the task's own choice"} if recipe.evaluate.metric == "auto" else {}
     return replace(
         plan,
         reasons=plan.reasons | chosen,
-        lengths_sha256=_balanced_by(recipe, task),
+        lengths_sha256=balanced_by,
+        unused=plan.unused | _unused_in_balance(recipe, balanced_by),
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
@@ -181,6 +183,13 @@ def _balanced_by(recipe: Recipe, task: Task) -> str | None:
     lengths = task.sample_lengths()
     is_asked = recipe.batch.balance and recipe.data.augment.repeats == 1
     return lengths.sha256 if is_asked and lengths is not None and lengths.is_ragged else None
+
+
+def _unused_in_balance(recipe: Recipe, balanced_by: str | None) -> dict[str, str]:
+    """Not to balance what cannot be is what happens anyway."""
+    if balanced_by is not None or not recipe.batch.balance:
+        return {}
+    return {"batch.balance": "no sample is padded to what stands beside it, so that all cost alike in any order"}
 
 
 def best_metric(task: Task) -> Metric:

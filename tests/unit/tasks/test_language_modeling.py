@@ -155,10 +155,26 @@ def test_what_has_no_effect_on_text_is_refused_or_told(recipe: Path) -> None:
     loaded = load_recipe(recipe, {"data.image_size": 32})
     with pytest.raises(PacelineError, match=r"data.image_size=32' has no effect: .* reads text"):
         loaded.checked(plan_only(loaded).unused)
+    loaded = load_recipe(recipe, {"batch.balance": True})
+    with pytest.raises(PacelineError, match=r"batch.balance=true' has no effect: no sample is padded"):
+        loaded.checked(plan_only(loaded).unused)
+    loaded = load_recipe(recipe, {"batch.balance": True, "data.text.rows": "single"})
+    loaded.checked(plan_only(loaded).unused)
     with pytest.raises(PacelineError, match=r"'data.text.mask_fraction' has no effect with data.text.objective=causal"):
         load_recipe(recipe, {"data.text.mask_fraction": 0.2})
     with pytest.raises(PacelineError, match=r"'data.text' has no effect with data.dataset=digits"):
         load_recipe("digits", {"data.text.context": 20})
+
+
+def test_the_plan_says_of_what_has_no_effect_that_it_is_not_used(recipe: Path) -> None:
+    """A reason alone reads as if a value had been chosen."""
+    for loaded in (load_recipe(recipe), load_recipe("dlrm-synthetic")):
+        plan = plan_only(loaded)
+        assert not plan.channels_last
+        assert {"data.image_size", "data.evaluation_shape", "model.channels_last"} <= set(plan.reasons)
+        for key in filter(plan.reasons.__contains__, plan.unused):
+            assert key == "schedule.warmup_from" or plan.reasons[key].startswith("not used: "), key
+    assert plan.reasons["data.path"] == "not used: generated samples lie in no file"
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,7 @@ def from_documents(
     Raises:
         DataError: If there is nothing to learn from.
     """
-    if not any(text for _, text in train):
-        raise DataError(f"data.dataset={name} has no text to learn from; check data.path and data.validation_fraction.")
+    check_some_text(f"data.dataset={name}", train, validation)
     digest = text_digest(tokenizer.digest.encode(), *_bytes_of(train), b"held out", *_bytes_of(validation))
     return TextDataset(
         name=name,
@@ -77,6 +76,29 @@ def from_documents(
         tokenizer=tokenizer,
         digest=digest,
         reason=reason,
+    )
+
+
+def check_some_text(source: str, train: Documents, validation: Documents) -> None:
+    """See that there is text to learn from, and say where it went if there is none.
+
+    Args:
+        source: What was opened, for people.
+        train: Documents to learn from.
+        validation: Held-out documents.
+
+    Raises:
+        DataError: If no document to learn from has any text.
+    """
+    if any(text for _, text in train):
+        return
+    if train or not any(text for _, text in validation):
+        empty = f"{len(train):,} document(s) to learn from" if train else f"{len(validation):,} document(s)"
+        raise DataError(f"{source} has no text to learn from: its {empty} are empty; check data.path.")
+    raise DataError(
+        f"{source} has no text to learn from: all {len(validation):,} document(s) fell into the held-out share "
+        "(data.validation_fraction), which is drawn by their names; choose yourself with train/ and val/, give more "
+        "documents, or hold out none with data.validation_fraction=0."
     )
 
 

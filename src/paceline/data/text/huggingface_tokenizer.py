@@ -60,7 +60,7 @@ class HuggingFaceTokenizer:
         self._library.no_padding()
         self._library.encode_special_tokens = True
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
-        self.vocabulary: int = max(vocabulary.values()) + 1
+        self.vocabulary: int = max(vocabulary.values(), default=-1) + 1
         end = _find(vocabulary, special.get("end"), _ENDS, where)
         if end is None:
             raise DataError(
@@ -84,8 +84,9 @@ class HuggingFaceTokenizer:
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
         """Bytes of UTF-8 that ids stand for; special ones for none.
 
-        Exact for tokenizers that lose nothing: of bytes, as GPT-2's, or with a fallback to them, as Llama's. Of one
-        that changes case or leaves out spaces it is what its tokens spell.
+        Exact for tokenizers that lose nothing: of bytes, as GPT-2's, or with a fallback to them, as Llama 2's, where
+        a space that the tokenizer puts before each document counts as one byte more. Of one that changes case or leaves
+        out spaces it is what its tokens spell.
         """
         return int(self._bytes[np.asarray(ids, dtype=np.int64)].sum())
 

@@ -46,17 +46,21 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
         destination: A folder that does not exist yet.
 
     Raises:
-        DataError: If it exists, or what was read back is not what was written.
+        DataError: If it exists or cannot be written, or what was read back is not what was written.
     """
-    if destination.exists():
-        raise DataError(f"'{destination}' exists; give another folder, or take it away first.")
-    destination.parent.mkdir(parents=True, exist_ok=True)
     hidden = destination.parent / f".{destination.name}.{os.getpid()}"
-    hidden.mkdir()
     try:
+        if destination.exists():
+            raise DataError(f"'{destination}' exists; give another folder, or take it away first.")
+        hidden.mkdir(parents=True)
         packed = _write_all(splits, tokenizer, hidden)
         _verify(hidden, splits, tokenizer)
         hidden.rename(destination)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise DataError(
+            f"'{destination}' cannot be written: {error.strerror or error}{where}; give another folder, or make room."
+        ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     return packed
@@ -143,7 +147,7 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
         lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
         names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
         held = path.stat().st_size
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{root}: the files of the split '{split}' cannot be read ({error}); write it anew.") from error
     if held != count * kind.itemsize or int(lengths.sum()) != count:
         raise DataError(

@@ -109,8 +109,13 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read "
             f"({type(error).__name__}: {error}); correct it."
         ) from error
-    if isinstance(tree, dict) and "kind" not in tree and "added_tokens" in tree:
-        return _of_huggingface(path)
+    if isinstance(tree, dict) and "kind" not in tree:
+        if "added_tokens" in tree:
+            return _of_huggingface(path)
+        raise DataError(
+            f"data.text.tokenizer={name} holds no tokenizer: neither one that Paceline wrote, nor a tokenizer.json of "
+            "Hugging Face's `tokenizers`; give another file."
+        )
     return tokenizer_from(tree, where=name)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from paceline.cli.pack_text import command as pack_text
 from paceline.data.text.datasets import held_out, open_text, python_documentation
 from paceline.data.text.packed import open_tokens, write_tokens
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer, write_tokenizer
@@ -38,8 +41,11 @@ def test_a_tokenizer_is_written_and_read_back(tmp_path: Path) -> None:
     write_tokenizer(BYTES, tmp_path / "tokenizer.json")
     assert open_tokenizer(str(tmp_path / "tokenizer.json")).digest == BYTES.digest
     (tmp_path / "tokenizer.json").write_text('{"kind": "magic"}')
-    with pytest.raises(DataError, match="of kind 'magic', but known is"):
+    with pytest.raises(DataError, match="of kind 'magic', but known are"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match=r"other\.json holds no tokenizer: "):
+        open_tokenizer(str(tmp_path / "other.json"))
     with pytest.raises(DataError, match="neither 'bytes' nor a JSON file"):
         open_tokenizer("byte")
 
@@ -92,6 +98,24 @@ def test_what_is_no_text_is_told(books: Path, tmp_path: Path) -> None:
         open_text(Data(dataset="doc"))
 
 
+def test_where_the_text_went_is_told(tmp_path: Path) -> None:
+    """One file, as the corpus of many a tutorial is, may well be drawn for validation."""
+    (tmp_path / "one").mkdir()
+    name = next(f"{letter}.txt" for letter in "abcdefghijkl" if held_out(f"{letter}.txt", 0.5))
+    (tmp_path / "one" / name).write_text("all there is")
+    data = Data(dataset="text_folder", path=str(tmp_path / "one"), validation_fraction=0.5)
+    with pytest.raises(DataError, match=r"all 1 document\(s\) fell into the held-out share"):
+        open_text(data)
+    done = CliRunner().invoke(pack_text, [data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"])
+    assert isinstance(done.exception, DataError)
+    assert not (tmp_path / "packed").exists()
+    assert len(open_text(dataclasses.replace(data, validation_fraction=0)).train.lengths) == 1
+    (tmp_path / "one" / name).write_text("")
+    for fraction in (0, 0.5):
+        with pytest.raises(DataError, match=r"its 1 document\(s\).* are empty; check data.path"):
+            open_text(dataclasses.replace(data, validation_fraction=fraction))
+
+
 def test_packed_tokens_are_the_text_s(tmp_path: Path) -> None:
     train, validation = [("a", "alpha"), ("b", ""), ("c", "größer")], [("d", "delta")]
     packed = write_tokens({"train": train, "validation": validation}, BYTES, tmp_path / "packed")
@@ -116,11 +140,21 @@ def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) 
         file.write(b"xx")
     with pytest.raises(DataError, match="has 14 bytes, and 6 tokens of 2 bytes were written"):
         open_tokens(tmp_path / "packed")
+    (tmp_path / "packed" / "train.lengths.npy").write_bytes(b"")
+    with pytest.raises(DataError, match="files of the split 'train' cannot be read"):
+        open_tokens(tmp_path / "packed")
     with pytest.raises(DataError, match=r"holds no tokens\.json; write it with"):
         open_tokens(tmp_path)
     (tmp_path / "packed" / "tokens.json").write_text(json.dumps({"version": 7}))
     with pytest.raises(DataError, match="none that this version of Paceline reads"):
         open_tokens(tmp_path / "packed")
+
+
+def test_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for destination in (tmp_path / "file" / "packed", tmp_path / "file" / "below" / "packed"):
+        with pytest.raises(DataError, match=r"packed' cannot be written: .*; give another folder"):
+            write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, destination)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -120,3 +120,6 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     words.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="could stand at the end of a document"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
+    Library(models.WordLevel({}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="could stand at the end of a document"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
