@@ -102,6 +102,7 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
     assert open_coco(str(root), masks=False, keep_empty=True).digest != before
 
 
+IMAGE = {"id": 10, "file_name": "a.png", "height": 12, "width": 16}
 BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
 
 
@@ -117,7 +118,16 @@ BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
         ({"annotations": [BOX | {"bbox": [0, 0, -1, 4]}]}, "bbox"),
         ({"annotations": [BOX | {"bbox": [0, 0, float("nan"), 4]}]}, "bbox"),
         ({"annotations": [BOX | {"bbox": "0 0 1 1"}]}, "bbox"),
+        ({"annotations": [BOX | {"bbox": [0, 0, 10**400, 4]}]}, "bbox"),
+        ({"annotations": [BOX | {"bbox": [1e308, 0, 1e308, 4]}]}, "bbox"),
+        ({"annotations": [BOX | {"iscrowd": "0"}]}, r"annotations\[0\] has the iscrowd '0'"),
         ({"annotations": [3]}, "no mapping"),
+        ({"images": [IMAGE | {"file_name": ""}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"file_name": "a\0.png"}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"file_name": "\ud800.png"}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"file_name": 3}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"height": 10**30}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"width": 0}]}, r"images\[0\] must have"),
     ],
 )
 def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> None:
