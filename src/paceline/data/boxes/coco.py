@@ -168,7 +168,10 @@ def read_annotations(
         if not isinstance(value, list):
             raise fault(f"it has no list '{name}'")
     images, classes = _images(tree["images"], fault), _classes(tree["categories"], fault)
-    return _arranged(images, classes, list(_rows(tree["annotations"], images, classes, fault)), masks=masks), classes
+    rows = list(_rows(tree["annotations"], images, classes, fault))
+    if masks:
+        _check_outlines([row[-1] for row in rows], fault)
+    return _arranged(images, classes, rows, masks=masks), classes
 
 
 class _Fault:
@@ -244,6 +247,20 @@ def _rows(
         if crowd not in (0, 1):
             raise fault(f"annotations[{position}] has the iscrowd {_shown(crowd)}, which must be 0 or 1")
         yield image, kind, box, bool(crowd), each.get("segmentation")
+
+
+def _check_outlines(outlines: list[Any], fault: _Fault) -> None:
+    """Find out whether each object has something to draw a mask of; whether it can be drawn is seen when it is."""
+    for position, each in enumerate(outlines):
+        if isinstance(each, dict):
+            is_drawn = isinstance(each.get("counts"), list | str) and isinstance(each.get("size"), list)
+        else:
+            is_drawn = isinstance(each, list) and bool(each) and all(isinstance(part, list) and part for part in each)
+        if not is_drawn:
+            raise fault(
+                f"annotations[{position}] has the segmentation {_shown(each)}, and masks are drawn of polygons or run "
+                "lengths; without masks (data.boxes.masks=false, and a network for boxes alone) it is not asked for"
+            )
 
 
 def _is_box(box: Any) -> bool:

@@ -137,6 +137,16 @@ def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> Non
     assert "annotations.json" in str(caught.value)
 
 
+@pytest.mark.parametrize("outline", [None, [], [[]], {"counts": "04"}, {"size": [12, 16]}, "04", [3]])
+def test_an_object_without_a_mask_to_draw_is_named_before_training(root: Path, outline: Any) -> None:
+    pytest.importorskip("pycocotools")
+    tree = annotations(annotations=[BOX | {"segmentation": SQUARE}, BOX | {"segmentation": outline}])
+    (root / "val" / "annotations.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"annotations\[1\] has the segmentation"):
+        open_coco(str(root), masks=True, keep_empty=True)
+    open_coco(str(root), masks=False, keep_empty=True)
+
+
 def test_what_is_not_there_is_named(root: Path) -> None:
     with pytest.raises(DataError, match=r"needs data\.path"):
         open_coco(None, masks=False, keep_empty=True)
