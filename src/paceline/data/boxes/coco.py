@@ -63,8 +63,8 @@ class CocoSource:
         return len(self._samples)
 
     def image(self, sample: int) -> Image:
-        """Decode it; raises BrokenImageError."""
-        return decode(self.path(sample), 3)
+        """Decode it as it lies, since boxes and sizes are of the pixels as stored; raises BrokenImageError."""
+        return decode(self.path(sample), 3, turned=False)
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
         """What the annotations say of it; raises BrokenImageError if a mask cannot be drawn."""

@@ -103,6 +103,28 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
 
 
 IMAGE = {"id": 10, "file_name": "a.png", "height": 12, "width": 16}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("ending", ["jpg", "png"])
+def test_pictures_are_read_as_they_lie_since_boxes_are_of_stored_pixels(
+    root: Path, orientation: int, ending: str
+) -> None:
+    pixels = np.zeros((12, 16, 3), dtype=np.uint8)
+    pixels[:, :8] = 255
+    pixels[8:] = 0
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(root / "train" / f"lies.{ending}", exif=exif, quality=95)
+    tree = annotations(images=[IMAGE | {"file_name": f"lies.{ending}"}], annotations=[BOX])
+    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    found = open_coco(str(root), masks=False, keep_empty=True).train
+    assert found.image(0).shape == (12, 16, 3)
+    assert found.image(0)[:8, :8].min() > 200
+    assert found.image(0)[8:].max() < 50
+    assert found.image(0)[:, 8:].max() < 50
+
+
 BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
 
 
