@@ -34,6 +34,7 @@ _DATASETS = ("coco", "shapes")
 _USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.boxes")
 _NOT_ASKED = tuple(f"data.{key}" for key in ("backend", "channels", "image_size", "evaluation_size", "mean", "std"))
 _UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
+_NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
 _MOST_THREADS = 16
 _MASK = 0.5  # a pixel is an object's from this probability on
 
@@ -82,11 +83,7 @@ class Detection(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the pictures."""
         found = self.dataset
-        if self.recipe.parallel.strategy == "fsdp":
-            raise RecipeError(
-                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not "
-                "as many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
-            )
+        self._check_wishes()
         self._threads, why = self._choose_threads(world)
         is_generated = found.name == "shapes"
         return DataFacts(
@@ -179,6 +176,22 @@ class Detection(Task):
                 losses.append(_total(model([image], [learned_from(target)])))
         return torch.stack(losses)
 
+    def _check_wishes(self) -> None:
+        """Refuse what detectors cannot do.
+
+        Raises:
+            RecipeError: With what to use instead.
+        """
+        if self.recipe.parallel.strategy == "fsdp":
+            raise RecipeError(
+                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not "
+                "as many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
+            )
+        if self.recipe.model.compile:
+            raise RecipeError(
+                f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
+            )
+
     def _choose_threads(self, world: World) -> tuple[int, str]:
         asked = self.recipe.data.workers
         if asked != "auto":
@@ -193,6 +206,7 @@ class Detection(Task):
         found = all_but(_USED, "pictures with boxes are shown as data.boxes says")
         found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         found["evaluate.top_k"] = "detection has no top-k accuracy"
+        found["model.compile"] = _NOT_COMPILED
         if is_generated:
             found["data.boxes.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
             return found

@@ -267,6 +267,7 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callabl
         ({"data.image_size": 64}, "data.boxes"),
         ({"evaluate.augment": "flip"}, "no effect"),
         ({"parallel.strategy": "fsdp"}, "does not go with task=detection"),
+        ({"model.compile": True}, "model.compile=true has no effect with task=detection"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(
