@@ -14,7 +14,7 @@ import torch
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, opened, parse
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, opened, parse
 from paceline.data.clicks.source import ClickDataset, ClickRows
 from paceline.data.clicks.stored import as_click_rows
 from paceline.errors import DataError, RecipeError
@@ -98,7 +98,7 @@ class ClickPredictor:
                 numbered = enumerate(file, start=1)
                 while lines := list(islice(numbered, _LINES)):
                     yield from self._answers(str(path), lines, is_json=is_json)
-        except (OSError, EOFError) as error:
+        except UNREADABLE as error:
             raise DataError(f"'{path}' cannot be read: {error}.") from error
 
     @torch.inference_mode()

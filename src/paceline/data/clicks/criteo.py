@@ -8,6 +8,7 @@ written down here; row 0 is for what is missing.
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ ROW = np.dtype([("label", "<u4"), ("missing", "<u4"), ("dense", "<f4", (DENSE,))
 """A sample as it is stored: its missing categories are bits of `missing`, the first feature's the lowest."""
 
 Rows = NDArray[np.void]
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file of lines raises; a gzip file that is cut off the second, and a damaged one any of them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
             while lines := file.readlines(_LINES_AT_ONCE * 200):
                 yield parse(lines, str(path), first)
                 first += len(lines)
-    except (OSError, EOFError) as error:  # a gzip file that is cut off is the latter
+    except UNREADABLE as error:
         raise DataError(f"'{path}' cannot be read after line {first - 1}: {error}; restore it.") from error
 
 

@@ -140,6 +140,16 @@ def test_a_packed_file_that_is_cut_off(tmp_path: Path) -> None:
         open_clicks(data(path))
 
 
+@pytest.mark.parametrize("place", [1, 10, 12, 60, -4])
+def test_a_packed_file_that_is_damaged(tmp_path: Path, place: int) -> None:
+    path = write(tmp_path / "a.tsv.gz", [line(number) for number in range(100)])
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.tsv\.gz' cannot be read after line .*; restore it"):
+        open_clicks(data(path))
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"needs data\.path"):
         open_clicks(Data(dataset="criteo"))
