@@ -131,11 +131,13 @@ class ClickPredictor:
             found: Any = json.loads(line)
             dense = np.array([found["dense"]], dtype=np.float32)
             categories = np.array([found["categories"]])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f'it must be {{"dense": [numbers], "categories": [rows]}} ({error})') from None
         wanted = (self._dense_features, len(self._tables))
         if dense.shape != (1, wanted[0]) or categories.shape != (1, wanted[1]):
             raise ValueError(f"it must have {wanted[0]} numbers and {wanted[1]} categories")
+        if not np.isfinite(dense).all():
+            raise ValueError("its numbers must be finite")
         if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():
             raise ValueError(f"categories must be rows of tables that have {', '.join(map(str, self._tables))} of them")
         return ClickRows(dense, categories.astype(np.int64), np.zeros(1, dtype=np.uint8))

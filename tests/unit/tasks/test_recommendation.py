@@ -177,6 +177,9 @@ def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: 
         "{}",
         json.dumps({"dense": [1], "categories": [0] * 4}),
         json.dumps({"dense": [1] * 3, "categories": [99] * 4}),
+        "[" * 100_000,
+        json.dumps({"dense": [10**400] * 3, "categories": [0] * 4}),
+        json.dumps({"dense": [math.nan] * 3, "categories": [0] * 4}),
     ]
     lines.write_text("\n".join([*good, *bad]))
     capsys.readouterr()
@@ -186,9 +189,13 @@ def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: 
     assert [each["probability"] for each in found[:5]] == pytest.approx(
         [by_id[number] for number in range(5)], rel=1e-5
     )
-    assert [each["line"] for each in found if each["error"]] == [6, 7, 8]
+    assert [each["line"] for each in found if each["error"]] == [6, 7, 8, 9, 10, 11]
     assert "must have 3 numbers and 4 categories" in found[6]["error"]
     assert command(["predict", str(trained.run_dir), str(lines.rename(tmp_path / "lines.tsv"))]) == 2
+    assert command(["predict", str(trained.run_dir)]) == 2
+    assert ".jsonl" in capsys.readouterr().err
+    assert command(["predict", str(trained.run_dir), str(tmp_path / "none.tsv")]) == 2
+    assert "files of lines" in capsys.readouterr().err
 
 
 def test_lines_of_criteos_format_are_trained_on_and_predicted(

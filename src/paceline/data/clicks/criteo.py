@@ -24,6 +24,7 @@ _FIELDS = 1 + DENSE + CATEGORIES
 ENDINGS = (".tsv", ".txt", ".tsv.gz", ".txt.gz", ".gz")
 _LINES_AT_ONCE = 16_384
 _LONGEST = 8  # hexadecimal digits
+_IN_NUMBERS = b"-0123456789"  # Python would also take blanks, underscores and a plus
 
 ROW = np.dtype([("label", "<u4"), ("missing", "<u4"), ("dense", "<f4", (DENSE,)), ("categories", "<u4", (CATEGORIES,))])
 """A sample as it is stored: its missing categories are bits of `missing`, the first feature's the lowest."""
@@ -172,6 +173,8 @@ def _labels(fields: list[bytes]) -> NDArray[np.uint32]:
 def _numbers(fields: list[bytes]) -> NDArray[np.float32]:
     """log(1 + x), 0 for what is missing or below 0."""
     try:
+        if b"".join(fields).translate(None, _IN_NUMBERS):
+            raise ValueError
         values = np.array([int(field) if field else 0 for field in fields], dtype=np.int64)
     except (ValueError, OverflowError):
         wrong = next(field for field in fields if field and not _is_whole(field))
@@ -181,7 +184,7 @@ def _numbers(fields: list[bytes]) -> NDArray[np.float32]:
 
 def _is_whole(field: bytes) -> bool:
     try:
-        return abs(int(field)) < 2**63
+        return not field.translate(None, _IN_NUMBERS) and abs(int(field)) < 2**63
     except ValueError:
         return False
 

@@ -68,6 +68,9 @@ GOLDEN = [883, 870, 481, 577, 886, 193]
     [
         ({"f0": "2"}, "found the label '2'"),
         ({"f5": "1.5"}, "found '1.5' among the 13 numbers"),
+        ({"f5": "1_0"}, "found '1_0' among the 13 numbers"),
+        ({"f5": " 10"}, "found ' 10' among the 13 numbers"),
+        ({"f5": "1-0"}, "found '1-0' among the 13 numbers"),
         ({"f5": "9" * 30}, "among the 13 numbers"),
         ({"f20": "xyz"}, "found 'xyz' among the 26 categories"),
         ({"f20": "-1"}, "found '-1' among the 26 categories"),
