@@ -20,6 +20,7 @@ from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
+from paceline.studies.scaling.network import describe
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -286,6 +287,23 @@ def test_torchvision_s_detectors_are_built_with_their_options(name: str, task: C
     (batch, *_) = batches(made, training=True)
     assert torch.isfinite(made.loss(network.train(), batch))
     assert network.eval()([torch.zeros(3, 50, 70)])[0]["boxes"].shape[1] == 4
+
+
+@pytest.mark.parametrize("name", ["small_maskrcnn", "small_retinanet"])
+def test_how_a_detector_scales_is_found_out_without_memory(task: Callable[..., Detection], name: str) -> None:
+    options = {"width": 8, "levels": 2, "channels": 8}
+    made = task({"model.name": name, "model.options": options})
+    found = describe(made.recipe)
+    assert found.numbers.every == sum(each.numel() for each in made.build_model().parameters())
+    assert "could not be called" in found.notices[0]
+
+
+def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[..., Detection]) -> None:
+    made = task()
+    with torch.device("meta"):
+        without: Any = made.build_model()
+    usual: Any = made.build_model()
+    assert without.roi_heads.box_roi_pool.scales == usual.roi_heads.box_roi_pool.scales == [0.25, 0.125]
 
 
 def test_plans_say_what_is_not_used(tmp_path: Path) -> None:
