@@ -17,6 +17,7 @@ from paceline.data.boxes.coco import open_coco
 from paceline.data.boxes.objects import BoxDataset
 from paceline.data.boxes.pipeline import BoxPipeline
 from paceline.data.boxes.shapes import open_shapes
+from paceline.data.boxes.showing import shown_areas
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean
@@ -109,6 +110,10 @@ class Detection(Task):
         height, width = self.dataset.train.sizes.T
         keys: NDArray[np.float64] = width / height
         return keys
+
+    def sample_costs(self) -> NDArray[np.float64]:
+        """Pixels of each picture as it is shown."""
+        return shown_areas(self.dataset.train.sizes, self.recipe.data.boxes, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
         """Class names, and that these are boxes' and no pictures'."""

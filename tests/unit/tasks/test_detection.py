@@ -20,6 +20,7 @@ from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
+from paceline.studies.memory.batch_trial import Orders, TrialTask
 from paceline.studies.scaling.network import describe
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
@@ -304,6 +305,20 @@ def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[
         without: Any = made.build_model()
     usual: Any = made.build_model()
     assert without.roi_heads.box_roi_pool.scales == usual.roi_heads.box_roi_pool.scales == [0.25, 0.125]
+
+
+def test_trials_of_memory_show_the_largest_pictures(task: Callable[..., Detection]) -> None:
+    made = task()
+    trial = TrialTask(made, Orders(task="", samples=4, evaluation_samples=2, memory=None))
+    pipeline = trial.open_pipeline(Placement(device=torch.device("cpu")))
+    geometry = StepGeometry(seed=0, samples=4, global_batch_size=4, logical_ranks=1)
+    (tried,) = pipeline.train_batches(geometry, 0, 1, World())
+    epoch = [part for step in range(3) for part in batches(made, training=True, step=step)]
+    areas = {number: image[0].numel() for part in epoch for number, image in each(part)}
+    assert len(areas) == 10
+    assert sorted(image[0].numel() for image in tried.inputs[:2]) == sorted(areas.values())[-2:]
+    (scored,) = pipeline.evaluation_batches(2, World())
+    assert scored.inputs[0].shape[1:].numel() == made.dataset.validation.sizes.prod(axis=1).max()
 
 
 def test_plans_say_what_is_not_used(tmp_path: Path) -> None:
