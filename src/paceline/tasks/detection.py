@@ -152,7 +152,7 @@ class Detection(Task):
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Each picture's loss, and what is found in it beside what is there."""
-        found = model(batch.inputs)
+        found = _found(model, batch)
         for each in found:
             if "masks" in each:
                 each["masks"] = each["masks"][:, 0] >= _MASK
@@ -160,7 +160,7 @@ class Detection(Task):
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
         """What is found in each picture: boxes in its pixels (left, top, right, bottom), classes from 0, and scores."""
-        found = model(batch.inputs)
+        found = _found(model, batch)
         return {
             "boxes": [each["boxes"] for each in found],
             "labels": [each["labels"] - 1 for each in found],
@@ -242,6 +242,11 @@ def _telling_losses(model: Model) -> Iterator[None]:
     finally:
         for part, training in zip(parts, before, strict=True):
             part.training = training
+
+
+def _found(model: Model, batch: Batch) -> list[dict[str, Tensor]]:
+    """What is found in each picture by itself: padded to others in a batch, a network may answer otherwise."""
+    return [model([image])[0] for image in batch.inputs]
 
 
 def _total(losses: dict[str, Tensor]) -> Tensor:

@@ -192,6 +192,21 @@ def test_a_loss_of_a_held_out_picture_is_its_own_and_disturbs_nothing(task: Call
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
 
 
+def test_what_is_found_does_not_depend_on_the_company(task: Callable[..., Detection]) -> None:
+    made = task({"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
+    torch.manual_seed(0)
+    network = made.build_model().eval()
+    (first, *_) = batches(made, training=False)
+    assert first.inputs[0].shape != first.inputs[1].shape
+    with torch.no_grad():
+        both, written = made.score(network, first)["found"], made.predict(network, first)
+        for index, found in enumerate(both):
+            (alone,) = made.score(network, one(first, index))["found"]
+            assert len(found["boxes"]) > 0
+            assert all(torch.equal(found[name], alone[name]) for name in alone)
+            assert torch.equal(written["boxes"][index], alone["boxes"])
+
+
 def one(batch: Batch, index: int) -> Batch:
     return Batch(
         batch.inputs[index : index + 1], batch.targets[index : index + 1], batch.ids[index : index + 1], batch.slice
@@ -205,14 +220,12 @@ def test_a_network_that_says_the_truth_has_a_map_of_100(task: Callable[..., Dete
         def forward(self, images: Any, targets: Any = None) -> Any:
             if self.training:
                 return {"loss": torch.zeros(())}
-            return [
-                {**found, "scores": torch.ones(len(found["labels"])), "masks": found["masks"][:, None].float()}
-                for found in self.truth
-            ]
+            found = self.truth.pop(0)
+            return [{**found, "scores": torch.ones(len(found["labels"])), "masks": found["masks"][:, None].float()}]
 
     oracle, (collector,) = Oracle().eval(), made.collectors()
     for batch in batches(made, training=False):
-        oracle.truth = batch.targets
+        oracle.truth = list(batch.targets)
         collector.add(made.score(oracle, batch), batch.ids)
     assert collector.results([collector.part()]) == {
         name: pytest.approx(100) for name in ("box_map", "box_map50", "mask_map", "mask_map50")
