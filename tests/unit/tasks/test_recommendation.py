@@ -165,6 +165,19 @@ def test_the_doctor_looks_at_it(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert not [each for each in found["findings"] if each.get("severity") == "breaks"]
 
 
+def test_its_landscape_goes_without_a_curvature_unless_that_is_asked_for(
+    train: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train("run", {"train.duration": "4 steps"})
+    asked = ["landscape", str(trained.run_dir), "--samples", "16", "--json"]
+    assert command([*asked, "--points", "3", "--grid", "3", "--products", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("no curvature" in note for note in found["notes"])
+    assert found["runs"][0]["curve"]
+    assert found["runs"][0]["sharpness"]
+    assert command([*asked, "--measure", "curvature"]) == 2
+
+
 def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
     trained = train("run")
     predictions, lines = tmp_path / "predictions.jsonl", tmp_path / "lines.jsonl"
