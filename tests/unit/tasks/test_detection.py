@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import paceline
+from paceline.cli.main import run as command
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
@@ -318,6 +319,16 @@ def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[
         without: Any = made.build_model()
     usual: Any = made.build_model()
     assert without.roi_heads.box_roi_pool.scales == usual.roi_heads.box_roi_pool.scales == [0.25, 0.125]
+
+
+def test_copies_with_what_was_found_do_not_overwrite_one_another(
+    train: Callable[..., Any], coco: Path, tmp_path: Path
+) -> None:
+    run = train("run", {"train.duration": "2 steps"}).run_dir
+    code = command(["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw", str(tmp_path / "found")])
+    assert code == 1  # 1.png is no image
+    found = {each.name for each in (tmp_path / "found").iterdir()}
+    assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
 
 
 def test_trials_of_memory_show_the_largest_pictures(task: Callable[..., Detection]) -> None:
