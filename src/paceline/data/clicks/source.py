@@ -13,6 +13,7 @@ from paceline.data.slices import SampleIds
 
 # Beyond it, rows are read when they are asked for.
 _HELD_BYTES = 2**30
+_AT_ONCE = 2**16
 
 
 class ClickRows(NamedTuple):
@@ -76,7 +77,13 @@ class HeldRows:
     def __init__(self, source: ClickSource) -> None:
         """Read all of another source."""
         self._source = source
-        self._rows = source.read(np.arange(len(source)))
+        # In pieces: what is read at once takes its size several times over.
+        first = source.read(np.arange(min(_AT_ONCE, len(source))))
+        self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
+        for begin in range(0, len(source), _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, len(source)))
+            for kept, read in zip(self._rows, source.read(ids), strict=True):
+                kept[ids] = read
 
     def __len__(self) -> int:
         return len(self._rows.labels)
