@@ -233,9 +233,9 @@ def _write(report: LandscapeReport, folder: Path) -> list[Path]:
 
 
 def _show(report: LandscapeReport) -> None:
-    from paceline.studies.landscape.charts import comparison, stored
+    from paceline.studies.landscape.charts import comparison
 
-    norms = "" if report.batch_norm == "none" else f", BatchNorm's statistics {report.batch_norm}{stored(report)}"
+    norms = "" if report.batch_norm == "none" else f", BatchNorm's statistics {report.batch_norm}"
     click.echo(f"Loss over {report.samples[report.split]:,} {report.split} samples{norms}, seed {report.seed}")
     print_table(*comparison(report))
     for run in report.runs:

@@ -36,7 +36,8 @@ def test_every_tensor_is_reached_and_the_structure_stays() -> None:
     assert isinstance(after["pair"], Pair)
     assert after["tuple"][1] == "a name"
     assert rows_of(before) == 2
-    assert rows_of(["no tensor"]) is None
+    assert rows_of({"list": [torch.zeros(3, 4), torch.zeros(3, 5)]}) == 2  # one for each sample
+    assert rows_of(("no tensor",)) is None
 
 
 def test_parts_are_put_together_along_their_samples() -> None:

@@ -33,10 +33,10 @@ def page_of(report: LandscapeReport) -> Page:
 def table_of(report: LandscapeReport) -> Table:
     """All runs side by side: what they were trained with, how well they do, and how sharp their minima are."""
     columns, rows = comparison(report)
-    return Table(columns=columns, rows=rows, caption=f"Results, generalisation gap and sharpness{stored(report)}")
+    return Table(columns=columns, rows=rows, caption=f"Results, generalisation gap and sharpness{_stored(report)}")
 
 
-def stored(report: LandscapeReport) -> str:
+def _stored(report: LandscapeReport) -> str:
     """What tells the table's losses from those of the curves, if anything does."""
     return "; losses and accuracies with BatchNorm's stored statistics" if report.batch_norm == "recomputed" else ""
 
