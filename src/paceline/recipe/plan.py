@@ -213,8 +213,7 @@ def make_plan(
     Raises:
         RecipeError: If batch and world do not fit together, or a length comes to nothing.
     """
-    unused = {key: f"not used: {why}" for key, why in data.unused.items()}
-    reasons = {**machine.reasons, **unused, **data.reasons}
+    reasons = machine.reasons | {key: f"not used: {why}" for key, why in data.unused.items()} | data.reasons
     no_gpu = "no GPU was found that could be used"
     reasons["parallel.device"] = no_gpu if machine.device == "cpu" else f"a {machine.device} device was found"
     micro = micro_batch_size(recipe, world_size, reasons)

@@ -110,6 +110,10 @@ class LanguageModeling(Task):
         """Tokens of each training sample."""
         return self._train_lengths
 
+    def evaluation_lengths(self) -> SampleLengths:
+        """Tokens of each held-out sample."""
+        return self._lengths(self.evaluation_rows)
+
     @cached_property
     def _train_lengths(self) -> SampleLengths:
         return self._lengths(self.train_rows)

@@ -68,7 +68,7 @@ class Recommendation(Task):
                 **found.facts,
                 **self._ceiling(),
             },
-            reasons=found.reasons,
+            reasons=dict(found.reasons),
             unused=self._unused(),
         )
 

@@ -68,6 +68,10 @@ class Task(ABC):
         """
         return None
 
+    def evaluation_lengths(self) -> SampleLengths | None:
+        """The same of each held-out sample, so that the largest batch that is scored is known before it is read."""
+        return None
+
     def sample_keys(self) -> NDArray[Any] | None:
         """By what each step's samples are sorted before they are cut into micro-batches, [samples]: their shape, say.
 

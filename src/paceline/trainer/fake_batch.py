@@ -123,7 +123,7 @@ class _Given(StepGeometry):
 
 
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
-    """The same for batches that are scored: the largest images of evaluation, and no mixing."""
+    """The same for batches that are scored: the largest images of evaluation, or longest samples, and no mixing."""
     if _shows_images(task):
         return _scored_images(task, plan, placement)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
@@ -132,7 +132,11 @@ def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> Batc
             next(iter(pipeline.evaluation_batches(min(count, plan.evaluation_samples), World())))
             for count in (_FEW, 2 * _FEW)
         )
-    return _like(small, large)
+    lengths, make = task.evaluation_lengths(), _like(small, large)
+    if lengths is None or not lengths.is_ragged:
+        return make
+    width, widest = _width(lengths, large.ids), _width(lengths, np.arange(len(lengths.tokens)))
+    return lambda count: _widened(make(count), width, widest)
 
 
 def _shows_images(task: Task) -> TypeGuard[ImageClassification]:
@@ -212,10 +216,12 @@ def _empty(small: Tensor, large: Tensor, sizes: tuple[int, int], count: int) -> 
 
 
 def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: Plan) -> BatchMaker:
-    width = int(lengths.padded(example.ids).max())
+    width, widest = _width(lengths, example.ids), _width(lengths, np.arange(len(lengths.tokens)))
 
-    def make(count: int) -> Batch:
+    def width_of(count: int) -> int:
         ranks = max(1, plan.global_batch_size // count)
+        if count * ranks > plan.train_samples:
+            return widest  # there are not so many samples; of more data any may be as long
         steps = StepGeometry(
             seed=0,
             samples=plan.train_samples,
@@ -226,19 +232,26 @@ def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: P
         )
         largest = steps.costliest(0, steps.epochs.first_step(1))
         assert largest is not None
-        wide = -(-largest.positions // (count * lengths.multiple)) * lengths.multiple
+        return -(-largest.positions // (count * lengths.multiple)) * lengths.multiple
 
-        def widened(tensor: Tensor) -> Tensor:
-            # Tokens are a batch's second axis.
-            if tensor.ndim < 2 or tensor.shape[1] != width:
-                return tensor
-            return torch.empty((tensor.shape[0], wide, *tensor.shape[2:]), dtype=tensor.dtype)
+    return lambda count: _widened(plain(count), width, width_of(count))
 
-        batch = plain(count)
-        inputs, targets = (mapped(widened, each) for each in (batch.inputs, batch.targets))
-        return replace(batch, inputs=inputs, targets=targets)
 
-    return make
+def _width(lengths: SampleLengths, ids: SampleIds) -> int:
+    """How wide a batch of these samples is."""
+    return int(lengths.padded(ids).max())
+
+
+def _widened(batch: Batch, width: int, wide: int) -> Batch:
+    """A batch with other tensors for those that are ``width`` wide: tokens are their second axis."""
+
+    def widened(tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != width:
+            return tensor
+        return torch.empty((tensor.shape[0], wide, *tensor.shape[2:]), dtype=tensor.dtype)
+
+    inputs, targets = (mapped(widened, each) for each in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _part(count: int) -> SampleSlice:

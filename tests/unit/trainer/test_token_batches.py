@@ -12,7 +12,7 @@ from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
 from paceline.tasks.build import build_task
-from paceline.trainer.fake_batch import batch_maker
+from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
 from paceline.trainer.preparation import geometry_of, plan_run
 from paceline.world import World
 
@@ -22,9 +22,10 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     drawn = np.random.default_rng(0)
-    for number, size in enumerate(np.clip(drawn.lognormal(3, 1, 40), 5, 150).astype(int)):
-        for split in ("train", "val"):
-            (tmp_path / split).mkdir(exist_ok=True)
+    sizes = np.clip(drawn.lognormal(3, 1, 40), 5, 150).astype(int)
+    for split, found in {"train": sizes, "val": np.sort(sizes)}.items():
+        (tmp_path / split).mkdir()
+        for number, size in enumerate(found):
             (tmp_path / split / f"{number:02}.txt").write_text("x" * size)
     return tmp_path
 
@@ -53,6 +54,16 @@ def test_a_stand_in_batch_is_as_large_as_the_largest(texts: Path, rows: str, bal
         assert geometry.costliest(0, plan.total_steps) is None
         assert tokens.shape[1] == 64
         return
-    largest = geometry.costliest(0, plan.steps_per_epoch)
+    largest, lengths = geometry.costliest(0, plan.steps_per_epoch), task.sample_lengths()
     assert largest is not None
+    assert lengths is not None
     assert largest.positions <= tokens.numel() < largest.positions + 4 * 8
+    widest = int(lengths.padded(np.arange(plan.train_samples)).max())
+    assert batch_maker(task, plan, Placement(device=CPU))(10 * plan.train_samples).targets.shape[1] == widest
+    # The longest held-out text is none of the first.
+    scored = evaluation_batch_maker(task, plan, Placement(device=CPU))(8)
+    assert scored.targets.shape == scored.inputs["tokens"].shape == (8, widest)
+    pipeline = task.open_pipeline(Placement(device=CPU))
+    pipeline.start(training=False, evaluation=True)
+    widths = [each.targets.shape[1] for each in pipeline.evaluation_batches(8, World())]
+    assert max(widths) == widest > widths[0]

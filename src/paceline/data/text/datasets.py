@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.data.text.corpus import Documents, TextDataset, encoded
 from paceline.data.text.huggingface import read_huggingface_text
-from paceline.data.text.packed import open_tokens
+from paceline.data.text.packed import MANIFEST, open_tokens
 from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.recipe.data import Data
@@ -141,6 +141,8 @@ def folder_splits(root: Path, fraction: float) -> tuple[Documents, Documents, st
     """
     if not root.is_dir():
         raise DataError(f"data.path={root} is no folder; give one with .txt files, or with train and val in it.")
+    if (root / MANIFEST).is_file():
+        raise DataError(f"{root} holds tokens that `paceline pack-text` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
         return (*split_by_name(_texts(root), fraction), None)
     found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
