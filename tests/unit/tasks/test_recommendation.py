@@ -227,6 +227,9 @@ def test_lines_of_criteos_format_are_trained_on_and_predicted(
     assert found[0]["probability"] < 0.5 < found[1]["probability"]
     assert found[2]["probability"] == pytest.approx(found[1]["probability"])  # without a label
     assert "found 1 fields" in found[3]["error"]
+    # Of other data, which have more values and so would have larger tables, categories are those of the weights.
+    (tmp_path / "other.tsv").write_text("\n".join([f"{each}{n:x}" for n, each in enumerate(text * 3)]))
+    assert command(["evaluate", str(done.run_dir), f"data.path={tmp_path / 'other.tsv'}", "--json"]) == 0
 
 
 def test_sparse_gradients_are_not_proved(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
