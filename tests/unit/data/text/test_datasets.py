@@ -153,7 +153,7 @@ def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) 
 def test_packed_tokens_are_no_folder_of_text(tmp_path: Path) -> None:
     """Their files of names end in .txt."""
     write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, tmp_path / "packed")
-    with pytest.raises(DataError, match="train on them with data.dataset=tokens"):
+    with pytest.raises(DataError, match=r"train on them with data\.dataset=tokens"):
         open_text(Data(dataset="text_folder", path=str(tmp_path / "packed")))
 
 
