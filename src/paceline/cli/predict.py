@@ -66,7 +66,10 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
     writing = {name: given.pop(name) for name in ("tokens", "temperature", "seed")}
     asked = {name: value for name, value in writing.items() if value is not None}
     if prompt is None and not sources:
-        raise click.UsageError("Missing argument 'FILE-OR-FOLDER...': images to label; or --prompt for text.")
+        raise click.UsageError(
+            "Missing argument 'FILE-OR-FOLDER...': images, or lines of samples that may be clicked on; or --prompt, of "
+            "a language model."
+        )
     if prompt is not None and sources:
         raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
     if prompt is None and asked:

@@ -281,5 +281,5 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
                 )
             found += inside
         else:
-            raise DataError(f"'{source}' does not exist; give image files or folders of them.")
+            raise DataError(f"'{source}' does not exist; give files, or folders of images.")
     return found
