@@ -67,8 +67,8 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
     asked = {name: value for name, value in writing.items() if value is not None}
     if prompt is None and not sources:
         raise click.UsageError(
-            "Missing argument 'FILE-OR-FOLDER...': images, or lines of samples that may be clicked on; or --prompt, of "
-            "a language model."
+            "Missing argument 'FILE-OR-FOLDER...': images to label or to find objects in, or lines of samples (.tsv, "
+            ".txt, .jsonl) of a recommendation task; a language model takes --prompt."
         )
     if prompt is not None and sources:
         raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")

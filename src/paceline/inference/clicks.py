@@ -14,7 +14,7 @@ import torch
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, opened, parse
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, opened, parse
 from paceline.data.clicks.source import ClickDataset, ClickRows
 from paceline.data.clicks.stored import as_click_rows
 from paceline.errors import DataError, RecipeError
@@ -98,7 +98,7 @@ class ClickPredictor:
                 numbered = enumerate(file, start=1)
                 while lines := list(islice(numbered, _LINES)):
                     yield from self._answers(str(path), lines, is_json=is_json)
-        except (OSError, EOFError) as error:
+        except UNREADABLE as error:
             raise DataError(f"'{path}' cannot be read: {error}.") from error
 
     @torch.inference_mode()
@@ -131,11 +131,13 @@ class ClickPredictor:
             found: Any = json.loads(line)
             dense = np.array([found["dense"]], dtype=np.float32)
             categories = np.array([found["categories"]])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f'it must be {{"dense": [numbers], "categories": [rows]}} ({error})') from None
         wanted = (self._dense_features, len(self._tables))
         if dense.shape != (1, wanted[0]) or categories.shape != (1, wanted[1]):
             raise ValueError(f"it must have {wanted[0]} numbers and {wanted[1]} categories")
+        if not np.isfinite(dense).all():
+            raise ValueError("its numbers must be finite")
         if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():
             raise ValueError(f"categories must be rows of tables that have {', '.join(map(str, self._tables))} of them")
         return ClickRows(dense, categories.astype(np.int64), np.zeros(1, dtype=np.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,20 @@ class Detections:
         return "  ".join(said) or f"nothing of {100 * _SURE:.0f} % or more"
 
 
+def _copies(paths: Sequence[Path]) -> dict[Path, str]:
+    """What each picture's copy is called: as the picture, and numbered where others are called so."""
+    taken: set[str] = set()
+    names: dict[Path, str] = {}
+    for path in paths:
+        if path in names:
+            continue
+        tries = itertools.chain([f"{path.stem}.png"], (f"{path.stem}-{number}.png" for number in itertools.count(2)))
+        # Some file systems tell no large letters from small ones.
+        names[path] = next(each for each in tries if each.lower() not in taken)
+        taken.add(names[path].lower())
+    return names
+
+
 class DetectionPredictor:
     """A trained detector; needs no file but the weights' own.
 
@@ -81,6 +96,7 @@ class DetectionPredictor:
             top_k: Most objects to tell of a picture.
             draw: A folder for copies of the pictures with what was found drawn into them.
         """
+        copies = _copies(paths)
         for path in paths:
             try:
                 pixels = decode(path, 3)
@@ -91,7 +107,7 @@ class DetectionPredictor:
             answer = self._answer(path, found)
             if draw is not None:
                 draw.mkdir(parents=True, exist_ok=True)
-                self._drawn(pixels, answer, found).save(draw / f"{path.stem}.png")
+                self._drawn(pixels, answer, found).save(draw / copies[path])
             yield answer
 
     @torch.inference_mode()

@@ -281,5 +281,8 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
                 )
             found += inside
         else:
-            raise DataError(f"'{source}' does not exist; give files, or folders of images.")
+            raise DataError(
+                f"'{source}' does not exist; give image files or folders of them, or files of lines (.tsv, .txt, "
+                ".jsonl) to a recommendation task."
+            )
     return found

@@ -154,5 +154,8 @@ def _settle_scales(network: nn.Module) -> None:
     backbone: Any = copy.deepcopy(network.backbone)
     found = backbone.eval()(torch.zeros(1, 3, _WHOLE, _WHOLE))
     levels = {"0": found} if isinstance(found, torch.Tensor) else found
-    for pool in pools:
-        pool(levels, [torch.tensor([[0.0, 0.0, 8.0, 8.0]])], [(_WHOLE, _WHOLE)])
+    # Only the levels' sizes matter; and a network that is built without memory (`meta`) has no numbers to pool.
+    with torch.device("cpu"):
+        sizes = {name: torch.zeros(1, 1, *level.shape[-2:]) for name, level in levels.items()}
+        for pool in pools:
+            pool(sizes, [torch.tensor([[0.0, 0.0, 8.0, 8.0]])], [(_WHOLE, _WHOLE)])

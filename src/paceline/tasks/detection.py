@@ -17,6 +17,7 @@ from paceline.data.boxes.coco import open_coco
 from paceline.data.boxes.objects import BoxDataset
 from paceline.data.boxes.pipeline import BoxPipeline
 from paceline.data.boxes.shapes import open_shapes
+from paceline.data.boxes.showing import shown_areas
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean
@@ -33,6 +34,7 @@ from paceline.world import World
 _DATASETS = ("coco", "shapes")
 _USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.boxes")
 _UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
+_NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
 _MOST_THREADS = 16
 _MASK = 0.5  # a pixel is an object's from this probability on
 
@@ -81,11 +83,7 @@ class Detection(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the pictures."""
         found = self.dataset
-        if self.recipe.parallel.strategy == "fsdp":
-            raise RecipeError(
-                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not "
-                "as many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
-            )
+        self._check_wishes()
         self._threads, why = self._choose_threads(world)
         is_generated = found.name == "shapes"
         return DataFacts(
@@ -110,6 +108,10 @@ class Detection(Task):
         height, width = self.dataset.train.sizes.T
         keys: NDArray[np.float64] = width / height
         return keys
+
+    def sample_costs(self) -> NDArray[np.float64]:
+        """Pixels of each picture as it is shown."""
+        return shown_areas(self.dataset.train.sizes, self.recipe.data.boxes, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
         """Class names, and that these are boxes' and no pictures'."""
@@ -148,7 +150,7 @@ class Detection(Task):
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Each picture's loss, and what is found in it beside what is there."""
-        found = model(batch.inputs)
+        found = _found(model, batch)
         for each in found:
             if "masks" in each:
                 each["masks"] = each["masks"][:, 0] >= _MASK
@@ -156,7 +158,7 @@ class Detection(Task):
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
         """What is found in each picture: boxes in its pixels (left, top, right, bottom), classes from 0, and scores."""
-        found = model(batch.inputs)
+        found = _found(model, batch)
         return {
             "boxes": [each["boxes"] for each in found],
             "labels": [each["labels"] - 1 for each in found],
@@ -177,6 +179,22 @@ class Detection(Task):
                 losses.append(_total(model([image], [learned_from(target)])))
         return torch.stack(losses)
 
+    def _check_wishes(self) -> None:
+        """Refuse what detectors cannot do.
+
+        Raises:
+            RecipeError: With what to use instead.
+        """
+        if self.recipe.parallel.strategy == "fsdp":
+            raise RecipeError(
+                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not "
+                "as many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
+            )
+        if self.recipe.model.compile:
+            raise RecipeError(
+                f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
+            )
+
     def _choose_threads(self, world: World) -> tuple[int, str]:
         asked = self.recipe.data.workers
         if asked != "auto":
@@ -191,6 +209,7 @@ class Detection(Task):
         found = all_but(_USED, "pictures with boxes are shown as data.boxes says")
         found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         found["evaluate.top_k"] = "detection has no top-k accuracy"
+        found["model.compile"] = _NOT_COMPILED
         if is_generated:
             found["data.boxes.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
             return found
@@ -221,6 +240,11 @@ def _telling_losses(model: Model) -> Iterator[None]:
     finally:
         for part, training in zip(parts, before, strict=True):
             part.training = training
+
+
+def _found(model: Model, batch: Batch) -> list[dict[str, Tensor]]:
+    """What is found in each picture by itself: padded to others in a batch, a network may answer otherwise."""
+    return [model([image])[0] for image in batch.inputs]
 
 
 def _total(losses: dict[str, Tensor]) -> Tensor:

@@ -79,6 +79,14 @@ class Task(ABC):
         """
         return None
 
+    def sample_costs(self) -> NDArray[Any] | None:
+        """How much memory each training sample takes, [samples], in any unit: of a picture, how large it is shown.
+
+        By default what each counts for. Who tries how many samples fit into memory tries those that take most. Known
+        after :meth:`data_facts`.
+        """
+        return self.sample_weights()
+
     def description(self) -> dict[str, Any]:
         """Further facts, beside the plan's, that a weights file should carry to be of use (class names, say)."""
         return {}

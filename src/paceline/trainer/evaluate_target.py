@@ -217,7 +217,7 @@ def _with_size(recipe: Recipe, size: int | None) -> Recipe:
 
 def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
     """The task that the weights were trained with, and its data."""
-    task = build_task(recipe)
+    task = build_task(_with_tables(recipe, saved))
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(
@@ -237,6 +237,14 @@ def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
     return task
+
+
+def _with_tables(recipe: Recipe, saved: SavedWeights) -> Recipe:
+    """The recipe with tables as large as the weights', whatever data are scored: categories are hashed into them."""
+    rows, clicks = saved.described("data").get("table_rows"), recipe.data.clicks
+    if recipe.data.dataset != "criteo" or rows is None or clicks.tables != "auto":
+        return recipe
+    return replace(recipe, data=replace(recipe.data, clicks=replace(clicks, tables=tuple(rows))))
 
 
 def _take_holdout(task: Task, saved: SavedWeights) -> None:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.balance import SampleLengths
@@ -21,7 +22,7 @@ from paceline.data.image.mixing import Mixing
 from paceline.data.nested import Nested, mapped
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.slices import SampleIds, SampleSlice, SampleWeights
+from paceline.data.slices import SampleIds, SampleSlice
 from paceline.data.text.stand_in import REFERENCE, VOCABULARY
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
@@ -104,8 +105,8 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     return make if lengths is None or not lengths.is_ragged else _as_large(make, more, lengths, plan)
 
 
-def one_batch(seed: int, count: int, weights: SampleWeights | None = None) -> StepGeometry:
-    """The geometry of a single batch of so many samples: the first ones, or those that count for most."""
+def one_batch(seed: int, count: int, weights: NDArray[Any] | None = None) -> StepGeometry:
+    """The geometry of a single batch of so many samples: the first ones, or those that weigh most."""
     # Stable: of equal ones the first. Their order does not matter, but that those of fewer are among those of more.
     heaviest = np.arange(count) if weights is None else np.argsort(-weights, kind="stable")[:count]
     return _Given(seed=seed, samples=count, global_batch_size=count, logical_ranks=1, ids=heaviest)

@@ -14,12 +14,15 @@ import torch
 from PIL import Image
 
 import paceline
+from paceline.cli.main import run as command
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
+from paceline.studies.memory.batch_trial import Orders, TrialTask
+from paceline.studies.scaling.network import describe
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -190,6 +193,21 @@ def test_a_loss_of_a_held_out_picture_is_its_own_and_disturbs_nothing(task: Call
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
 
 
+def test_what_is_found_does_not_depend_on_the_company(task: Callable[..., Detection]) -> None:
+    made = task({"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
+    torch.manual_seed(0)
+    network = made.build_model().eval()
+    (first, *_) = batches(made, training=False)
+    assert first.inputs[0].shape != first.inputs[1].shape
+    with torch.no_grad():
+        both, written = made.score(network, first)["found"], made.predict(network, first)
+        for index, found in enumerate(both):
+            (alone,) = made.score(network, one(first, index))["found"]
+            assert len(found["boxes"]) > 0
+            assert all(torch.equal(found[name], alone[name]) for name in alone)
+            assert torch.equal(written["boxes"][index], alone["boxes"])
+
+
 def one(batch: Batch, index: int) -> Batch:
     return Batch(
         batch.inputs[index : index + 1], batch.targets[index : index + 1], batch.ids[index : index + 1], batch.slice
@@ -203,14 +221,12 @@ def test_a_network_that_says_the_truth_has_a_map_of_100(task: Callable[..., Dete
         def forward(self, images: Any, targets: Any = None) -> Any:
             if self.training:
                 return {"loss": torch.zeros(())}
-            return [
-                {**found, "scores": torch.ones(len(found["labels"])), "masks": found["masks"][:, None].float()}
-                for found in self.truth
-            ]
+            found = self.truth.pop(0)
+            return [{**found, "scores": torch.ones(len(found["labels"])), "masks": found["masks"][:, None].float()}]
 
     oracle, (collector,) = Oracle().eval(), made.collectors()
     for batch in batches(made, training=False):
-        oracle.truth = batch.targets
+        oracle.truth = list(batch.targets)
         collector.add(made.score(oracle, batch), batch.ids)
     assert collector.results([collector.part()]) == {
         name: pytest.approx(100) for name in ("box_map", "box_map50", "mask_map", "mask_map50")
@@ -267,6 +283,7 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callabl
         ({"data.image_size": 64}, "data.boxes"),
         ({"evaluate.augment": "flip"}, "no effect"),
         ({"parallel.strategy": "fsdp"}, "does not go with task=detection"),
+        ({"model.compile": True}, "model.compile=true has no effect with task=detection"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(
@@ -285,6 +302,47 @@ def test_torchvision_s_detectors_are_built_with_their_options(name: str, task: C
     (batch, *_) = batches(made, training=True)
     assert torch.isfinite(made.loss(network.train(), batch))
     assert network.eval()([torch.zeros(3, 50, 70)])[0]["boxes"].shape[1] == 4
+
+
+@pytest.mark.parametrize("name", ["small_maskrcnn", "small_retinanet"])
+def test_how_a_detector_scales_is_found_out_without_memory(task: Callable[..., Detection], name: str) -> None:
+    options = {"width": 8, "levels": 2, "channels": 8}
+    made = task({"model.name": name, "model.options": options})
+    found = describe(made.recipe)
+    assert found.numbers.every == sum(each.numel() for each in made.build_model().parameters())
+    assert "could not be called" in found.notices[0]
+
+
+def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[..., Detection]) -> None:
+    made = task()
+    with torch.device("meta"):
+        without: Any = made.build_model()
+    usual: Any = made.build_model()
+    assert without.roi_heads.box_roi_pool.scales == usual.roi_heads.box_roi_pool.scales == [0.25, 0.125]
+
+
+def test_copies_with_what_was_found_do_not_overwrite_one_another(
+    train: Callable[..., Any], coco: Path, tmp_path: Path
+) -> None:
+    run = train("run", {"train.duration": "2 steps"}).run_dir
+    code = command(["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw", str(tmp_path / "found")])
+    assert code == 1  # 1.png is no image
+    found = {each.name for each in (tmp_path / "found").iterdir()}
+    assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
+
+
+def test_trials_of_memory_show_the_largest_pictures(task: Callable[..., Detection]) -> None:
+    made = task()
+    trial = TrialTask(made, Orders(task="", samples=4, evaluation_samples=2, memory=None))
+    pipeline = trial.open_pipeline(Placement(device=torch.device("cpu")))
+    geometry = StepGeometry(seed=0, samples=4, global_batch_size=4, logical_ranks=1)
+    (tried,) = pipeline.train_batches(geometry, 0, 1, World())
+    epoch = [part for step in range(3) for part in batches(made, training=True, step=step)]
+    areas = {number: image[0].numel() for part in epoch for number, image in each(part)}
+    assert len(areas) == 10
+    assert sorted(image[0].numel() for image in tried.inputs[:2]) == sorted(areas.values())[-2:]
+    (scored,) = pipeline.evaluation_batches(2, World())
+    assert scored.inputs[0].shape[1:].numel() == made.dataset.validation.sizes.prod(axis=1).max()
 
 
 def test_plans_say_what_is_not_used(tmp_path: Path) -> None:

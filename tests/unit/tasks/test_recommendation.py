@@ -165,6 +165,19 @@ def test_the_doctor_looks_at_it(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert not [each for each in found["findings"] if each.get("severity") == "breaks"]
 
 
+def test_its_landscape_goes_without_a_curvature_unless_that_is_asked_for(
+    train: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train("run", {"train.duration": "4 steps"})
+    asked = ["landscape", str(trained.run_dir), "--samples", "16", "--json"]
+    assert command([*asked, "--points", "3", "--grid", "3", "--products", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("no curvature" in note for note in found["notes"])
+    assert found["runs"][0]["curve"]
+    assert found["runs"][0]["sharpness"]
+    assert command([*asked, "--measure", "curvature"]) == 2
+
+
 def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
     trained = train("run")
     predictions, lines = tmp_path / "predictions.jsonl", tmp_path / "lines.jsonl"
@@ -177,6 +190,9 @@ def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: 
         "{}",
         json.dumps({"dense": [1], "categories": [0] * 4}),
         json.dumps({"dense": [1] * 3, "categories": [99] * 4}),
+        "[" * 100_000,
+        json.dumps({"dense": [10**400] * 3, "categories": [0] * 4}),
+        json.dumps({"dense": [math.nan] * 3, "categories": [0] * 4}),
     ]
     lines.write_text("\n".join([*good, *bad]))
     capsys.readouterr()
@@ -186,9 +202,13 @@ def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: 
     assert [each["probability"] for each in found[:5]] == pytest.approx(
         [by_id[number] for number in range(5)], rel=1e-5
     )
-    assert [each["line"] for each in found if each["error"]] == [6, 7, 8]
+    assert [each["line"] for each in found if each["error"]] == [6, 7, 8, 9, 10, 11]
     assert "must have 3 numbers and 4 categories" in found[6]["error"]
     assert command(["predict", str(trained.run_dir), str(lines.rename(tmp_path / "lines.tsv"))]) == 2
+    assert command(["predict", str(trained.run_dir)]) == 2
+    assert ".jsonl" in capsys.readouterr().err
+    assert command(["predict", str(trained.run_dir), str(tmp_path / "none.tsv")]) == 2
+    assert "files of lines" in capsys.readouterr().err
 
 
 def test_lines_of_criteos_format_are_trained_on_and_predicted(
@@ -207,6 +227,9 @@ def test_lines_of_criteos_format_are_trained_on_and_predicted(
     assert found[0]["probability"] < 0.5 < found[1]["probability"]
     assert found[2]["probability"] == pytest.approx(found[1]["probability"])  # without a label
     assert "found 1 fields" in found[3]["error"]
+    # Of other data, which have more values and so would have larger tables, categories are those of the weights.
+    (tmp_path / "other.tsv").write_text("\n".join([f"{each}{n:x}" for n, each in enumerate(text * 3)]))
+    assert command(["evaluate", str(done.run_dir), f"data.path={tmp_path / 'other.tsv'}", "--json"]) == 0
 
 
 def test_sparse_gradients_are_not_proved(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

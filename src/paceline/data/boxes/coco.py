@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline.data.image.source import Image
 from paceline.errors import DataError
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
+_MOST = 2**31  # pixels; what is beyond is no place in a picture, and too large for an array of numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,8 @@ class CocoSource:
         return len(self._samples)
 
     def image(self, sample: int) -> Image:
-        """Decode it; raises BrokenImageError."""
-        return decode(self.path(sample), 3)
+        """Decode it as it lies, since boxes and sizes are of the pixels as stored; raises BrokenImageError."""
+        return decode(self.path(sample), 3, turned=False)
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
         """What the annotations say of it; raises BrokenImageError if a mask cannot be drawn."""
@@ -168,7 +168,10 @@ def read_annotations(
         if not isinstance(value, list):
             raise fault(f"it has no list '{name}'")
     images, classes = _images(tree["images"], fault), _classes(tree["categories"], fault)
-    return _arranged(images, classes, list(_rows(tree["annotations"], images, classes, fault)), masks=masks), classes
+    rows = list(_rows(tree["annotations"], images, classes, fault))
+    if masks:
+        _check_outlines([row[-1] for row in rows], fault)
+    return _arranged(images, classes, rows, masks=masks), classes
 
 
 class _Fault:
@@ -185,16 +188,29 @@ def _images(entries: list[Any], fault: _Fault) -> dict[int, tuple[str, int, int]
     """File name, height and width by the image's number, ascending."""
     found = {}
     for position, each in enumerate(entries):
-        name = each.get("file_name") if isinstance(each, dict) else None
-        numbers = [each.get(key) for key in ("id", "height", "width")] if name else []
-        if not isinstance(name, str) or not all(type(number) is int for number in numbers) or min(numbers[1:]) < 1:
+        if not _is_image(each):
             raise fault(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
-        if numbers[0] in found:
-            raise fault(f"images[{position}] has the id {numbers[0]}, which another one has")
+        number, name = each["id"], each["file_name"]
+        if number in found:
+            raise fault(f"images[{position}] has the id {_shown(number)}, which another one has")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
-        found[numbers[0]] = (name, numbers[1], numbers[2])
+        found[number] = (name, each["height"], each["width"])
     return dict(sorted(found.items()))
+
+
+def _is_image(each: Any) -> bool:
+    if not isinstance(each, dict) or type(each.get("id")) is not int:
+        return False
+    name, sides = each.get("file_name"), [each.get("height"), each.get("width")]
+    return _is_file_name(name) and all(type(side) is int and 1 <= side <= _MOST for side in sides)
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether a file can be called so: not nothing, without a zero byte, and no half of a surrogate pair."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    return name.encode("utf-8", "ignore").decode() == name
 
 
 def _classes(entries: list[Any], fault: _Fault) -> dict[int, str]:
@@ -204,7 +220,7 @@ def _classes(entries: list[Any], fault: _Fault) -> dict[int, str]:
         if type(number) is not int or not isinstance(name, str):
             raise fault(f"categories[{position}] must have id and name, and is {_shown(each)}")
         if number in found:
-            raise fault(f"categories[{position}] has the id {number}, which another one has")
+            raise fault(f"categories[{position}] has the id {_shown(number)}, which another one has")
         found[number] = name
     return dict(sorted(found.items()))
 
@@ -227,13 +243,31 @@ def _rows(
                 f"annotations[{position}] has the bbox {_shown(box)}, which must be left, top, width and height in "
                 "pixels, none of the last two negative"
             )
-        yield image, kind, box, bool(each.get("iscrowd", 0)), each.get("segmentation")
+        crowd = each.get("iscrowd", 0)
+        if crowd not in (0, 1):
+            raise fault(f"annotations[{position}] has the iscrowd {_shown(crowd)}, which must be 0 or 1")
+        yield image, kind, box, bool(crowd), each.get("segmentation")
+
+
+def _check_outlines(outlines: list[Any], fault: _Fault) -> None:
+    """Find out whether each object has something to draw a mask of; whether it can be drawn is seen when it is."""
+    for position, each in enumerate(outlines):
+        if isinstance(each, dict):
+            is_drawn = isinstance(each.get("counts"), list | str) and isinstance(each.get("size"), list)
+        else:
+            is_drawn = isinstance(each, list) and bool(each) and all(isinstance(part, list) and part for part in each)
+        if not is_drawn:
+            raise fault(
+                f"annotations[{position}] has the segmentation {_shown(each)}, and masks are drawn of polygons or run "
+                "lengths; without masks (data.boxes.masks=false, and a network for boxes alone) it is not asked for"
+            )
 
 
 def _is_box(box: Any) -> bool:
     if not isinstance(box, list) or len(box) != 4:
         return False
-    return all(type(each) in (int, float) and math.isfinite(each) for each in box) and min(box[2:]) >= 0
+    # NaN is not below anything.
+    return all(type(each) in (int, float) and abs(each) <= _MOST for each in box) and min(box[2:]) >= 0
 
 
 def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:

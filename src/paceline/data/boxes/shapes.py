@@ -6,8 +6,10 @@ nothing is stored and no order of reading changes a pixel. An object may hide pa
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +27,11 @@ _OF_PICTURE = 12  # draws: height, width, number of objects, pattern
 _OF_OBJECT = 10  # draws: class, centre, extents, turn, colour
 _LEAST_SEEN = 0.6  # of an object's pixels; what would hide more of one is not drawn
 _NOISE = 40  # of 255, between the darkest and the brightest
-_IN_MEMORY = 4096
+_IN_MEMORY = 2**28  # bytes
 
 Grid = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Drawn = tuple[Image, NDArray[np.int64], Mask]
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,41 @@ def open_shapes(asked: GeneratedBoxes) -> BoxDataset:
     )
 
 
-@lru_cache(maxsize=_IN_MEMORY)
-def _drawn(asked: GeneratedBoxes, number: int) -> tuple[Image, NDArray[np.int64], Mask]:
+class KeptDrawings:
+    """Draws pictures, and keeps the last ones as far as there is room, so that an epoch need not draw them again.
+
+    Args:
+        most: Bytes of them that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.bytes = 0
+        self._most = most
+        self._kept: OrderedDict[tuple[GeneratedBoxes, int], Drawn] = OrderedDict()
+        self._lock = Lock()
+
+    def __call__(self, asked: GeneratedBoxes, number: int) -> Drawn:
+        """A picture, its objects' classes and which pixels are seen of each, bool [M, H, W]."""
+        key = (asked, number)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        found = _draw(asked, number)
+        with self._lock:
+            if key not in self._kept:  # another thread may have drawn it too
+                self._kept[key] = found
+                self.bytes += sum(each.nbytes for each in found)
+            while self.bytes > self._most:
+                _, oldest = self._kept.popitem(last=False)
+                self.bytes -= sum(each.nbytes for each in oldest)
+        return found
+
+
+_drawn = KeptDrawings(_IN_MEMORY)
+
+
+def _draw(asked: GeneratedBoxes, number: int) -> Drawn:
     """A picture, its objects' classes and which pixels are seen of each, bool [M, H, W]."""
     draws = uniforms(_KEY, 0, np.array([number]), _OF_PICTURE + asked.objects * _OF_OBJECT)[0]
     span = asked.largest_side - asked.smallest_side + 1

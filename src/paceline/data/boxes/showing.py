@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +27,18 @@ def shown_size(height: int, width: int, short_side: int, long_side: int) -> tupl
     """Height and width with a shorter side of ``short_side``; less where the longer one would exceed ``long_side``."""
     scale = min(short_side / min(height, width), long_side / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def shown_areas(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.float64]:
+    """Pixels of each picture as the first epoch shows it, [N]; ``sizes`` are heights and widths, [N, 2]."""
+    areas: NDArray[np.float64] = sizes.prod(axis=1).astype(np.float64)
+    if boxes.short_sides is None:
+        return areas
+    draws = uniforms(seed, 0, np.arange(len(sizes)), 2)[:, 1]
+    short_sides = np.array(boxes.short_sides)[(draws * len(boxes.short_sides)).astype(np.int64)]
+    scales = np.minimum(short_sides / sizes.min(axis=1), boxes.long_side / sizes.max(axis=1))
+    shown: NDArray[np.float64] = areas * scales**2
+    return shown
 
 
 class TrainingView:

@@ -8,6 +8,7 @@ written down here; row 0 is for what is missing.
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,15 @@ _FIELDS = 1 + DENSE + CATEGORIES
 ENDINGS = (".tsv", ".txt", ".tsv.gz", ".txt.gz", ".gz")
 _LINES_AT_ONCE = 16_384
 _LONGEST = 8  # hexadecimal digits
+_IN_NUMBERS = b"-0123456789"  # Python would also take blanks, underscores and a plus
 
 ROW = np.dtype([("label", "<u4"), ("missing", "<u4"), ("dense", "<f4", (DENSE,)), ("categories", "<u4", (CATEGORIES,))])
 """A sample as it is stored: its missing categories are bits of `missing`, the first feature's the lowest."""
 
 Rows = NDArray[np.void]
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file of lines raises; a gzip file that is cut off the second, and a damaged one any of them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
             while lines := file.readlines(_LINES_AT_ONCE * 200):
                 yield parse(lines, str(path), first)
                 first += len(lines)
-    except (OSError, EOFError) as error:  # a gzip file that is cut off is the latter
+    except UNREADABLE as error:
         raise DataError(f"'{path}' cannot be read after line {first - 1}: {error}; restore it.") from error
 
 
@@ -168,6 +173,8 @@ def _labels(fields: list[bytes]) -> NDArray[np.uint32]:
 def _numbers(fields: list[bytes]) -> NDArray[np.float32]:
     """log(1 + x), 0 for what is missing or below 0."""
     try:
+        if b"".join(fields).translate(None, _IN_NUMBERS):
+            raise ValueError
         values = np.array([int(field) if field else 0 for field in fields], dtype=np.int64)
     except (ValueError, OverflowError):
         wrong = next(field for field in fields if field and not _is_whole(field))
@@ -177,7 +184,7 @@ def _numbers(fields: list[bytes]) -> NDArray[np.float32]:
 
 def _is_whole(field: bytes) -> bool:
     try:
-        return abs(int(field)) < 2**63
+        return not field.translate(None, _IN_NUMBERS) and abs(int(field)) < 2**63
     except ValueError:
         return False
 

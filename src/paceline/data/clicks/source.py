@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from paceline.data.slices import SampleIds
 
 # Beyond it, rows are read when they are asked for.
 _HELD_BYTES = 2**30
+_AT_ONCE = 2**16
 
 
 class ClickRows(NamedTuple):
@@ -76,7 +77,14 @@ class HeldRows:
     def __init__(self, source: ClickSource) -> None:
         """Read all of another source."""
         self._source = source
-        self._rows = source.read(np.arange(len(source)))
+        # In pieces: what is read at once takes its size several times over.
+        first = source.read(np.arange(min(_AT_ONCE, len(source))))
+        self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
+        held: list[Any] = list(self._rows)  # arrays of several kinds
+        for begin in range(0, len(source), _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, len(source)))
+            for kept, read in zip(held, source.read(ids), strict=True):
+                kept[ids] = read
 
     def __len__(self) -> int:
         return len(self._rows.labels)

@@ -1,7 +1,8 @@
 """How does an image file become pixels? One way for every format, mode and orientation, or a reason why not.
 
 The result is what a person would see: the first frame, turned the way EXIF says, transparency laid over
-white, and 16-bit greyscale scaled down instead of clipped.
+white, and 16-bit greyscale scaled down instead of clipped. It is left as it lies where annotations speak of the pixels
+as they are stored.
 
 Pillow reads everything and says what is broken. Plain JPEG files are read by faster decoders (`jpeg.py`), to the same
 bits; whatever these find odd is Pillow's to judge.
@@ -72,13 +73,14 @@ class Picture:
     size: tuple[int, int]
     shrinks: bool
 
-    def __init__(self, content: Content, channels: int, name: str = "") -> None:
+    def __init__(self, content: Content, channels: int, name: str = "", *, turned: bool = True) -> None:
         """Look at the head of a file.
 
         Args:
             content: The whole file.
             channels: 1 for greyscale (ITU-R 601 luma), 3 for RGB.
             name: What it is called in errors; left empty, the caller is to say it.
+            turned: Whether it is turned the way EXIF says.
 
         Raises:
             BrokenImageError: If the file is truncated, no image, larger than ``LARGEST_PIXELS``, or holds numbers
@@ -90,11 +92,13 @@ class Picture:
         self._decoded: Pixels | None = None
         self._image: Image.Image | None = None
         self._is_simple = False
+        self._is_turned = turned
         self._orientation = 1
         head = jpeg.head_of(content)
         self._is_plain = head is not None and head[0] * head[1] <= LARGEST_PIXELS
         if head is not None and self._is_plain:
-            height, width, self._orientation = head
+            height, width, orientation = head
+            self._orientation = orientation if turned else 1
             self.size = (width, height) if self._orientation in _LYING else (height, width)
             self.shrinks = self._orientation == 1
         else:
@@ -172,7 +176,8 @@ class Picture:
             if shrink > 1:
                 image.draft(None, (image.width // shrink, image.height // shrink))
             image.load()
-            return _pixels(_upright(image), self._channels, file_format=image.format)
+            upright = _upright(image) if self._is_turned else image
+            return _pixels(upright, self._channels, file_format=image.format)
 
 
 class DecodedPicture:
@@ -193,20 +198,21 @@ class DecodedPicture:
         return self._pixels[box.top : box.top + box.height, box.left : box.left + box.width]
 
 
-def decode(source: Content | str | Path, channels: int) -> Pixels:
+def decode(source: Content | str | Path, channels: int, *, turned: bool = True) -> Pixels:
     """Decode an image file to uint8 [H, W, channels]; the array may be read-only.
 
     Args:
         source: The file's content, or its path.
         channels: 1 for greyscale (ITU-R 601 luma), 3 for RGB.
+        turned: Whether it is turned the way EXIF says; a TIFF always is.
 
     Raises:
         BrokenImageError: If the file is missing, truncated, no image, larger than ``LARGEST_PIXELS``, or
             holds numbers without a fixed range (32-bit integers or floats).
     """
     if isinstance(source, str | Path):
-        return Picture(read_file(source), channels, str(source)).part()
-    return Picture(source, channels, "<bytes>").part()
+        return Picture(read_file(source), channels, str(source), turned=turned).part()
+    return Picture(source, channels, "<bytes>", turned=turned).part()
 
 
 def read_file(path: str | Path) -> bytes:

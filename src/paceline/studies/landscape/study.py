@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,13 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
 from paceline.formulas.landscape import loss_barrier
-from paceline.studies.landscape.curvature import top_eigenvalue
+from paceline.studies.landscape.curvature import Eigenvalue, top_eigenvalue
 from paceline.studies.landscape.directions import normal_vector, random_direction
 from paceline.studies.landscape.opening import Opened, Selection, check_alike, open_run, read_trajectory
 from paceline.studies.landscape.report import LandscapeReport, Line, RunLandscape, Trajectory, not_finite
 from paceline.studies.landscape.sharing import share_out
 from paceline.studies.landscape.sharpness import STARTS, Box, climb, sharpness
-from paceline.studies.landscape.subject import Split
+from paceline.studies.landscape.subject import NoSecondDerivativeError, Split
 from paceline.studies.landscape.surface import Work, along, curve_of, on_grid, positions, surface_of
 from paceline.studies.landscape.trajectory import Plane, principal_plane
 from paceline.trainer.precision import keeping_float32_matmul, set_float32_matmul
@@ -149,6 +149,8 @@ def _look_at(run: Opened, request: LandscapeRequest, collectives: Collectives, n
         **({} if plane is None else _plane_works(run, weights, plane[1], request)),
     }
     done = _together(works, collectives)
+    curvature, *why_not = done["curvature"][0] if done["curvature"] else (None,)
+    notes += why_not
     results = dict(zip(("train", "validation"), done["results"], strict=True))
     loss_name = subject.task.metrics[0].name
     measured = {each.name for each in subject.task.metrics} - {loss_name}
@@ -177,7 +179,7 @@ def _look_at(run: Opened, request: LandscapeRequest, collectives: Collectives, n
             sharpness(loss, done["sharpness"][number * len(STARTS) : (number + 1) * len(STARTS)], box)
             for number, box in enumerate(boxes)
         ),
-        curvature=done["curvature"][0] if done["curvature"] else None,
+        curvature=curvature,
     )
 
 
@@ -227,7 +229,18 @@ def _curvature(run: Opened, weights: Tensor, request: LandscapeRequest) -> list[
         return []
     start = normal_vector(request.selection.seed, _EIGENVECTOR_NUMBER, weights)
     apply = run.subject.curvature(weights, request.split)
-    return [partial(top_eigenvalue, apply, start, tolerance=request.tolerance, most=request.products)]
+    find = partial(top_eigenvalue, apply, start, tolerance=request.tolerance, most=request.products)
+    return [partial(_unless_there_is_none, find, is_asked_for=request.measure is not None)]
+
+
+def _unless_there_is_none(find: Callable[[], Eigenvalue], *, is_asked_for: bool) -> tuple[Any, ...]:
+    """The eigenvalue; or, where nobody asked for it by name and there is none, None and why."""
+    try:
+        return (find(),)
+    except NoSecondDerivativeError as error:
+        if is_asked_for:
+            raise
+        return None, f"no curvature: {error}"
 
 
 def _plane(run: Opened, request: LandscapeRequest, notes: list[str]) -> tuple[list[int], Plane] | None:

@@ -200,6 +200,10 @@ def _unflatten(vector: Tensor, into: Sequence[Tensor]) -> None:
         begin += each.numel()
 
 
+class NoSecondDerivativeError(PacelineError):
+    """A loss whose curvature cannot be computed."""
+
+
 @contextlib.contextmanager
 def _saying_what_has_no_derivative() -> Iterator[None]:
     try:
@@ -208,7 +212,7 @@ def _saying_what_has_no_derivative() -> Iterator[None]:
         if "derivative" not in str(error) and "double backward" not in str(error):
             raise
         said: Any = " ".join(str(error).split())[:200]
-        raise PacelineError(
+        raise NoSecondDerivativeError(
             f"the loss of this network has no second derivative ({said}), so that its curvature cannot be computed; "
             "leave curvature out of --measure."
         ) from error

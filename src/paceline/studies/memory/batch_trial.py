@@ -10,16 +10,18 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch, Progress
-from paceline.data.nested import chosen
+from paceline.data.nested import chosen, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.slices import SampleSlice, SampleWeights
+from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Collector
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
@@ -31,6 +33,7 @@ from paceline.world import World
 REFERENCE = "paceline.studies.memory.batch_trial:task"
 ORDERS_VARIABLE = "PACELINE_BATCH_TRIAL"
 _FEW = 2
+_LOOKED_AT = 16  # held-out samples, of which the largest is taken; where all are alike, the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class TrialTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """The task's, of which a few samples are read."""
-        return _Repeated(self.inner.open_pipeline(placement), self._orders, self.inner.sample_weights())
+        return _Repeated(self.inner.open_pipeline(placement), self._orders, self.inner.sample_costs())
 
     def build_model(self) -> nn.Module:
         """The task's."""
@@ -124,10 +127,10 @@ class TrialTask(Task):
 class _Repeated:
     """A pipeline whose batches are a few samples, repeated; the next one is made before this one is done with."""
 
-    def __init__(self, inner: Pipeline, orders: Orders, weights: SampleWeights | None) -> None:
+    def __init__(self, inner: Pipeline, orders: Orders, costs: NDArray[Any] | None) -> None:
         self._inner = inner
         self._orders = orders
-        self._weights = weights
+        self._costs = costs
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         self._inner.start(training=training, evaluation=evaluation)
@@ -136,7 +139,7 @@ class _Repeated:
         self._inner.load(report)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        few = one_batch(geometry.seed, _FEW, self._weights)
+        few = one_batch(geometry.seed, _FEW, self._costs)
         example = next(iter(self._inner.train_batches(few, 0, 1, World())))
         ready: Batch | None = None
         for part in geometry.stream(first, last, world):
@@ -147,7 +150,8 @@ class _Repeated:
             yield ready
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        example = next(iter(self._inner.evaluation_batches(1, World())))
+        few = islice(self._inner.evaluation_batches(1, World()), _LOOKED_AT)
+        example = max(few, key=lambda each: sum(tensor.numel() for tensor in tensors_in(each.inputs)))
         for part in evaluation_slices(self._orders.evaluation_samples, batch_size, world):
             yield _repeated(example, part)
 

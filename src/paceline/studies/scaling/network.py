@@ -26,6 +26,8 @@ from paceline.recipe.strategy import ParameterNumbers
 from paceline.studies.scaling.room import of_one_process
 from paceline.studies.scaling.shares import Share
 from paceline.tasks.build import build_task
+from paceline.tasks.image_classification import ImageClassification
+from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run
 from paceline.world import World
 
@@ -78,7 +80,9 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     """
     # Weights that are loaded change no shape.
     plain = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+    plain, assumed = _with_data(plain)
     facts, build, notices = _opened(plain)
+    notices = assumed + notices
     with torch.device("meta"):
         network = build()
         adapt(network, plain.model)
@@ -105,13 +109,21 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     )
 
 
+def _with_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with data that stand in where it does not say where its own lie; an image task's are in its plan."""
+    if isinstance(build_task(recipe), ImageClassification):
+        return recipe, []
+    found, said = with_stand_in_data(recipe)
+    return found, [] if said is None else [said]
+
+
 def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], list[str]]:
     task = build_task(recipe)
     path = recipe.data.path
     try:
         found = task.data_facts(World())
     except DataError:
-        if path is not None and Path(path).exists():
+        if not isinstance(task, ImageClassification) or (path is not None and Path(path).exists()):
             raise
         facts = dict(_IMAGENET, image_size=recipe.data.image_size if recipe.data.image_size != "auto" else 224)
         where = "data.path is not given" if path is None else f"data.path={path} is not here"

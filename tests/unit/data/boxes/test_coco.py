@@ -102,6 +102,29 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
     assert open_coco(str(root), masks=False, keep_empty=True).digest != before
 
 
+IMAGE = {"id": 10, "file_name": "a.png", "height": 12, "width": 16}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("ending", ["jpg", "png"])
+def test_pictures_are_read_as_they_lie_since_boxes_are_of_stored_pixels(
+    root: Path, orientation: int, ending: str
+) -> None:
+    pixels = np.zeros((12, 16, 3), dtype=np.uint8)
+    pixels[:, :8] = 255
+    pixels[8:] = 0
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(root / "train" / f"lies.{ending}", exif=exif, quality=95)
+    tree = annotations(images=[IMAGE | {"file_name": f"lies.{ending}"}], annotations=[BOX])
+    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    found = open_coco(str(root), masks=False, keep_empty=True).train
+    assert found.image(0).shape == (12, 16, 3)
+    assert found.image(0)[:8, :8].min() > 200
+    assert found.image(0)[8:].max() < 50
+    assert found.image(0)[:, 8:].max() < 50
+
+
 BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
 
 
@@ -117,7 +140,16 @@ BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
         ({"annotations": [BOX | {"bbox": [0, 0, -1, 4]}]}, "bbox"),
         ({"annotations": [BOX | {"bbox": [0, 0, float("nan"), 4]}]}, "bbox"),
         ({"annotations": [BOX | {"bbox": "0 0 1 1"}]}, "bbox"),
+        ({"annotations": [BOX | {"bbox": [0, 0, 10**400, 4]}]}, "bbox"),
+        ({"annotations": [BOX | {"bbox": [1e308, 0, 1e308, 4]}]}, "bbox"),
+        ({"annotations": [BOX | {"iscrowd": "0"}]}, r"annotations\[0\] has the iscrowd '0'"),
         ({"annotations": [3]}, "no mapping"),
+        ({"images": [IMAGE | {"file_name": ""}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"file_name": "a\0.png"}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"file_name": "\ud800.png"}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"file_name": 3}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"height": 10**30}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE | {"width": 0}]}, r"images\[0\] must have"),
     ],
 )
 def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> None:
@@ -125,6 +157,16 @@ def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> Non
     with pytest.raises(DataError, match=said) as caught:
         open_coco(str(root), masks=False, keep_empty=True)
     assert "annotations.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("outline", [None, [], [[]], {"counts": "04"}, {"size": [12, 16]}, "04", [3]])
+def test_an_object_without_a_mask_to_draw_is_named_before_training(root: Path, outline: Any) -> None:
+    pytest.importorskip("pycocotools")
+    tree = annotations(annotations=[BOX | {"segmentation": SQUARE}, BOX | {"segmentation": outline}])
+    (root / "val" / "annotations.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"annotations\[1\] has the segmentation"):
+        open_coco(str(root), masks=True, keep_empty=True)
+    open_coco(str(root), masks=False, keep_empty=True)
 
 
 def test_what_is_not_there_is_named(root: Path) -> None:

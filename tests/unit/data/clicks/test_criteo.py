@@ -68,6 +68,9 @@ GOLDEN = [883, 870, 481, 577, 886, 193]
     [
         ({"f0": "2"}, "found the label '2'"),
         ({"f5": "1.5"}, "found '1.5' among the 13 numbers"),
+        ({"f5": "1_0"}, "found '1_0' among the 13 numbers"),
+        ({"f5": " 10"}, "found ' 10' among the 13 numbers"),
+        ({"f5": "1-0"}, "found '1-0' among the 13 numbers"),
         ({"f5": "9" * 30}, "among the 13 numbers"),
         ({"f20": "xyz"}, "found 'xyz' among the 26 categories"),
         ({"f20": "-1"}, "found '-1' among the 26 categories"),
@@ -137,6 +140,16 @@ def test_a_packed_file_that_is_cut_off(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv.gz", [line(number) for number in range(100)])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="cannot be read"):
+        open_clicks(data(path))
+
+
+@pytest.mark.parametrize("place", [1, 10, 12, 60, -4])
+def test_a_packed_file_that_is_damaged(tmp_path: Path, place: int) -> None:
+    path = write(tmp_path / "a.tsv.gz", [line(number) for number in range(100)])
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.tsv\.gz' cannot be read after line .*; restore it"):
         open_clicks(data(path))
 
 

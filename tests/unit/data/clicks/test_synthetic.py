@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from paceline.data.clicks.datasets import open_clicks
-from paceline.data.clicks.source import held
+from paceline.data.clicks.source import ClickRows, held
 from paceline.data.clicks.synthetic import SyntheticClicks
+from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
 from paceline.metrics.auc import area_under_curve
 from paceline.recipe.clicks import Clicks
@@ -70,3 +71,20 @@ def test_tables_are_as_many_as_the_features() -> None:
         5,
         6,
     ]
+
+
+def test_what_is_held_is_read_in_pieces() -> None:
+    class Watched(SyntheticClicks):
+        most = 0
+
+        def read(self, ids: SampleIds) -> ClickRows:
+            self.most = max(self.most, len(ids))
+            return super().read(ids)
+
+    source = Watched(SMALL, (50, 60, 70, 80), 70_000, training=True)
+    rows, ids = held(source), np.array([0, 65_535, 65_536, 69_999])
+    assert 0 < source.most < 70_000
+    assert len(rows) == 70_000
+    for a, b in zip(rows.read(ids), source.read(ids), strict=True):
+        assert a.dtype == b.dtype
+        assert (a == b).all()

@@ -131,6 +131,17 @@ from torch import nn
 def net(num_classes, width=4096):
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, width), nn.ReLU(), nn.Linear(width, num_classes))
 """
+UNCOMPILED = """
+from dataclasses import replace
+
+import paceline
+
+
+class Task(paceline.ImageClassification):
+    def data_facts(self, world):
+        facts = super().data_facts(world)
+        return replace(facts, unused={**facts.unused, "model.compile": "nothing here is compiled"})
+"""
 NET = {"model.name": "mine:Net", "model.options": "{}"}
 
 
@@ -180,6 +191,17 @@ def test_a_recipe_that_has_it(examined: Examined, name: str) -> None:
 def test_code_that_has_it(examined: Examined, name: str, code: str, asked: dict[str, Any]) -> None:
     found = named(examined(asked, code=code, device="a100"))
     assert name in found, list(found)
+
+
+def test_who_compiles_nothing_is_not_told_to(examined: Examined) -> None:
+    code, asked = POINTWISE + UNCOMPILED, NET
+    compiled, uncompiled = (
+        named(examined(asked | task, code=code, device="a100"))["unfused_pointwise"].advice
+        for task in ({}, {"task": "mine:Task"})
+    )
+    assert "model.compile=true" in compiled.words
+    assert "model.compile" not in uncompiled.words
+    assert (compiled.overrides, uncompiled.overrides) == ({"model.compile": True}, {})
 
 
 def test_the_order_of_construction_matters_only_where_buckets_follow_it(examined: Examined) -> None:

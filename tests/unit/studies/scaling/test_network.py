@@ -68,6 +68,18 @@ def test_flops_of_a_step() -> None:
     assert "ImageNet-1k is assumed" in found.notices[0]
 
 
+@pytest.mark.parametrize(("name", "said"), [("dlrm-criteo", "Criteo's Kaggle"), ("gpt-124m", "tokens are assumed")])
+def test_other_tasks_are_not_taken_for_image_classification_without_their_data(name: str, said: str) -> None:
+    found = describe(load_recipe(name).recipe)
+    assert said in found.notices[0]
+    assert found.numbers.trained > 10**8
+
+
+def test_a_task_whose_data_are_not_here_says_so() -> None:
+    with pytest.raises(DataError, match=r"data\.path"):
+        describe(load_recipe("retinanet_resnet50_fpn_coco").recipe)
+
+
 def test_fsdp_gathers_every_weight_once_in_the_order_of_the_network() -> None:
     found = describe(load_recipe("resnet50").recipe)
     assert sum(each.weight_bytes for each in found.network.units) == 25_557_032 * 4

@@ -122,6 +122,7 @@ def pointwise(subject: Subject) -> Iterator[Finding]:
     """Rows of operations on single numbers, each of which goes through memory."""
     if not subject.target.is_gpu or subject.recipe.model.compile:
         return
+    compiles = "model.compile" not in subject.plan.unused
     rows = {key: length for key, length in subject.behaviour.calls.pointwise.items() if length >= _MANY_IN_A_ROW}
     if not rows:
         return
@@ -136,8 +137,8 @@ def pointwise(subject: Subject) -> Iterator[Finding]:
         why="Each operation reads and writes the whole tensor; fused, they do so once.",
         source=TUNING,
         advice=Advice(
-            words="model.compile=true, or one of torch's own functions (F.gelu and its like)",
-            overrides={"model.compile": True},
+            words=f"{'model.compile=true, or ' * compiles}one of torch's own functions (F.gelu and its like)",
+            overrides={"model.compile": True} if compiles else {},
             keeps="rounding",
         ),
         expected="these operations 2 to 4 times as fast",

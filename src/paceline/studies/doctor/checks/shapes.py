@@ -140,7 +140,8 @@ def memory_bound(subject: Subject) -> Iterator[Finding]:
         why="Below that intensity the units wait for memory; batch and width above 128 usually are above it.",
         source=f"{LINEAR}; {INTENSITY}",
         advice=Advice(
-            words="larger batch.micro_size or wider layers; model.compile=true moves fewer bytes between them",
+            words="larger batch.micro_size or wider layers"
+            + "; model.compile=true moves fewer bytes between them" * ("model.compile" not in subject.plan.unused),
             keeps="training",
         ),
         expected="predicted: time goes with bytes, not with FLOPs, until sizes grow",
