@@ -175,7 +175,7 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         (("evaluate", "x", "--weights", "average"), ("--weights", "average", "ema")),
         (("recipes", "show"), ("digits",)),
         (("recipes", "list"), ("list", "show")),
-        (("predict", "x"), ("FILE-OR-FOLDER",)),
+        (("predict", "x"), ("FILE-OR-FOLDER", "recommendation", "--prompt")),
     ],
 )
 def test_the_command_itself(

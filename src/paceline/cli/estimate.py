@@ -108,8 +108,9 @@ def _show(name: str, found: MemoryEstimate) -> None:
         ]
         print_table(("device", "memory", "samples"), rows)
         click.echo("(a few per cent more may fit on those other than the one asked for)")
-    click.echo("\nWhat would save memory")
-    print_table(("change", "needs then", "saves"), [_saving_row(each) for each in found.savings])
+    if found.savings:
+        click.echo("\nWhat would save memory")
+        print_table(("change", "needs then", "saves"), [_saving_row(each) for each in found.savings])
     verdict = found.verdict
     click.echo(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
     for notice in found.notices:

@@ -150,4 +150,4 @@ def _evaluation(event: Mapping[str, Any]) -> str:
         title = f"top-{accuracy[1]}" if accuracy else metric_title(name)
         shown.append(f"{title} {format_metric(name, value)}")
     place = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
-    return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown)}"
+    return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown) or 'no finite figure'}"

@@ -45,6 +45,15 @@ EVALUATION = EvaluationEvent(
 ).to_json()
 
 
+def test_an_evaluation_without_a_finite_figure_says_so() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, interval_seconds=60)
+    display.start(**RUN, unit="images")
+    display.record(EVALUATION | {"loss": None, "top1_accuracy": None, "top5_accuracy": None})
+    display.close()
+    assert "validation (ema): no finite figure" in stream.getvalue()
+
+
 def test_plain_lines_per_interval_and_per_evaluation() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream, interval_seconds=0.05)

@@ -209,7 +209,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             micro_size=_divisor(job.share, largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
-            savings=(_spread(job, ways, memory),),
+            savings=() if job.plan.strategy == "fsdp" else (_spread(job, ways, memory),),
             verdict=weigh(job, memory, ways),
             notices=tuple(each for each in (assumed, *unheeded, *_notices(job, steps)) if each),
             seconds=0.0,
