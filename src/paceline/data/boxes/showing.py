@@ -31,7 +31,7 @@ def shown_size(height: int, width: int, short_side: int, long_side: int) -> tupl
 
 def shown_areas(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.float64]:
     """Pixels of each picture as the first epoch shows it, [N]; ``sizes`` are heights and widths, [N, 2]."""
-    areas = sizes.prod(axis=1).astype(np.float64)
+    areas: NDArray[np.float64] = sizes.prod(axis=1).astype(np.float64)
     if boxes.short_sides is None:
         return areas
     draws = uniforms(seed, 0, np.arange(len(sizes)), 2)[:, 1]

@@ -82,8 +82,10 @@ class HeldRows:
         self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
         for begin in range(0, len(source), _AT_ONCE):
             ids = np.arange(begin, min(begin + _AT_ONCE, len(source)))
-            for kept, read in zip(self._rows, source.read(ids), strict=True):
-                kept[ids] = read
+            read = source.read(ids)
+            self._rows.dense[ids] = read.dense
+            self._rows.categories[ids] = read.categories
+            self._rows.labels[ids] = read.labels
 
     def __len__(self) -> int:
         return len(self._rows.labels)
