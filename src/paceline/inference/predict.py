@@ -277,7 +277,8 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
             )
             if not inside:
                 raise DataError(
-                    f"'{source}' holds no image; files with these endings are read: {', '.join(EXTENSIONS)}."
+                    f"'{source}' holds no image; files with these endings are read: {', '.join(EXTENSIONS)}. Lines of "
+                    "samples (.tsv, .txt, .jsonl) are given file by file."
                 )
             found += inside
         else:

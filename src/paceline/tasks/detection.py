@@ -96,6 +96,7 @@ class Detection(Task):
                 "channels": 3,
                 "workers": self._threads,
                 "masks": self.has_masks,
+                **found.facts,
             },
             reasons={"data.workers": why, "data.boxes.masks": "as the model's name says"},
             unused=self._unused(is_generated=is_generated),
@@ -210,6 +211,8 @@ class Detection(Task):
         found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         found["evaluate.top_k"] = "detection has no top-k accuracy"
         found["model.compile"] = _NOT_COMPILED
+        if self.recipe.data.boxes.short_sides is None:
+            found["data.boxes.long_side"] = "pictures stay as large as they are (data.boxes.short_sides=off)"
         if is_generated:
             found["data.boxes.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
             return found

@@ -124,6 +124,8 @@ class Recommendation(Task):
         used |= {"data.samples"} if name == "synthetic_clicks" else {"data.path", "data.validation_fraction"}
         used |= {"data.max_broken"} if name == "criteo" else set()
         found = all_but(used, _NO_IMAGES)
+        if name == "synthetic_clicks":
+            found["data.path"] = "generated samples lie nowhere"
         keys = ("loss", "target_threshold", "label_smoothing")
         found["model.channels_last"] = _NO_IMAGES
         found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}

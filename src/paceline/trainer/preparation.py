@@ -111,12 +111,19 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
-            notices=(*limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            notices=(*_left_out(plan), *limits.warnings, *notices, *([] if cores is None else [cores.why])),
             first_values=first_values,
         )
         _check_tail(prepared)
         undo.pop_all()
     return prepared
+
+
+def _left_out(plan: Plan) -> tuple[str, ...]:
+    """What of the data is not trained on, as the task's facts count it (``lines_left_out``)."""
+    ending = "_left_out"
+    counts = {name: count for name, count in plan.data.items() if name.endswith(ending) and isinstance(count, int)}
+    return tuple(f"{count:,} {name.removesuffix(ending).replace('_', ' ')} left out" for name, count in counts.items())
 
 
 def _weights_of(task: Task) -> SampleWeights | None:

@@ -283,6 +283,7 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callabl
         ({"data.image_size": 64}, "data.boxes"),
         ({"evaluate.augment": "flip"}, "no effect"),
         ({"parallel.strategy": "fsdp"}, "does not go with task=detection"),
+        ({"data.boxes.short_sides": "off", "data.boxes.long_side": 70}, "stay as large as they are"),
         ({"model.compile": True}, "model.compile=true has no effect with task=detection"),
     ],
 )

@@ -60,6 +60,7 @@ def test_what_the_plan_says(recipe: Path) -> None:
     assert plan.data["tables"].endswith("of optimizer state; each process holds all of them")
     assert "4 tables of 75 rows in all x 4 numbers x 4 bytes" in plan.data["tables"]
     assert 0.6 < plan.data["best_possible_auc"] < 1
+    assert plan.reasons["data.path"] == "generated samples lie nowhere"
     assert plan.reasons["evaluate.metric"] == "auc: the task's own choice"
 
 
@@ -230,6 +231,15 @@ def test_lines_of_criteos_format_are_trained_on_and_predicted(
     # Of other data, which have more values and so would have larger tables, categories are those of the weights.
     (tmp_path / "other.tsv").write_text("\n".join([f"{each}{n:x}" for n, each in enumerate(text * 3)]))
     assert command(["evaluate", str(done.run_dir), f"data.path={tmp_path / 'other.tsv'}", "--json"]) == 0
+
+
+def test_lines_that_were_left_out_are_told(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["\t".join([str(n % 2), *(["3"] * 13), *([""] * 26)]) for n in range(60)]
+    (tmp_path / "clicks.tsv").write_text("\n".join(["wrong", *text, "as well"]))
+    data = {"dataset": "criteo", "path": str(tmp_path / "clicks.tsv"), "max_broken": 2, "samples": None, "clicks": None}
+    paceline.train(recipe, overrides={"data": data, "train.duration": "1 steps"}, run_dir=tmp_path / "run")
+    printed = capsys.readouterr()
+    assert "2 lines left out" in printed.out + printed.err
 
 
 def test_sparse_gradients_are_not_proved(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,13 +131,14 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         raise DataError(
             f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
         )
-    samples = None if keep_empty else _with_objects(train)
+    samples, left_out = _to_learn_from(train_file, train, keep_empty=keep_empty)
     return BoxDataset(
         name="coco",
         train=CocoSource(train_folder, train, samples),
         validation=CocoSource(held_folder, held_out),
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
+        facts=left_out,
     )
 
 
@@ -289,11 +290,25 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
     )
 
 
-def _with_objects(found: Annotations) -> NDArray[np.int64]:
-    """Positions of the pictures with an object that can be learned."""
+def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple[NDArray[np.int64], dict[str, int]]:
+    """Positions of the pictures that are trained on, and what is left out; of nothing is said nothing.
+
+    Raises:
+        DataError: If there are none.
+    """
     owner = np.repeat(np.arange(len(found.names)), np.diff(found.bounds))
-    extent = (found.boxes[:, 2:] > found.boxes[:, :2]).all(axis=1)
-    return np.unique(owner[extent & ~found.crowd])
+    within = np.clip(found.boxes, 0, found.sizes[owner][:, [1, 0, 1, 0]])
+    has_extent = (within[:, 2:] > within[:, :2]).all(axis=1)
+    every = np.arange(len(found.names))
+    samples = every if keep_empty else np.unique(owner[has_extent & ~found.crowd])
+    if not len(samples):
+        kept = "; data.boxes.keep_empty=true trains on pictures without one" * (len(every) > 0)
+        raise DataError(f"{file}: none of its {len(every):,} pictures has an object that can be learned{kept}.")
+    left_out = {
+        "pictures_without_objects_left_out": len(every) - len(samples),
+        "boxes_without_extent_left_out": int((~has_extent & ~found.crowd).sum()),
+    }
+    return samples, {name: count for name, count in left_out.items() if count}
 
 
 def _split(root: Path, split: str) -> tuple[Path, Path]:

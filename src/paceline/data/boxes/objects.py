@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -78,6 +79,7 @@ class BoxDataset:
         validation: Held-out pictures.
         classes: The classes' names, by index.
         digest: Says which data they are.
+        facts: What else a reader of the plan should know.
     """
 
     name: str
@@ -85,3 +87,4 @@ class BoxDataset:
     validation: BoxSource
     classes: tuple[str, ...]
     digest: str
+    facts: Mapping[str, int] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,11 +80,12 @@ class HeldRows:
         # In pieces: what is read at once takes its size several times over.
         first = source.read(np.arange(min(_AT_ONCE, len(source))))
         self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
-        held: list[Any] = list(self._rows)  # arrays of several kinds
         for begin in range(0, len(source), _AT_ONCE):
             ids = np.arange(begin, min(begin + _AT_ONCE, len(source)))
-            for kept, read in zip(held, source.read(ids), strict=True):
-                kept[ids] = read
+            read = source.read(ids)
+            self._rows.dense[ids] = read.dense
+            self._rows.categories[ids] = read.categories
+            self._rows.labels[ids] = read.labels
 
     def __len__(self) -> int:
         return len(self._rows.labels)

@@ -73,6 +73,22 @@ def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> Non
     assert learnable.boxes.tolist() == [[1.5, 0, 16, 4]]  # cut at the edge; the one without width is gone
 
 
+def test_what_is_left_out_is_counted(root: Path) -> None:
+    assert open_coco(str(root), masks=False, keep_empty=False).facts == {
+        "pictures_without_objects_left_out": 1,
+        "boxes_without_extent_left_out": 1,
+    }
+    # One that lies outside its picture has no extent within it.
+    tree = annotations(annotations=[BOX, BOX | {"image_id": 20, "bbox": [100, 200, 30, 40]}])
+    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    found = open_coco(str(root), masks=False, keep_empty=False)
+    assert (len(found.train), found.facts["boxes_without_extent_left_out"]) == (1, 1)
+    assert "pictures_without_objects_left_out" not in open_coco(str(root), masks=False, keep_empty=True).facts
+    (root / "train" / "annotations.json").write_text(json.dumps(annotations(annotations=[])))
+    with pytest.raises(DataError, match=r"none of its 3 pictures has an object.*keep_empty"):
+        open_coco(str(root), masks=False, keep_empty=False)
+
+
 # pycocotools' own, of NumPy 2.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
