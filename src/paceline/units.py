@@ -148,8 +148,8 @@ def parse_bytes(text: str) -> int:
 
 
 def metric_title(name: str) -> str:
-    """What a metric is called for people: ``top-1 accuracy``, ``bits per byte``."""
-    return re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " ")
+    """What a metric is called for people: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``."""
+    return re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
 
 
 def metric_unit(name: str) -> str:

@@ -60,7 +60,7 @@ def test_what_the_plan_says(recipe: Path) -> None:
     assert plan.data["tables"].endswith("of optimizer state; each process holds all of them")
     assert "4 tables of 75 rows in all x 4 numbers x 4 bytes" in plan.data["tables"]
     assert 0.6 < plan.data["best_possible_auc"] < 1
-    assert plan.reasons["data.path"] == "generated samples lie nowhere"
+    assert plan.reasons["data.path"] == "not used: generated samples lie in no file"
     assert plan.reasons["evaluate.metric"] == "auc: the task's own choice"
 
 
