@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from hardware import spread, write_result
+from overhead import TakingTurns
 
 from paceline.data.text.datasets import open_text
 from paceline.models.language import build_language_model
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.train import Options, train_recipe
 
 LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.99), 0.1, 1.0
@@ -80,27 +79,6 @@ def plain_steps(loaded: LoadedRecipe) -> Callable[[int], None]:
     return run
 
 
-class TakingTurns(SilentDisplay):
-    """A display that, at block boundaries, lets the plain loop run a block of its own and times both."""
-
-    def __init__(self, plain: Callable[[int], None], steps: int) -> None:
-        self.plain, self.steps = plain, steps
-        self.plain_seconds: list[float] = []
-        self.own_seconds: list[float] = []
-        self._resumed: float | None = None
-
-    def advance(self, step: int) -> None:
-        """Count a block of ours, then time a block of the plain loop."""
-        if step % self.steps:
-            return
-        now = time.perf_counter()
-        if self._resumed is not None:
-            self.own_seconds.append(now - self._resumed)
-        self.plain(self.steps)
-        self.plain_seconds.append(time.perf_counter() - now)
-        self._resumed = time.perf_counter()
-
-
 def measure(blocks: int, steps: int, threads: int) -> dict[str, Any]:
     """Paceline's throughput over the plain loop's, block by block."""
     torch.set_num_threads(threads)
@@ -109,7 +87,7 @@ def measure(blocks: int, steps: int, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         train_recipe(loaded, Options(run_dir=Path(scratch) / "run", display=turns))
     # The first block of either warms up.
-    own, plain = turns.own_seconds[1:], turns.plain_seconds[1:-1]
+    own, plain = turns.own_seconds[1:], turns.raw_seconds[1:-1]
     tokens = steps * loaded.recipe.batch.global_size * loaded.recipe.data.text.context
     return {
         "steps_per_block": steps,

@@ -58,7 +58,12 @@ def _unfilled(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Each tensor without numbers: its first name, and all of its names, which are several where it is shared."""
     names: dict[int, list[str]] = {}
     for path, each in module.named_modules():
-        own = (*each._parameters.items(), *each._buffers.items(), *vars(each).items())  # noqa: SLF001  # where shared ones stand twice
+        # Shared ones by each of their names, and plain attributes, which torch lists nowhere.
+        own = (
+            *each.named_parameters(recurse=False, remove_duplicate=False),
+            *each.named_buffers(recurse=False, remove_duplicate=False),
+            *vars(each).items(),
+        )
         for name, tensor in own:
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 names.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)

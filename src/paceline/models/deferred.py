@@ -25,7 +25,7 @@ from paceline.errors import ModelError, PacelineError
 
 # What leaves nothing of what was there.
 _OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "random_", "bernoulli_"})
-_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # noqa: SLF001  # as torch calls that attribute
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # noqa: SLF001  # the class whose attribute it is has no public name
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -228,7 +228,8 @@ def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
 
     def taken_down(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         if tensor.device.type != "meta" or generator is not None:
-            return drawn(tensor, *args, generator=generator)  # type: ignore[no-any-return]  # torch's
+            drawn_as_usual: Tensor = drawn(tensor, *args, generator=generator)
+            return drawn_as_usual
         recorder.draw(drawn, tensor, args)
         return tensor
 
@@ -239,11 +240,11 @@ def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
         init._no_grad_trunc_normal_ = drawn  # as it was
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
     """Takes down what is done to tensors without numbers."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its modes no types
         self.operations: list[_Operation] = []
         self.why_not = ""
         self._numbers: dict[int, int] = {}

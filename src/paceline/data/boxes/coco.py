@@ -7,6 +7,7 @@ and height, and whose masks are polygons or run lengths.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -329,7 +330,8 @@ def _split(root: Path, split: str) -> tuple[Path, Path]:
 
 def _check_masks() -> None:
     try:
-        import pycocotools.mask  # noqa: F401  # asked for where masks are drawn, in the middle of training
+        # Where masks are drawn, in the middle of training, it would be too late to find out.
+        importlib.import_module("pycocotools.mask")
     except ImportError:
         raise DataError(
             "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or set "

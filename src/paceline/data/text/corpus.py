@@ -16,14 +16,12 @@ Documents = list[tuple[str, str]]
 
 
 class TokenCorpus(Protocol):
-    """The documents of one split as tokens, each with its end.
-
-    Attributes:
-        lengths: Tokens of each document, int64 [documents].
-    """
+    """The documents of one split as tokens, each with its end."""
 
     @property
-    def lengths(self) -> NDArray[np.int64]: ...  # noqa: D102  # said above
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, int64 [documents]."""
+        ...
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
         """Tokens ``begin`` to ``end`` (excluded) of a document, int64 [end - begin]."""

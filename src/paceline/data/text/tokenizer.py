@@ -22,30 +22,32 @@ MASK_WORDS = ("[MASK]", "<mask>")
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
-
-    Attributes:
-        vocabulary: Ids are in [0, vocabulary).
-        end: Stands after each document.
-        mask: Stands for a hidden token; None if there is none.
-        pad: Fills rows that are too short; None if there is none, and the end's then does.
-        digest: Says whether two are the same.
-    """
+    """Text to token ids and back."""
 
     @property
-    def vocabulary(self) -> int: ...  # noqa: D102  # said above
+    def vocabulary(self) -> int:
+        """Ids are in [0, vocabulary)."""
+        ...
 
     @property
-    def end(self) -> int: ...  # noqa: D102  # said above
+    def end(self) -> int:
+        """Stands after each document."""
+        ...
 
     @property
-    def mask(self) -> int | None: ...  # noqa: D102  # said above
+    def mask(self) -> int | None:
+        """Stands for a hidden token; None if there is none."""
+        ...
 
     @property
-    def pad(self) -> int | None: ...  # noqa: D102  # said above
+    def pad(self) -> int | None:
+        """Fills rows that are too short; None if there is none, and the end's then does."""
+        ...
 
     @property
-    def digest(self) -> str: ...  # noqa: D102  # said above
+    def digest(self) -> str:
+        """Says whether two are the same."""
+        ...
 
     def encode(self, text: str) -> TokenIds:
         """Token ids of a text, int64 [tokens], without an end."""
