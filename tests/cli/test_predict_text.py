@@ -64,7 +64,7 @@ def test_hidden_tokens_are_found(paceline_here: Callable[..., Any], trained: Cal
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "or --prompt for text"),
+        ((), "a language model takes --prompt"),
         (("picture.png", "--prompt", "x"), "give one of them"),
         (("picture.png", "--tokens", "3"), "--tokens says how to write, and without --prompt"),
     ],

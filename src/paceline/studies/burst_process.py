@@ -34,6 +34,7 @@ from paceline.trainer.train import Options, opened_run
 from paceline.world import World
 
 _LOOK_SECONDS = 0.2
+_TRIES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +210,17 @@ def _leave_with(parent: int, scratch: Path) -> None:
     """End with the parent, also if it is killed, and take what it can no longer remove away."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
-    shutil.rmtree(scratch, ignore_errors=True)
+    _take_away(scratch)
     os._exit(1)
+
+
+def _take_away(scratch: Path) -> None:
+    """Remove a folder into which the rest of this process, or another one that is about to leave, may still write."""
+    for _ in range(_TRIES):
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not scratch.exists():
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 def _take_turns(orders: Orders) -> None:
@@ -256,7 +266,7 @@ def main(words: list[str]) -> int:
         return 0
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent reports it of this variant
         if os.getppid() != orders.parent:
-            shutil.rmtree(orders.scratch, ignore_errors=True)
+            _take_away(Path(orders.scratch))
             return 1
         _tell(orders.answers, {"failed": _said(error), "out_of_memory": _is_out_of_memory(error)})
         return 1

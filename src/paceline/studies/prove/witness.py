@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Progress
 from paceline.data.image.source import SampleSource, SubsetSource
 from paceline.data.nested import Nested, chosen, copied, mapped, tensors_in
@@ -91,8 +93,23 @@ class Witness(Task):
 
     def sample_weights(self) -> SampleWeights | None:
         """The task's, of the samples that there are."""
-        weights = self.task.sample_weights()
-        return None if weights is None else weights[: self._orders.samples]
+        return _first(self.task.sample_weights(), self._orders.samples)
+
+    def sample_lengths(self) -> SampleLengths | None:
+        """The task's, of the samples that there are."""
+        return _first_lengths(self.task.sample_lengths(), self._orders.samples)
+
+    def evaluation_lengths(self) -> SampleLengths | None:
+        """The task's, of the samples that are scored."""
+        return _first_lengths(self.task.evaluation_lengths(), self._orders.evaluation_samples)
+
+    def sample_keys(self) -> NDArray[Any] | None:
+        """The task's, of the samples that there are."""
+        return _first(self.task.sample_keys(), self._orders.samples)
+
+    def sample_costs(self) -> NDArray[Any] | None:
+        """The task's, of the samples that there are."""
+        return _first(self.task.sample_costs(), self._orders.samples)
 
     def description(self) -> dict[str, Any]:
         """The task's."""
@@ -263,6 +280,14 @@ class Witness(Task):
                 self._average[name] = decay * self._average[name] + (1 - decay) * current
             else:
                 self._average[name] = current.clone()
+
+
+def _first(values: NDArray[Any] | None, samples: int) -> NDArray[Any] | None:
+    return None if values is None else values[:samples]
+
+
+def _first_lengths(lengths: SampleLengths | None, samples: int) -> SampleLengths | None:
+    return None if lengths is None else replace(lengths, tokens=lengths.tokens[:samples])
 
 
 class _FewerSamples:
