@@ -10,6 +10,7 @@ import click
 
 from paceline.cli.options import json_option
 from paceline.cli.output import print_json, print_pairs
+from paceline.extras import EXTRAS, Extra
 from paceline.units import format_bytes
 
 
@@ -29,6 +30,7 @@ def command(as_json: bool) -> None:
         "devices": available_devices(),
         "default_device": machine.device,
         "backends": available_backends(),
+        "extras": {extra.name: _told(extra) for extra in EXTRAS},
         "arithmetic": {name: machine.lacks.get(name, "available") for name in ("bf16_products", "tf32", "fp8")},
         "jpeg_decoder": describe_decoder(),
         "default_precision": {
@@ -47,6 +49,24 @@ def command(as_json: bool) -> None:
             print_pairs({name: value}, indent="")
 
 
+def _told(extra: Extra) -> dict[str, Any]:
+    """Whether an extra is here, what it is for, and how it is got."""
+    return {
+        "available": not extra.why_not,
+        "why_not": extra.why_not or None,
+        "brings": extra.brings,
+        "install": extra.install,
+        "versions": {library.distribution: library.version for library in extra.libraries},
+    }
+
+
+def _extra_in_words(told: Mapping[str, Any]) -> str:
+    if told["available"]:
+        versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+        return f"{told['brings']}: {versions}"
+    return f"{told['brings']}: no, {told['why_not']}; {told['install']}"
+
+
 def for_people(document: Mapping[str, Any]) -> dict[str, Any]:
     """The facts with a time and a size that can be read."""
     memory = document["memory_bytes"]
@@ -54,5 +74,6 @@ def for_people(document: Mapping[str, Any]) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(document["time"])),
         "memory_bytes": "the system does not tell" if memory is None else f"{memory} ({format_bytes(memory)})",
         "git": document["git"] or "no repository here",
+        "extras": {name: _extra_in_words(told) for name, told in document["extras"].items()},
     }
     return {**document, **told}

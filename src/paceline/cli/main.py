@@ -8,9 +8,11 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from paceline import __version__
-from paceline.errors import did_you_mean
+from paceline.errors import PacelineError, did_you_mean
+from paceline.extras import missing_library
 
 # Name -> one line of help. Here, so that `paceline --help` imports no subcommand and thus no torch.
 COMMANDS = {
@@ -43,7 +45,11 @@ COMMANDS = {
     "recipes": "List the shipped recipes, or show one.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",
+    "completion": "Print what lets a shell finish what is typed.",
 }
+
+# A shell that wants to know what can stand where Tab was pressed sets it.
+_COMPLETING = "_PACELINE_COMPLETE"
 
 
 class _LazyGroup(click.Group):
@@ -57,7 +63,16 @@ class _LazyGroup(click.Group):
             return None
         command = importlib.import_module(f"paceline.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
+        if _COMPLETING in os.environ:
+            from paceline.cli.offers import teach
+
+            teach(command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -94,6 +109,10 @@ def run(arguments: list[str]) -> int:
     from paceline.distributed.restarts import end_torchrun, meets_every_start
 
     follow_launcher(os.environ)
+    if _COMPLETING in os.environ:
+        from paceline.cli.completion import answer_shells
+
+        answer_shells()
     try:
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -112,7 +131,8 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
-        code = report_error(error, os.environ)
+        why = missing_library(error)
+        code = report_error(PacelineError(why) if why else error, os.environ)
         if meets_every_start(error):
             end_torchrun(os.environ)
     return code if isinstance(code, int) else 0

@@ -1,0 +1,157 @@
+"""Which optional libraries are there, what is each for, and how is one that is missing got?
+
+What is optional is named in ``pyproject.toml``, one extra for each purpose; this table says in words what each brings.
+Tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Library:
+    """One optional library.
+
+    Attributes:
+        distribution: What it is installed as.
+        module: What it is imported as.
+        at_least: The first of its versions that will do; empty for any.
+        instead: Another distribution of the same; empty if there is none.
+    """
+
+    distribution: str
+    module: str
+    at_least: str = ""
+    instead: str = ""
+
+    @property
+    def version(self) -> str | None:
+        """The version installed here; None if none is, or it cannot be imported. Nothing is imported to find out."""
+        if not _is_importable(self.module):
+            return None
+        return _version(self.distribution) or _version(self.instead)
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be used; empty if it can."""
+        version = self.version
+        if version is None:
+            return f"{self.distribution} is not installed"
+        if _numbers(version) < _numbers(self.at_least):
+            return f"{self.distribution} {version} is older than {self.at_least}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What ``pip install 'paceline[NAME]'`` adds.
+
+    Attributes:
+        name: As in ``pyproject.toml``.
+        brings: What can be done with it that cannot be done without.
+        libraries: What it installs.
+        only_on: The system it is for, as ``sys.platform`` has it; empty for any.
+    """
+
+    name: str
+    brings: str
+    libraries: tuple[Library, ...]
+    only_on: str = ""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'paceline[{self.name}]'"
+
+    @property
+    def why_not(self) -> str:
+        """Why what it brings cannot be had here; empty if it can."""
+        if self.only_on and not sys.platform.startswith(self.only_on):
+            return f"it is for {self.only_on} only, and this is {sys.platform}"
+        return ", ".join(why for library in self.libraries if (why := library.why_not))
+
+
+_DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-cuda120")
+_MLFLOW = Library("mlflow-skinny", "mlflow")
+_WANDB = Library("wandb", "wandb")
+
+# In the order in which a user meets them. What only developers need (dev, ci) is not among them.
+EXTRAS = (
+    Extra("pack", "packed datasets written, Hugging Face datasets read from disk", (Library("pyarrow", "pyarrow"),)),
+    Extra(
+        "simplejpeg", "fast JPEG decoding without our compiled decoder", (Library("simplejpeg", "simplejpeg", "1.7"),)
+    ),
+    Extra("dali", "data.backend=dali", (_DALI,), only_on="linux"),
+    Extra("adapters", "model.adapters", (Library("peft", "peft"),)),
+    Extra(
+        "transformers",
+        "model.name=transformers:NAME, tokenizer.json files",
+        (Library("tokenizers", "tokenizers"), Library("transformers", "transformers", "5")),
+    ),
+    Extra("detection", "masks of data.dataset=coco", (Library("pycocotools", "pycocotools"),)),
+    Extra("fp8", "train.precision=fp8", (Library("torchao", "torchao"),)),
+    Extra("mlflow", "telemetry.trackers=[mlflow]", (_MLFLOW,)),
+    Extra("wandb", "telemetry.trackers=[wandb]", (_WANDB,)),
+    Extra("tracking", "both of these trackers", (_MLFLOW, _WANDB)),
+    Extra(
+        "onnx",
+        "ONNX files written, checked and used for predictions",
+        (Library("onnx", "onnx"), Library("onnxruntime", "onnxruntime"), Library("onnxscript", "onnxscript")),
+    ),
+    Extra(
+        "serve",
+        "paceline serve",
+        (
+            Library("fastapi", "fastapi"),
+            Library("python-multipart", "python_multipart"),
+            Library("uvicorn", "uvicorn"),
+        ),
+    ),
+    Extra("s3", "addresses that begin with s3://", (Library("s3fs", "s3fs"),)),
+    Extra("gcs", "addresses that begin with gs://", (Library("gcsfs", "gcsfs"),)),
+    Extra("azure", "addresses that begin with az://", (Library("adlfs", "adlfs"),)),
+    Extra(
+        "docs",
+        "these pages built as a site",
+        (Library("mkdocs-material", "material"), Library("mkdocstrings", "mkdocstrings")),
+    ),
+)
+
+
+def extra_of(module: str) -> Extra | None:
+    """The first extra that brings a module, named as it is imported; None if no extra does."""
+    parents = {".".join(module.split(".")[: count + 1]) for count in range(module.count(".") + 1)}
+    return next((extra for extra in EXTRAS for library in extra.libraries if library.module in parents), None)
+
+
+def missing_library(error: BaseException) -> str:
+    """A sentence for an import that failed because an optional library is missing; empty for any other error."""
+    extra = extra_of(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
+    if extra is None:
+        return ""
+    return f"this needs {error.name}, which cannot be imported ({error}); install it with: {extra.install}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution) if distribution else None
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent is missing; or it is barred, as tests do
+        return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with: 2.0.1rc1 is (2, 0, 1)."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()

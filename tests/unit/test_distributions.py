@@ -1,0 +1,160 @@
+"""The source distribution and the wheel hold what is needed and nothing else, and work outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+pytest.importorskip("build", reason="needs build, which the extra ci brings")
+pytestmark = pytest.mark.thorough
+
+ROOT = Path(__file__).parents[2]
+BUILT_FROM = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "constraints.txt")
+LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+NAME = f"paceline-{paceline.__version__}"
+
+
+@dataclass(frozen=True)
+class Built:
+    """Both distributions, and what they hold."""
+
+    wheel: Path
+    in_source: frozenset[str]
+    in_wheel: frozenset[str]
+
+
+def call(*command: object, cwd: Path, **environment: str) -> str:
+    """Run a command that knows nothing of this checkout; return what it prints."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def copy_checkout(to: Path) -> Path:
+    """The checkout with all that must not be in a distribution, and nothing that an earlier build left in it."""
+    for name in BUILT_FROM:
+        to.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, to)
+    for name in ("src", "tests/docs", "docs/guide", "examples", "scripts"):
+        shutil.copytree(ROOT / name, to / name, ignore=LEFT_BEHIND)
+    return to
+
+
+def build(source: Path, into: Path, **environment: str) -> Built:
+    """Build the source distribution, and the wheel from it alone."""
+    said = call(
+        sys.executable, "-W", "ignore", "-m", "build", "--no-isolation", "--outdir", into, cwd=source, **environment
+    )
+    assert "is absent from the `packages` configuration" not in said
+    (wheel,) = into.glob("*.whl")
+    with tarfile.open(into / f"{NAME}.tar.gz") as archive, zipfile.ZipFile(wheel) as zipped:
+        files = [member.name for member in archive.getmembers() if member.isfile()]
+        in_source = frozenset(name.removeprefix(f"{NAME}/") for name in files)
+        return Built(wheel, in_source, frozenset(zipped.namelist()))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("built")
+    return build(copy_checkout(folder / "checkout"), folder / "dist")
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment that holds the wheel, and sees this Python's libraries behind it."""
+    return install(built.wheel, tmp_path_factory.mktemp("installed"))
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    call(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    programs = folder / "venv" / "bin"
+    call(
+        *(
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            programs / "python",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+        ),
+        *("--disable-pip-version-check", wheel),
+        cwd=folder,
+    )
+    own = call(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    # Behind its own: what is installed there, an editable Paceline among it, is found only where the wheel has nothing.
+    Path(own, "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return programs
+
+
+def expected(pattern: str) -> set[str]:
+    """Files of the package in this checkout."""
+    return {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "paceline").rglob(pattern)}
+
+
+def test_the_source_distribution_holds_what_is_built_and_the_licence(built: Built) -> None:
+    needed = expected("*.py") | expected("*.yaml") | expected("*.css") | expected("*.js") | expected("*.pyi")
+    needed |= expected("*.c") | expected("*.h") | {"paceline/py.typed"}
+    assert {f"src/{name}" for name in needed} | set(BUILT_FROM) <= built.in_source
+    others = {name.split("/")[0] for name in built.in_source}
+    assert others == {"src", "PKG-INFO", "setup.cfg", *BUILT_FROM}, "tests, guides and figures stay in the repository"
+
+
+def test_the_wheel_holds_the_package_its_recipes_pages_and_the_licence(built: Built) -> None:
+    needed = expected("*.py") | expected("*.yaml") | expected("*.css") | expected("*.js") | expected("*.pyi")
+    described = f"{NAME}.dist-info"
+    assert needed | {"paceline/py.typed", f"{described}/licenses/LICENSE"} <= built.in_wheel
+    compiled = {name for name in built.in_wheel if name.startswith("paceline/data/image/jpeg_region.")} - needed
+    about = {name for name in built.in_wheel if name.startswith(f"{described}/")}
+    assert built.in_wheel == needed | compiled | about | {"paceline/py.typed"}, "nothing that is not needed to run"
+    assert not any(name.endswith(".c") for name in compiled)
+
+
+def test_the_decoder_is_in_the_wheel_where_it_can_be_compiled(built: Built) -> None:
+    if shutil.which("cc") is None or not Path("/usr/include/jpeglib.h").exists():
+        pytest.skip("needs a C compiler and the headers of libjpeg-turbo")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert f"paceline/data/image/jpeg_region{suffix}" in built.in_wheel
+
+
+def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    command = installed / "paceline"
+    assert call(command, "--version", cwd=tmp_path) == f"paceline, version {paceline.__version__}\n"
+    home = call(installed / "python", "-c", "import paceline; print(paceline.__file__)", cwd=tmp_path)
+    assert Path(home.strip()).is_relative_to(installed.parent)
+    run = tmp_path / "run"
+    call(command, "train", "digits", "train.duration=2 steps", "--run-dir", run, cwd=tmp_path)
+    assert (run / "summary.json").is_file()
+    assert (run / "report.html").is_file(), "the style and script of its pages are installed too"
+    assert "cifar10" in call(command, "recipes", cwd=tmp_path)
+
+
+def test_without_a_compiler_the_wheel_reads_pictures_with_pillow(tmp_path: Path) -> None:
+    built = build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist", CC="/bin/false")
+    assert not any(name.endswith((".so", ".pyd")) for name in built.in_wheel)
+    code = "from paceline.data.image.jpeg import describe_decoder; print(describe_decoder())"
+    said = call(install(built.wheel, tmp_path) / "python", "-c", code, cwd=tmp_path)
+    assert "the compiled decoder is not available" in said
