@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
+from paceline.data.boxes import stand_in as stand_in_boxes
 from paceline.data.clicks.datasets import stand_in
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
@@ -50,6 +51,8 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     if data.path is None and data.dataset == "criteo":
         assumed, said = stand_in(data)
         return replace(recipe, data=assumed), said
+    if data.path is None and data.dataset == "coco":
+        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.SAID
     if data.path is None and data.dataset in _TEXTS:
         return with_stand_in_text(recipe)
     if data.path is not None or data.dataset not in ("image_folder", "packed", "webdataset", "huggingface", "cifar10"):
