@@ -122,6 +122,11 @@ class Predictor:
         return rectangle(*found, size=size, multiple=self._multiple)
 
     @property
+    def network(self) -> nn.Module:
+        """The network, in evaluation on the device."""
+        return self._network
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width at which square images are shown."""
         return self._channels, self._shown_size, self._shown_size
