@@ -20,6 +20,8 @@ from paceline.errors import CheckpointError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+UNNAMED = "class_names_unknown"
+"""Entry of the description of data: the classes have numbers only, which stand in place of their names."""
 
 _LARGEST_CONFIG_BYTES = 50_000_000
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9_]+")  # never package.module:factory, which would be code to import
@@ -74,13 +76,21 @@ class HubFolder:
             "model": {"name": self.architecture, **({"options": dict(self.options)} if self.options else {})},
             "data": {**shown, **crop},
         }
-        named = {"class_names": self.labels} if self.labels else {}
-        data = {"dataset": "unknown", "digest": "", "classes": self.classes, **named, **shown, **crop}
-        data["evaluation_size"] = self.image_size
+        data: dict[str, Any] = {
+            "dataset": "unknown",
+            "digest": "",
+            "classes": self.classes,
+            "class_names": self.labels or tuple(map(str, range(self.classes))),
+            "evaluation_size": self.image_size,
+            **({} if self.labels else {UNNAMED: True}),
+            **shown,
+            **crop,
+        }
         if self.refusal:
             return {"refusal": self.refusal}
         # timm computes in fp32 unless told otherwise.
-        return {"recipe": json.dumps(recipe), "data": json.dumps(data), "precision": "fp32"}
+        described = {"recipe": json.dumps(recipe), "data": json.dumps(data)}
+        return {**described, "precision": "fp32", "shown_by": "timm"}
 
 
 def is_hub_folder(path: Path) -> bool:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.adapters import adapter_scale, without_adapters
@@ -21,6 +22,8 @@ from paceline.checkpoint.tensor_file import read_tensor_file
 from paceline.errors import CheckpointError
 
 WEIGHTS_CHOICES = ("auto", "model", "ema")
+ROUNDED = "rounded"
+"""Entry of the description of exported weights: ``bf16`` if matrices and filters are stored in it, and were fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,10 @@ def _has_checkpoints(target: Path) -> bool:
 
 def _from_file(path: Path, name: str) -> SavedWeights:
     content = read_tensor_file(path)
-    return SavedWeights(state=content.tensors, weights=name, path=path, metadata=content.metadata)
+    state, metadata = content.tensors, dict(content.metadata)
+    if metadata.pop(ROUNDED, None) == "bf16":
+        state = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
+    return SavedWeights(state=state, weights=name, path=path, metadata=metadata)
 
 
 def _from_hub_folder(path: Path) -> SavedWeights:

@@ -66,6 +66,11 @@ class Predictor(ImageLabeller):
         """SHA-256 of the weights, as ``summary.json`` has it."""
         return weights_sha256(self._saved.state)
 
+    @property
+    def network(self) -> nn.Module:
+        """The network, in evaluation on the device."""
+        return self._network
+
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """The probabilities of the classes, float32 [N, classes] on the device.
 
