@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -226,7 +226,7 @@ def read_file(path: str | Path) -> bytes:
 
 
 def image_header(
-    path: str | Path | BinaryIO | bytes, formats: Sequence[str] | None = None
+    path: str | Path | BinaryIO | bytes, formats: tuple[str, ...] | None = None
 ) -> tuple[tuple[int, int], bool] | None:
     """Return ((height, width), is greyscale) from the head of a file or its content; None if it cannot be read.
 

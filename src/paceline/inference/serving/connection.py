@@ -46,7 +46,11 @@ class Connection(H11Protocol):
 
     def _is_asking(self) -> bool:
         """Whether no request of this connection is being answered: what comes is a head, or refused."""
-        return self.cycle is None or self.cycle.response_complete
+        return not self._has_asked() or self.cycle.response_complete
+
+    def _has_asked(self) -> bool:
+        """Whether a request of this connection was ever understood."""
+        return bool(self.cycle)
 
     def _watch(self) -> None:
         if not self._is_asking() or self.transport.is_closing():
@@ -66,7 +70,7 @@ class Connection(H11Protocol):
 
     def _end(self, status: bytes, body: bytes, headers: bytes) -> None:
         """Say why, and close."""
-        if self.cycle is None:  # or else it might stand in the middle of another answer
+        if not self._has_asked():  # or else it might stand in the middle of another answer
             lines = (
                 b"HTTP/1.1 " + status,
                 b"Content-Type: application/json",

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -17,6 +18,9 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from paceline.inference.serving.limits import Limits, RefusedError
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 FIELD = "images"
 # So much of a body that is too large is still read, and thrown away: a client that sends before it listens would else
@@ -158,7 +162,7 @@ class _Parts:
         self._content = bytearray()
         self._name = ""
 
-    def callbacks(self) -> dict[str, object]:
+    def callbacks(self) -> MultipartCallbacks:
         """What the parser calls."""
         return {
             "on_part_begin": self._begin,
