@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": "Write and submit the job of a run for Slurm, torchrun or Kubernetes.",
     "evaluate": "Score the weights of a run, a checkpoint or a file.",
     "predict": "Label images, or write text, with trained weights.",
+    "serve": "Answer over HTTP, with a page to send images from.",
     "export": "Write trained weights to one file.",
     "estimate": "Estimate the memory of a training step, on a device that need not be here.",
     "find-lr": "Find a learning rate by a range test.",

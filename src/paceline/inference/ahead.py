@@ -7,7 +7,7 @@ so many files in a row, unreadable ones among them, so that the same files at th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -29,7 +29,7 @@ def answers_ahead(
     top_k: int,
     batch_size: int = BATCH,
     seen: Seen | None = None,
-) -> Iterator[Answer]:
+) -> Generator[Answer, None, None]:
     """Yield one answer for each picture, in order; an unreadable one is an answer too.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +91,7 @@ class OnnxPredictor(ImageLabeller):
 
 def _session(path: Path, device: torch.device) -> Any:
     try:
-        import onnxruntime
+        onnxruntime = importlib.import_module("onnxruntime")  # published without types
     except ImportError as error:
         raise CheckpointError(
             f"'{path}' needs ONNX Runtime, which is not installed; pip install 'paceline[onnx]'."
