@@ -18,7 +18,9 @@ from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
+from paceline.storage.addresses import is_address, parse_address
 
+_MIRROR = "checkpoint.mirror"
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -224,7 +226,7 @@ def _comparable(recipe: Recipe) -> dict[str, Any]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return path if is_address(path) else str(Path(path).expanduser().absolute())
 
 
 def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -340,7 +342,28 @@ def _validate(tree: layers.Tree, where: str) -> Recipe:
     except ValidationError as error:
         raise RecipeError(_sentences(error, where)) from None
     layers.check_effective(tree, recipe, where)
+    _check_addresses(recipe)
     return recipe
+
+
+def _check_addresses(recipe: Recipe) -> None:
+    """Refuse addresses that nothing can be read from or copied to, and those that hold credentials.
+
+    Raises:
+        StorageError: Naming the key.
+    """
+    if recipe.data.path is not None and is_address(recipe.data.path):
+        parse_address(recipe.data.path, key="data.path")
+    for key, path in (
+        ("model.initialize_from", recipe.model.initialize_from),
+        ("distillation.teacher", recipe.distillation.teacher),
+    ):
+        if path is not None and is_address(path):
+            parse_address(path, key=key)
+    if recipe.checkpoint.mirror is not None and not parse_address(recipe.checkpoint.mirror, key=_MIRROR).can_write:
+        raise RecipeError(
+            f"{_MIRROR}={recipe.checkpoint.mirror}: nothing can be written there; give s3://, gs:// or az://."
+        )
 
 
 def _sentences(error: ValidationError, where: str) -> str:

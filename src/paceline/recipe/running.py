@@ -49,6 +49,14 @@ class Checkpoint:
     """Newest checkpoints to keep."""
     keep_best: Switch = True
     """Keep the checkpoint of the best evaluation too."""
+    mirror: Annotated[str | None, Off] = None
+    """Address of an object store (`s3://bucket/runs/mine`) to which every checkpoint is copied beside training, with
+    what another host needs to go on from it, or `off`. A run directory without a checkpoint as new as the copy's is
+    filled from there first."""
+    mirror_patience: Annotated[Time | None, Off, Applies("mirror", ("s3://BUCKET/PATH",))] = None
+    """How long copying may fail before the run stops, or `off`: it goes on, and copies when it works again."""
+    mirror_wait: Annotated[Time, Applies("mirror", ("s3://BUCKET/PATH",))] = TimeSpan(5, "minutes")
+    """How long the end of a run, or a stop, waits at most for what is still to be copied."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

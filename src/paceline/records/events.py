@@ -192,7 +192,8 @@ class IncidentEvent(Event):
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
             ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``,
-            ``linear_lr_rule``, ``not_kept``, ``tracker``.
+            ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``, ``mirror_retries``,
+            ``mirror_behind``.
         message: One sentence for a person.
     """
 

@@ -188,8 +188,8 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
 
 def _is_ours(name: str) -> bool:
     """What a launch may have left before there was a run: one that was killed while it opened it, or a batch job."""
-    ours = ("plan.json", "environment.json", "sample_lengths.npy", ".lock")
-    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", "slurm-")
+    ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", ".lock")
+    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", "slurm-")
     return name in ours or name.startswith(begun)
 
 

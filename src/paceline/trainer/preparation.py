@@ -233,6 +233,11 @@ def without_initial_weights(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
 
 
+def without_mirror(recipe: Recipe) -> Recipe:
+    """The recipe of a run that is only tried, and of which nothing is to be copied anywhere."""
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, mirror=None))
+
+
 def _build(
     recipe: Recipe, task: Task, placement: Placement, plan: Plan
 ) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
