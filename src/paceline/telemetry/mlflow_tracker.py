@@ -1,12 +1,13 @@
 """How does a run appear in MLflow? Records as metrics, the recipe as parameters, the environment as tags.
 
-Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``, as files: a database there would
-need locks that shared file systems do not always have.
+Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``: in a SQLite database, which is
+what MLflow recommends; or, where the packages for that are not installed, as files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -21,11 +22,21 @@ _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _AT_ONCE = 100
 _LONGEST_PARAMETER = 6000
 _LONGEST_TAG = 5000
+_DATABASE = ("sqlalchemy", "alembic")
+# What stands in the place of a server's name.
+_IN_DATABASE, _IN_FILES = "database", "here"
 
 
 def _spelled(name: str) -> str:
     """A name as MLflow takes it; a pattern of ``optimizer.groups`` has other letters too."""
     return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _local(known: str | None) -> str:
+    """Where a run without a server is kept: where it began, else in a database if that can be had."""
+    if known in (_IN_DATABASE, _IN_FILES):
+        return known
+    return _IN_DATABASE if all(map(importlib.util.find_spec, _DATABASE)) else _IN_FILES
 
 
 class MlflowTool:
@@ -42,12 +53,15 @@ class MlflowTool:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=server or directory.resolve().as_uri())
-        self._last: dict[str, int] = {}
         known = directory / "paceline.json"
         told = read_json(known) if known.is_file() else {}
         # An address may hold a password. Without one, the folder may have been moved with its run.
-        place = hashlib.sha256(server.encode()).hexdigest() if server else "here"
+        place = hashlib.sha256(server.encode()).hexdigest() if server else _local(told.get("server"))
+        folder = directory.resolve()
+        self._artifacts = None if server or place == _IN_FILES else (folder / "artifacts").as_uri()
+        local = f"sqlite:///{folder / 'mlflow.db'}" if place == _IN_DATABASE else folder.as_uri()
+        self._client = MlflowClient(tracking_uri=server or local)
+        self._last: dict[str, int] = {}
         if told.get("server") == place:
             self._run = str(told["run_id"])
             self._go_on(flat(facts["recipe"]))
@@ -77,7 +91,7 @@ class MlflowTool:
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
         found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        experiment = self._client.create_experiment(name, self._artifacts) if found is None else found.experiment_id
         tags = {_spelled(name): str(value)[:_LONGEST_TAG] for name, value in flat(facts["environment"]).items()}
         run = self._client.create_run(experiment, run_name=facts["name"], tags=tags).info.run_id
         asked = [Param(_spelled(key), str(value)[:_LONGEST_PARAMETER]) for key, value in flat(facts["recipe"]).items()]
