@@ -125,7 +125,7 @@ def read_mlperf_log(path: Path) -> LoggedRun:
             global_batch_size=int(said["global_batch_size"]["value"]),
             train_samples=int(said["train_samples"]["value"]),
             arrived=said["run_stop"]["metadata"]["status"] == "success",
-            epochs=float(last["metadata"]["epoch_num"]),
+            epochs=round(float(last["metadata"]["epoch_num"]), 3),  # as the published checker of convergence does
             accuracy=float(last["value"]),
             seconds=(said["run_stop"]["time_ms"] - said["run_start"]["time_ms"]) / 1000,
         )
