@@ -43,6 +43,7 @@ COMMANDS = {
     "watch": "Watch runs in the terminal while they go on.",
     "attribution": "Say where the time of a run's steps went, and what holds them back.",
     "report": "Write one HTML page about a run, or several compared, that opens offline.",
+    "mlperf": "Write logs of runs in MLPerf's format, and compare them with its reference.",
     "recipes": "List the shipped recipes, or show one.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",

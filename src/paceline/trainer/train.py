@@ -33,6 +33,7 @@ from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.leaving import Reporter, leave_pages
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
 from paceline.trainer.mirroring import fill_from_mirror, finish_mirroring, holds_copy, mirroring_beside
@@ -56,7 +57,6 @@ from paceline.units import format_count
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
-Reporter = Callable[[RunDirectory], None]
 
 _PATIENCE_SECONDS = 5.0
 
@@ -278,23 +278,12 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Repor
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
                 run.recorder.close()
-            _report(run, report)
+            leave_pages(run, report)
             raise
         run.writer.close()
         run.recorder.close()
-        _report(run, report)
+        leave_pages(run, report)
         return result
-
-
-def _report(run: Run, report: Reporter | None) -> None:
-    """Have the report written; whatever goes wrong with it, the run has ended as it did."""
-    if report is None or not (run.world.is_first and run.recipe.telemetry.report):
-        return
-    try:
-        report(run.directory)
-    except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
-        with contextlib.suppress(Exception):
-            run.display.message(f"note: the report could not be written: {error}")
 
 
 def _wait_for_save(run: Run, error: BaseException) -> None:
@@ -339,6 +328,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[s
             world_size=plan.world_size,
             total_steps=plan.total_steps,
             version=__version__,
+            details={"opening_seconds": run.progress.launch_seconds},
         )
     )
     if run.utilisation is not None:
