@@ -53,7 +53,9 @@ TYPED = {
     "paceline train digits --run-dir runs/": {"runs/mine"},
     "paceline train digits schedule.warmup_s": {"schedule.warmup_shape="},
     "paceline train digits train.duration='2 steps' optimizer.lr_s": {"optimizer.lr_scaling="},
-    "paceline train digits model.channels_last=": {f"model.channels_last={value}" for value in ("auto", "true", "false")},
+    "paceline train digits model.channels_last=": {
+        f"model.channels_last={value}" for value in ("auto", "true", "false")
+    },
     "paceline train digits optimizer.name=la": {"optimizer.name=lamb", "optimizer.name=lars"},
     "paceline train image_folder data.path=ph": {"data.path=photos/"},
 }
@@ -90,7 +92,11 @@ def test_zsh(here: Path) -> None:
     zsh = shutil.which("zsh")
     script = call("paceline", "completion", "zsh", cwd=here)
     assert "compadd -U -S ''" in script
-    asked = {"COMP_WORDS": "paceline train digits schedule.warmup_s", "COMP_CWORD": "3", "_PACELINE_COMPLETE": "zsh_complete"}
+    asked = {
+        "COMP_WORDS": "paceline train digits schedule.warmup_s",
+        "COMP_CWORD": "3",
+        "_PACELINE_COMPLETE": "zsh_complete",
+    }
     assert call("paceline", cwd=here, **asked) == "unfinished\nschedule.warmup_shape=\n_\n"
     asked |= {"COMP_WORDS": "paceline train dig", "COMP_CWORD": "2"}
     assert call("paceline", cwd=here, **asked).startswith("plain\ndigits\nHandwritten digits")
