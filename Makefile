@@ -1,5 +1,6 @@
 # train   the first run: digits, on whatever this machine has
 # test    checks, then tests; THOROUGH=1 for all of them, as CI runs it
+# docs    the pages of docs/ as a site in site/, with the Python interface and every command; loads nothing from elsewhere
 # .venv   the environment only; built again whenever pyproject.toml, constraints.txt or compiled code changes
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.built
 LOG    := .venv-setup.log
 
-.PHONY: train test check clean .venv
+.PHONY: train test check docs clean .venv
 .DEFAULT_GOAL := train
 
 train: $(STAMP)
@@ -18,6 +19,12 @@ test: check
 
 check: $(STAMP)
 	@scripts/check
+
+docs: $(STAMP)
+	@$(VENV)/bin/python -c 'import material, mkdocstrings' 2>/dev/null || \
+	    $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	@echo "Look at it: $(VENV)/bin/python -m http.server --directory site --bind 127.0.0.1"
 
 $(VENV): $(STAMP)
 
@@ -31,7 +38,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/paceline/data/i
 	@touch $@
 
 clean:
-	@rm -rf $(VENV) $(LOG) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(LOG) build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find src -name '*.so' -type f -delete
 	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

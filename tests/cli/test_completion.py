@@ -49,14 +49,13 @@ TYPED = {
     "paceline find": {"find-lr", "find-batch"},
     "paceline train dig": {"digits"},
     "paceline train m": {"maskrcnn_resnet50_fpn_coco", "my.yaml"},
-    "paceline recipes show cifar10_f": {"cifar10_fast"},
     "paceline report ": {"runs/mine", "runs/", "photos/"},
-    "paceline evaluate runs/": {"runs/mine"},
-    "paceline train digits --run-": {"--run-dir"},
     "paceline train digits --run-dir runs/": {"runs/mine"},
     "paceline train digits schedule.warmup_s": {"schedule.warmup_shape="},
     "paceline train digits train.duration='2 steps' optimizer.lr_s": {"optimizer.lr_scaling="},
-    "paceline train digits model.channels_last=": {"model.channels_last=true", "model.channels_last=false"},
+    "paceline train digits model.channels_last=": {
+        f"model.channels_last={value}" for value in ("auto", "true", "false")
+    },
     "paceline train digits optimizer.name=la": {"optimizer.name=lamb", "optimizer.name=lars"},
     "paceline train image_folder data.path=ph": {"data.path=photos/"},
 }
@@ -66,13 +65,13 @@ def test_bash(here: Path) -> None:
     """Bash breaks words at ``=`` and replaces what comes after it; so that is what it must be given."""
     asked = "\n".join(
         f"COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}; _paceline_completion paceline 2>/dev/null; "
-        "printf '%s\\n' \"${COMPREPLY[@]}\"; echo --"
+        "printf '%s\\n' \"${COMPREPLY[@]}\"; echo =="
         for line in TYPED
     )
     bash = shutil.which("bash")
     assert bash is not None
     out = call(bash, "--norc", "-c", f'eval "$(paceline completion bash)"\n{asked}', cwd=here)
-    answers = [set(lines.split("\n")) - {""} for lines in re.split(r"^--\n", out, flags=re.MULTILINE)[:-1]]
+    answers = [set(lines.split("\n")) - {""} for lines in re.split(r"^==\n", out, flags=re.MULTILINE)[:-1]]
     for (line, wanted), given in zip(TYPED.items(), answers, strict=True):
         after = line.split()[-1].rpartition("=")[1] if not line.endswith(" ") else ""
         assert given == {item.rpartition("=")[2] if after else item for item in wanted}, line
@@ -82,9 +81,9 @@ def test_fish(here: Path) -> None:
     fish = shutil.which("fish")
     if fish is None:
         pytest.skip("needs fish")
-    asked = "; ".join(f"complete -C {shlex.quote(line)}; echo --" for line in TYPED)
+    asked = "; ".join(f"complete -C {shlex.quote(line)}; echo ==" for line in TYPED)
     out = call(fish, "--no-config", "-c", f"paceline completion fish | source; {asked}", cwd=here)
-    for (line, wanted), given in zip(TYPED.items(), re.split(r"^--\n", out, flags=re.MULTILINE), strict=False):
+    for (line, wanted), given in zip(TYPED.items(), re.split(r"^==\n", out, flags=re.MULTILINE), strict=False):
         assert {item.split("\t")[0] for item in given.splitlines()} == wanted, line
 
 
@@ -93,7 +92,11 @@ def test_zsh(here: Path) -> None:
     zsh = shutil.which("zsh")
     script = call("paceline", "completion", "zsh", cwd=here)
     assert "compadd -U -S ''" in script
-    asked = {"COMP_WORDS": "paceline train digits schedule.warmup_s", "COMP_CWORD": "3", "_PACELINE_COMPLETE": "zsh_complete"}
+    asked = {
+        "COMP_WORDS": "paceline train digits schedule.warmup_s",
+        "COMP_CWORD": "3",
+        "_PACELINE_COMPLETE": "zsh_complete",
+    }
     assert call("paceline", cwd=here, **asked) == "unfinished\nschedule.warmup_shape=\n_\n"
     asked |= {"COMP_WORDS": "paceline train dig", "COMP_CWORD": "2"}
     assert call("paceline", cwd=here, **asked).startswith("plain\ndigits\nHandwritten digits")

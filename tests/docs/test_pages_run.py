@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
+LONG = ("drill.md", "tutorial.md")
 
 
 def name(path: Path) -> str:
@@ -46,8 +47,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bin")
     shim = folder / "paceline"
     shim.write_text(f"#!{sys.executable}\nfrom paceline.cli.main import main\nmain()\n")
-    shim.chmod(0o755)
-    (folder / "python").symlink_to(sys.executable)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')  # a link would lose its libraries
+    for program in (shim, python):
+        program.chmod(0o755)
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     inherited = {key: value for key, value in os.environ.items() if key not in launched}
     return inherited | {
@@ -98,8 +101,8 @@ def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    # A drill is long, and has tests of its own.
-    [pytest.param(path, marks=[pytest.mark.thorough] * (path.name == "drill.md")) for path in RUNNING],
+    # A drill has tests of its own.
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.name in LONG)) for path in RUNNING],
     ids=name,
 )
 def test_marked_blocks_do_what_the_page_says(

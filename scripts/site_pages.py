@@ -1,0 +1,175 @@
+"""How do pages that are written for a repository become a site? mkdocs calls this (`hooks` in mkdocs.yml).
+
+Pages of the site that nobody writes: the front page (README.md), the commands (their `--help`), the Python interface
+(`paceline.__all__`), the list of decisions, and whatever outside `docs/` a page links to, shown as it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import paceline
+from paceline.cli.main import COMMANDS, cli
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+SHOWN_AS_CODE = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "text", ".toml": "toml", "": "text"}
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
+# The pages that lie elsewhere in the repository than on the site.
+_ORIGINS = {"index.md": "README.md", "decisions/index.md": "docs/decisions/index.md"}
+_GROUPS = {"guide": ("Guides", "More"), "decisions": ("Decisions", None)}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put pages that mkdocs.yml does not name at the end of their part of the navigation."""
+    named = set(_named(config.nav))
+    for folder, (part, group) in _GROUPS.items():
+        pages = [path.relative_to(DOCS).as_posix() for path in sorted((DOCS / folder).glob("*.md"))]
+        _entries(_entries(config.nav, part), group).extend(page for page in pages if page not in named)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that nobody writes."""
+    made = {
+        "index.md": (ROOT / "README.md").read_text(encoding="utf-8"),
+        "commands.md": "\n".join(_commands()),
+        "python.md": "\n".join(_python()),
+        "decisions/index.md": "\n".join(_decisions()),
+    }
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    waiting = [*(path for path in DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", *_wanted(config)))]
+    while waiting:
+        for target in _linked(waiting.pop()):
+            name = _place(target)
+            if files.get_file_from_path(name) is None:
+                files.append(_shown(target, name, config))
+                waiting += [target] if target.suffix == ".md" else []
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to where the site has what the repository has there."""
+    name = page.file.src_uri
+    origin = ROOT / _ORIGINS.get(name, name.removeprefix("repository/") if "repository/" in name else f"docs/{name}")
+    here = posixpath.dirname(name)
+
+    def led(match: re.Match[str]) -> str:
+        target, anchor = _target(origin, match[2])
+        if target is None:
+            return match[0]
+        return f"{match[1]}{posixpath.relpath(_place(target), here or '.')}{anchor}{match[3]}"
+
+    return _CONSOLE.sub(_as_shell, _LINK.sub(led, markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave out what kind of thing a docstring names: the site shows it as code."""
+    return _ROLE.sub(r"\1", html) if page.file.src_uri == "python.md" else html
+
+
+def _as_shell(match: re.Match[str]) -> str:
+    """A console block without a prompt holds commands alone, which would be coloured as output."""
+    return match[0] if re.search(r"^\$ ", match[1], re.MULTILINE) else f"```bash\n{match[1]}```"
+
+
+def _named(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for inner in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _named(inner)
+
+
+def _entries(nav: Any, part: str | None) -> list[Any]:
+    """The list of a part of the navigation."""
+    found: list[Any] = nav if part is None else next(entry[part] for entry in nav if part in entry)
+    return found
+
+
+def _wanted(config: MkDocsConfig) -> list[str]:
+    """Files of the repository that the navigation names."""
+    return [name.removeprefix("repository/") for name in _named(config.nav) if name.startswith("repository/")]
+
+
+def _target(origin: Path, link: str) -> tuple[Path | None, str]:
+    """The file or folder of the repository that a page's link leads to, if it is one, and the anchor in it."""
+    split = urlsplit(link)
+    if split.scheme or not split.path or link.startswith("/"):
+        return None, ""
+    target = Path(os.path.normpath(origin.parent / split.path))
+    inside = target.is_relative_to(ROOT) and target.exists()
+    return (target, f"#{split.fragment}" if split.fragment else "") if inside else (None, "")
+
+
+def _place(target: Path) -> str:
+    """Where the site has a file or folder of the repository, as a source of mkdocs."""
+    if target == ROOT / "README.md":
+        return "index.md"
+    if target == DOCS / "decisions":
+        return "decisions/index.md"
+    if target.is_relative_to(DOCS) and target.is_file():
+        return target.relative_to(DOCS).as_posix()
+    path = target.relative_to(ROOT).as_posix()
+    return f"repository/{path}" if target.suffix in (".md", ".svg", ".png") else f"repository/{path}.md"
+
+
+def _linked(origin: Path) -> Iterator[Path]:
+    """What a page links to and the site does not have by itself; and a page that the navigation names."""
+    if not origin.is_relative_to(DOCS) and origin.name != "README.md":
+        yield origin
+    for match in _LINK.finditer(origin.read_text(encoding="utf-8")):
+        target, _ = _target(origin, match[2])
+        if target is not None and _place(target).startswith("repository/"):
+            yield target
+
+
+def _shown(target: Path, name: str, config: MkDocsConfig) -> File:
+    """A file of the repository as a page, or as it is."""
+    if target.is_dir():
+        inside = "\n".join(f"- `{path.name}`" for path in sorted(target.iterdir()) if path.suffix in SHOWN_AS_CODE)
+        return File.generated(config, name, content=f"# {target.relative_to(ROOT)}\n\n{inside}\n")
+    if target.suffix not in SHOWN_AS_CODE:
+        return File.generated(config, name, abs_src_path=str(target))
+    fence = f"```{SHOWN_AS_CODE[target.suffix]}\n{target.read_text(encoding='utf-8')}\n```\n"
+    return File.generated(config, name, content=f"# {target.relative_to(ROOT)}\n\n{fence}")
+
+
+def _commands() -> Iterator[str]:
+    yield "# Commands\n\nWhat `paceline COMMAND --help` says, command by command.\n"
+    parent = click.Context(cli, info_name="paceline")
+    for name in COMMANDS:
+        command = cli.get_command(parent, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
+        yield f"## {name}\n\n{COMMANDS[name]}\n\n```text\n{command.get_help(context)}\n```\n"
+
+
+def _python() -> Iterator[str]:
+    yield "# Python\n\nThe public names: `paceline.__all__`. [Your own model, data and task](guide/own-code.md) tells"
+    yield "how they are used.\n"
+    for name in paceline.__all__:
+        if not name.startswith("__"):
+            yield f"::: paceline.{name}\n"
+
+
+def _decisions() -> Iterator[str]:
+    yield "# Decisions\n\nChoices that would surprise a reader: what led to them, what they cost, and how we would"
+    yield "notice that they were wrong.\n"
+    for path in sorted((DOCS / "decisions").glob("0*.md")):
+        with path.open(encoding="utf-8") as file:
+            number, _, title = file.readline().removeprefix("#").strip().partition(". ")
+        yield f"{number}. [{title}]({path.name})"

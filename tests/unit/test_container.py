@@ -1,0 +1,49 @@
+"""The container recipe copies what is there and sent, pins its libraries, and runs as nobody special.
+
+It cannot be built in a test: that takes a container engine, and a download of PyTorch.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Instructions with their arguments, continued lines joined, comments left out."""
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
+    return [(words[0], words[1]) for line in lines if len(words := line.split(None, 1)) == 2]
+
+
+def test_what_is_copied_is_here_and_is_sent_to_the_builder() -> None:
+    ignore = (ROOT / ".containerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignore
+    sent = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    copied = {
+        source
+        for name, argument in instructions()
+        if name == "COPY" and "--from" not in argument
+        for source in argument.split()[:-1]
+    }
+    assert copied == sent
+    assert all((ROOT / source).exists() for source in copied)
+    assert (ROOT / ".dockerignore").resolve() == ROOT / ".containerignore"
+
+
+def test_everything_that_a_build_needs_is_copied() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    last = [argument for name, argument in instructions() if name == "COPY"]
+    for needed in re.findall(r'"(README\.md|LICENSE)"', project):
+        assert any(needed in argument for argument in last)
+
+
+def test_libraries_are_pinned_and_the_command_runs_as_a_user() -> None:
+    told = instructions()
+    installs = [argument for name, argument in told if name == "RUN" and "pip install" in argument]
+    assert all("-c constraints.txt" in argument or "--no-deps" in argument for argument in installs)
+    assert [argument for name, argument in told if name == "USER"][-1].isdigit()
+    assert ("ENTRYPOINT", '["paceline"]') in told, "as a list: a shell between would keep signals to itself"
+    assert sum(name == "FROM" for name, _ in told) == 2, "what compiles is not in what runs"
