@@ -123,11 +123,22 @@ class FakeRun:
             if self.ema is not None:
                 self.ema.update(0)
 
-    def evaluate(self, see: Callable[[Batch], None] = lambda _: None) -> None:
+    @property
+    def goes_one_by_one(self) -> bool:
+        """Whether it is known that the network goes through its samples one by one."""
+        return self.finds is not None
+
+    @property
+    def scored_samples(self) -> int:
+        """Samples of a batch that is scored; 0 if none is."""
+        return 0 if self.make_scored is None else min(self.plan.evaluation_batch_size, self.plan.evaluation_samples)
+
+    def evaluate(self, see: Callable[[Batch], None] = lambda _: None, samples: int | None = None) -> None:
         """Score one batch with each set of weights, as an evaluation does with all of them.
 
         Args:
             see: Told of the batch once it is there.
+            samples: Of the batch; as many as the plan says unless given.
         """
         if self.make_scored is None:
             return
@@ -135,7 +146,7 @@ class FakeRun:
         modes = [(module, module.training) for network in networks for module in network.modules()]
         try:
             with self._in("evaluation"), self._on_device(), self._finding(), torch.no_grad():
-                batch = self.make_scored(min(self.plan.evaluation_batch_size, self.plan.evaluation_samples))
+                batch = self.make_scored(samples or self.scored_samples)
                 see(batch)
                 for network in networks:
                     network.eval()
