@@ -91,6 +91,9 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     # Stored with the run, paths must mean the same from everywhere.
     if recipe.data.path is not None:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=_absolute(recipe.data.path)))
+    if recipe.data.split_file is not None:
+        kept = dataclasses.replace(recipe.data, split_file=_absolute(recipe.data.split_file))
+        recipe = dataclasses.replace(recipe, data=kept)
     if recipe.model.initialize_from is not None:
         model = dataclasses.replace(recipe.model, initialize_from=_absolute(recipe.model.initialize_from))
         recipe = dataclasses.replace(recipe, model=model)
@@ -114,7 +117,7 @@ _FOR_TRAINING = (
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb"),
-    *("batch.micro_size", "batch.growth", "data.holdout_fraction"),
+    *("batch.micro_size", "batch.growth", "data.holdout_fraction", "data.subset"),
     *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
     *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),

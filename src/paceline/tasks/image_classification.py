@@ -106,6 +106,7 @@ class ImageClassification(Task):
                 **_sizes_by_epoch(data.progressive, found.image_size),
                 "evaluation_size": evaluation_size(data, found),
                 **self._shapes_found(),
+                **found.selection,
                 **({} if found.holdout is None else {"holdout_samples": len(found.holdout)}),
                 "channels": found.channels,
                 "backend": self._backend,

@@ -220,6 +220,9 @@ def _with_size(recipe: Recipe, size: int | None) -> Recipe:
 
 def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
     """The task that the weights were trained with, and its data."""
+    if request.on != "holdout":
+        # What is scored does not depend on it, and other data may have fewer images.
+        recipe = replace(recipe, data=replace(recipe.data, subset=None))
     task = build_task(_with_tables(recipe, saved))
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
