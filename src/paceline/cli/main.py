@@ -41,6 +41,8 @@ COMMANDS = {
     "attribution": "Say where the time of a run's steps went, and what holds them back.",
     "report": "Write one HTML page about a run, or several compared, that opens offline.",
     "recipes": "List the shipped recipes, or show one.",
+    "import-timm": "Convert a command line or args.yaml of timm's train.py into a recipe.",
+    "import-nvidia": "Convert a command line or preset of NVIDIA's ConvNets trainer into a recipe.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",
 }
