@@ -45,6 +45,8 @@ COMMANDS = {
     "report": "Write one HTML page about a run, or several compared, that opens offline.",
     "mlperf": "Write logs of runs in MLPerf's format, and compare them with its reference.",
     "recipes": "List the shipped recipes, or show one.",
+    "import-timm": "Convert a command line or args.yaml of timm's train.py into a recipe.",
+    "import-nvidia": "Convert a command line or preset of NVIDIA's ConvNets trainer into a recipe.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",
     "completion": "Print what lets a shell finish what is typed.",
