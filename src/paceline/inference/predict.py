@@ -61,11 +61,6 @@ class Predictor(ImageLabeller):
             whole = shown_for_crops(task.recipe.data, self.shown.size, kind)
             self.shown = replace(self.shown, size=int(whole.evaluation_size), crop=whole.evaluation_crop)
 
-    @property
-    def network(self) -> nn.Module:
-        """The network, in evaluation on the device."""
-        return self._network
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights, as ``summary.json`` has it."""
