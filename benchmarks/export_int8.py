@@ -84,7 +84,7 @@ def measure(run: Path, scratch: Path) -> dict[str, Any]:
     try:
         quantize_dynamic(without_shapes(whole, scratch / "bare.onnx"), path, weight_type=QuantType.QUInt8)
         rows["int8 dynamic"] = row(path, images)
-    except Exception as error:  # whatever ONNX Runtime raises of a network that it cannot round so
+    except Exception as error:  # noqa: BLE001  # whatever ONNX Runtime raises of a network that it cannot round so
         print(f"int8 dynamic of {run}: {error}")
     data, recipe = saved.described("data"), saved.described("recipe")
     return {

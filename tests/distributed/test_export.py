@@ -25,7 +25,7 @@ import torch
 import paceline
 
 torch.distributed.init_process_group(
-    "gloo", os.environ["PACELINE_RENDEZVOUS"], datetime.timedelta(seconds=60), 2, int(os.environ["RANK"])
+    "gloo", os.environ["PACELINE_RENDEZVOUS"], datetime.timedelta(seconds=240), 2, int(os.environ["RANK"])
 )
 for strategy in ("fsdp", "ddp"):
     paceline.train("recipe.yaml", overrides={"parallel.strategy": strategy}, run_dir=strategy, quiet=True)
@@ -34,6 +34,7 @@ print(json.dumps("done"))
 """
 
 
+@pytest.mark.thorough
 def test_parts_and_copies_are_exported_as_the_run_ended(
     on_two_ranks: Callable[..., list[Any]], tiny_recipe: Path, tmp_path: Path
 ) -> None:
@@ -43,7 +44,7 @@ def test_parts_and_copies_are_exported_as_the_run_ended(
     )
     assert "test_vit" in recipe
     (tmp_path / "recipe.yaml").write_text(recipe.replace("train: {", "train: {ema: 0.9, "))
-    on_two_ranks(["-c", PROGRAM], tmp_path)
+    on_two_ranks(["-c", PROGRAM], tmp_path, seconds=300)
     for strategy in ("fsdp", "ddp"):
         run = tmp_path / strategy
         assert bool(list(run.glob("checkpoints/*/model/part-00001.safetensors"))) == (strategy == "fsdp")

@@ -27,6 +27,7 @@ from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import PacelineError
 from paceline.inference.export import Exported, ExportRequest, export
+from paceline.inference.exportable import open_exportable
 from paceline.inference.placing import put_in_place
 from paceline.inference.predict import Predictor, trained_task
 from paceline.models.digest import weights_sha256
@@ -285,6 +286,7 @@ def test_clicks(tiny_recipe: Path, tmp_path: Path) -> None:
         "train.duration": "2 steps",
     }
     paceline.train(tiny_recipe, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     for form, ending in (("onnx", ".onnx"), ("torch-export", ".pt2")):
         done = written(tmp_path / "run", tmp_path / f"clicks{ending}", form)
         assert done.largest_difference is not None
@@ -388,6 +390,16 @@ def test_a_network_that_cannot_be_traced(
         assert left(tmp_path) - {"__pycache__"} == before - {"__pycache__"}
 
 
+def test_what_no_format_but_safetensors_holds() -> None:
+    for data, said in (
+        ({"detects": "boxes"}, "holds a detector.*use --format safetensors"),
+        ({}, "what its network takes"),
+    ):
+        saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata={"data": json.dumps(data)})
+        with pytest.raises(PacelineError, match=said):
+            open_exportable(saved, trust_code=False, wanted="onnx")
+
+
 def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(PacelineError, match=r"needs onnxruntime .*pip install 'paceline\[onnx\]'"):
@@ -396,8 +408,6 @@ def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_answers_that_differ_are_not_kept(digits: Path, tmp_path: Path) -> None:
-    from paceline.inference.exportable import open_exportable
-
     exportable = open_exportable(read_weights(digits), trust_code=False, wanted="onnx")
     other = copy.deepcopy(exportable.network)
     with torch.no_grad():
