@@ -19,7 +19,7 @@ from paceline.inference.export_program import InBfloat16, write_program
 from paceline.inference.exportable import Exportable, open_exportable, preprocessing
 from paceline.inference.hub_export import write_hub_folder
 from paceline.inference.int8 import Trial, calibration_images, quantised
-from paceline.inference.placing import put_in_place, refuse_existing
+from paceline.inference.placing import check_output, put_in_place
 from paceline.recipe.load import Overrides
 
 FORMATS = {"timm": "", "safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
@@ -123,7 +123,7 @@ def _check(request: ExportRequest) -> None:
             f"overrides have no effect here (found {', '.join(map(str, request.overrides))}): they say which data "
             "--quantize int8 looks at; leave them out."
         )
-    refuse_existing(request.output)
+    check_output(request.output)
     if request.form == "onnx":
         need_onnx()
 

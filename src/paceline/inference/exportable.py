@@ -157,19 +157,21 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
     if "table_rows" in data:
         return _clicks(saved, data, trust_code=trust_code)
     if "class_names" in data:
-        return _images(saved, trust_code=trust_code)
+        return _images(saved, data, trust_code=trust_code)
     raise RecipeError(
         f"{saved.path} does not say what its network takes (task {data.get('task')}); --format {wanted} is for images, "
         "text and clicks; use --format safetensors."
     )
 
 
-def _images(saved: SavedWeights, *, trust_code: bool) -> Exportable:
+def _images(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
     predictor = Predictor(saved, _CPU, trained_task(saved, trust_code=trust_code))
     says = "normalised images, float32"
+    # Of one view, where a run was evaluated by several.
+    side = int(data.get("evaluation_size", data["image_size"]))
     return Exportable(
         network=_still(predictor.network),
-        inputs=(Input("images", ("batch", *predictor.shape), None, says),),
+        inputs=(Input("images", ("batch", int(data["channels"]), side, side), None, says),),
         longest={},
         saved=saved,
         kind="images",

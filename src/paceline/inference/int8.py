@@ -73,13 +73,16 @@ class SampleImages:
             yield self.normalize(part).contiguous()
 
 
-def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code: bool) -> SampleImages:
+def calibration_images(
+    saved: SavedWeights, overrides: Overrides, *, trust_code: bool, most: int = HELD_OUT_IMAGES
+) -> SampleImages:
     """Read some images of the data that weights were trained on.
 
     Args:
         saved: The weights.
         overrides: Changes to the recipe's ``data`` section: where the data lie now.
         trust_code: Whether the weights' recipe may name code to import.
+        most: How many held-out images to read.
 
     Raises:
         PacelineError: If they are no images, or not where the recipe says.
@@ -116,7 +119,7 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
         empty = torch.empty((0, found.channels, size, size), dtype=torch.uint8)
         return torch.stack(images) if images else empty, ids
 
-    held_out, ids = shown(found.validation, HELD_OUT_IMAGES)
+    held_out, ids = shown(found.validation, most)
     return SampleImages(
         calibration=shown(found.train, CALIBRATION_IMAGES)[0],
         held_out=held_out,
@@ -156,7 +159,7 @@ def _round(whole: Path, path: Path, images: SampleImages) -> None:
             quantize_static(
                 prepared,
                 path,
-                _Reader(images),
+                Reader(images),
                 quant_format=QuantFormat.QDQ,
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
@@ -167,13 +170,14 @@ def _round(whole: Path, path: Path, images: SampleImages) -> None:
         prepared.unlink(missing_ok=True)
 
 
-class _Reader:
-    """Hands out batches, as ONNX Runtime's calibration asks for them."""
+class Reader:
+    """Hands out the batches that ranges are found on, as ONNX Runtime's calibration asks for them."""
 
     def __init__(self, images: SampleImages) -> None:
         self._batches = images.batches(images.calibration)
 
     def get_next(self) -> dict[str, Any] | None:
+        """The next batch by the input's name; None after the last."""
         batch = next(self._batches, None)
         return None if batch is None else {"images": batch.numpy()}
 

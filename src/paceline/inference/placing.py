@@ -13,12 +13,14 @@ from paceline.errors import CheckpointError
 from paceline.records.run_directory import sync_directory
 
 
-def refuse_existing(output: Path) -> None:
-    """Refuse to write over anything.
+def check_output(output: Path) -> None:
+    """See before any work whether a new file or folder can have this name: nothing is written over.
 
     Raises:
-        CheckpointError: If something is there.
+        CheckpointError: If something is there, or there is no such folder to put it in.
     """
+    if not output.parent.is_dir():
+        raise CheckpointError(f"--output={output}: there is no directory '{output.parent}'; create it first.")
     if output.exists() or output.is_symlink():
         raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
 
@@ -32,7 +34,7 @@ def put_in_place(output: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: If ``output`` exists, or the disk refuses.
     """
-    refuse_existing(output)
+    check_output(output)
     # The same ending, as some libraries look at it.
     partial = output.with_name(f".{output.stem}.partial-{os.getpid()}{output.suffix}")
     with reporting_disk_errors("write the weights to", output):
@@ -41,7 +43,7 @@ def put_in_place(output: Path) -> Iterator[Path]:
             yield partial
             for each in (*partial.rglob("*"), partial) if partial.is_dir() else (partial,):
                 _flush(each)
-            refuse_existing(output)
+            check_output(output)
             partial.rename(output)
             sync_directory(output.parent)
         finally:
