@@ -56,10 +56,11 @@ const shown = (file, answer) => {
     const bar = made("li");
     const probability = answer.probabilities[number];
     const value = `${(100 * probability).toFixed(1)} %`;
-    const meter = made("meter");
-    meter.value = probability;
-    meter.title = value;
-    meter.setAttribute("aria-label", label);
+    const meter = made("span", "meter");
+    const facts = { role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 1, "aria-valuenow": probability };
+    for (const [name, fact] of Object.entries(facts)) meter.setAttribute(name, fact);
+    meter.append(made("span"));
+    meter.firstChild.style.width = `${100 * probability}%`;
     bar.append(made("span", "label", label), meter, made("span", "value", value));
     bars.append(bar);
   });
