@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.checkpoint.best import Best
 from paceline.checkpoint.manifest import FILE_NAME as MANIFEST
@@ -310,7 +310,7 @@ def _manifest_bytes(checkpoint: Path) -> bytes:
         return file.read()
 
 
-def _reading(path: Path) -> Any:
+def _reading(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
