@@ -60,7 +60,11 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class StartEvent(Event):
-    """The processes of a run began to train: once per launch, at step 0 or the step restored."""
+    """The processes of a run began to train: once per launch, at step 0 or the step restored.
+
+    Attributes:
+        details: ``opening_seconds``, how long before this the launch was.
+    """
 
     kind: ClassVar[str] = "start"
 
