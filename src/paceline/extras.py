@@ -131,7 +131,9 @@ def extra_of(module: str) -> Extra | None:
 
 def missing_library(error: BaseException) -> str:
     """A sentence for an import that failed because an optional library is missing; empty for any other error."""
-    extra = extra_of(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    extra = extra_of(error.name)
     if extra is None:
         return ""
     return f"this needs {error.name}, which cannot be imported ({error}); install it with: {extra.install}"

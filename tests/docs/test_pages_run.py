@@ -21,6 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
 LONG = ("drill.md", "tutorial.md")
+LONG_MARKS = (pytest.mark.thorough, pytest.mark.timeout(900))
 
 
 def name(path: Path) -> str:
@@ -92,7 +93,7 @@ def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> l
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        timeout=240,
+        timeout=800,  # pytest's own is shorter, but for pages that take long
     )
     parts = done.stdout.split(MARK)[1:]
     return list(zip(parts[::2], map(int, parts[1::2]), strict=True))
@@ -102,7 +103,7 @@ def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> l
 @pytest.mark.parametrize(
     "path",
     # A drill has tests of its own.
-    [pytest.param(path, marks=[pytest.mark.thorough] * (path.name in LONG)) for path in RUNNING],
+    [pytest.param(path, marks=LONG_MARKS if path.name in LONG else ()) for path in RUNNING],
     ids=name,
 )
 def test_marked_blocks_do_what_the_page_says(

@@ -30,7 +30,7 @@ def teach(command: click.Command) -> None:
             teach(inner)
 
 
-class _Offering(click.ParamType):
+class _Offering(click.types.StringParamType):
     """Takes any text, and offers some."""
 
     name = "text"

@@ -1,0 +1,108 @@
+"""The pages as a site: built without a warning, complete, and loading nothing from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import paceline
+from paceline.cli.main import COMMANDS
+
+pytest.importorskip("material", reason="needs mkdocs-material, which the extra docs brings")
+pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, which the extra docs brings")
+pytestmark = pytest.mark.thorough
+
+ROOT = Path(__file__).parents[2]
+# What a browser fetches by itself, by element and attribute; links that a reader may follow are not among them.
+FETCHED = {"script": ("src",), "img": ("src",), "iframe": ("src",), "source": ("src",), "video": ("src",)}
+FETCHED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "modulepreload", "dns-prefetch", "manifest"}
+
+
+class Addresses(HTMLParser):
+    """What a page fetches, what it links to, and the places in it that can be linked to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.linked: list[str] = []
+        self.places: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.places |= {given[name] for name in ("id", "name") if name in given}
+        self.fetched += [given[name] for name in FETCHED.get(tag, ()) if name in given]
+        if tag == "link" and FETCHED_LINKS & set(given.get("rel", "").split()):
+            self.fetched.append(given["href"])
+        if tag == "a" and "href" in given:
+            self.linked.append(given["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Addresses]:
+    return {path: Addresses(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Addresses]) -> None:
+    for path, page in pages.items():
+        assert [link for link in page.fetched if urlsplit(link).netloc or urlsplit(link).scheme == "http"] == [], path
+    for style in site.rglob("*.css"):
+        fetched = re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^'\")]+", style.read_text(encoding="utf-8"))
+        assert fetched == [], style
+
+
+def test_links_lead_to_pages_and_places_that_are_there(pages: dict[Path, Addresses], site: Path) -> None:
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links begin at the root of a server
+            continue
+        for link in page.linked:
+            split = urlsplit(link)
+            if split.scheme or split.netloc:
+                continue
+            target = (path.parent / unquote(split.path)).resolve() if split.path else path
+            assert target.exists(), f"{path.relative_to(site)}: {link}"
+            if split.fragment and target.suffix == ".html":
+                assert unquote(split.fragment) in pages[target].places, f"{path.relative_to(site)}: {link}"
+
+
+def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses], site: Path) -> None:
+    written = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    assert {path.relative_to(site) for path in pages} >= written
+    reached = {(site / unquote(urlsplit(link).path)).resolve() for link in pages[site / "index.html"].linked}
+    assert {site / page for page in written} - reached == set(), (
+        "the navigation, which is on every page, leaves them out"
+    )
+    assert set(COMMANDS) <= pages[site / "commands.html"].places
+    names = {f"paceline.{name}" for name in paceline.__all__ if not name.startswith("__")}
+    assert names <= pages[site / "python.html"].places
+    assert "paceline.Task.loss" in pages[site / "python.html"].places
+    assert "optimizer" in pages[site / "recipe-reference.html"].places
+
+
+def test_a_search_finds_what_is_written(site: Path) -> None:
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "python make_pictures.py" in index
