@@ -8,9 +8,9 @@ enough to be found, which is what their own settings say. So a step's tensors ar
   anchors, ``positive_fraction`` of them on objects.
 - The heads learn from ``box_batch_size_per_image`` proposals of a picture, ``box_positive_fraction`` of them on
   objects, and masks from the latter. Half of them are pooled from the finest level of the pyramid, half of the rest
-  from the next, and so on.
-- RetinaNet and FCOS learn a box from so many anchors for each object (:data:`ANCHORS_OF_AN_OBJECT`), and classes
-  from all.
+  from the next, and so on, as far as boxes of a level are no larger than the picture.
+- RetinaNet and FCOS learn a box from so many anchors for each object (:data:`ANCHORS_OF_AN_OBJECT`: as many as the
+  former has on the data set `shapes`), and classes from all.
 - In evaluation, ``box_detections_per_img`` objects are found in each picture.
 
 A network's own parts, its backbone or heads say, get no answers: what they compute must not depend on numbers.
@@ -19,6 +19,7 @@ A network's own parts, its backbone or heads say, get no answers: what they comp
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -31,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Count = Callable[[Tensor], int]
 """How many elements of a mask, or rows of boxes, count as found."""
 
-ANCHORS_OF_AN_OBJECT = 16
+ANCHORS_OF_AN_OBJECT = 20
 _OWN_PARTS = {
     "network": ("backbone", "head"),
     "rpn": ("head", "anchor_generator"),
@@ -138,7 +139,7 @@ def _settle(network: Any, finds: Finds) -> None:
                 ask(part, "forward", lambda *_: None)
     for module in network.modules():
         if isinstance(module, MultiScaleRoIAlign):
-            ask(module, "forward", lambda *_: _halved())
+            ask(module, "forward", lambda _, __, shapes, pool=module: _by_level(pool, shapes))
     if hasattr(network, "rpn"):
         _settle_proposals(network.rpn, ask)
         _settle_heads(network.roi_heads, ask)
@@ -233,16 +234,30 @@ def _foreground(targets: list[dict[str, Tensor]]) -> Count:
     return count
 
 
-def _halved() -> Count:
-    """Of a mask for each level: half of all, half of the rest, …."""
-    asked = 0
+def _by_level(pool: Any, shapes: list[tuple[int, int]]) -> Count:
+    """Of a mask for each level: half of all, half of the rest, …; none for larger boxes than the picture."""
+    levels = pool.map_levels
+    largest = max(max(shape) for shape in shapes)
+    last = math.floor(levels.lvl0 + math.log2(largest / levels.s0) + levels.eps)
+    reached = min(max(last, levels.k_min), levels.k_max) - levels.k_min + 1
+    counts: list[Iterator[int]] = []
 
     def count(mask: Tensor) -> int:
-        nonlocal asked
-        asked += 1
-        return -(-len(mask) // 2**asked)
+        if not counts:
+            counts.append(_halves(len(mask), reached))
+        return next(counts[0])
 
     return count
+
+
+def _halves(whole: int, parts: int) -> Iterator[int]:
+    """Half of it, half of the rest, …, all that is left; and then nothing."""
+    for _ in range(parts - 1):
+        yield -(-whole // 2)
+        whole //= 2
+    yield whole
+    while True:
+        yield 0
 
 
 def _answered(transform: Any, found: list[dict[str, Tensor]], shown: Any, original: Any) -> list[dict[str, Tensor]]:

@@ -102,7 +102,7 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
         return _images(task, plan, placement)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
-        weights = task.sample_weights()
+        weights = task.sample_costs()
 
         def read(count: int) -> Batch:
             geometry = one_batch(task.recipe.seed, min(count, plan.train_samples), weights)
