@@ -52,8 +52,9 @@ class _Tables:
     def classes_of(self, column: str) -> tuple[str, ...]:
         """The names that numbers of a column stand for, if Hugging Face's library has written them down."""
         said = self.features.get(column)
-        is_label = isinstance(said, dict) and said.get("_type") == "ClassLabel"
-        return tuple(str(name) for name in said.get("names", ())) if is_label else ()
+        if not isinstance(said, dict) or said.get("_type") != "ClassLabel":
+            return ()
+        return tuple(str(name) for name in said.get("names", ()))
 
 
 def open_parquet(

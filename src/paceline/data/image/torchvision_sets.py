@@ -378,7 +378,7 @@ def _as_seen(source: Made, channels: int) -> SampleSource:
 
 
 def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None) -> str:
-    """Over pixels, or names and sizes of files; of what only the data set knows, over labels."""
+    """Over pixels, or names and sizes of files; of what only the data set knows, over labels and some images."""
     digest = hashlib.sha256()
     for source, dataset in zip(sources, datasets, strict=True):
         if isinstance(source, ArraySource):
@@ -389,6 +389,8 @@ def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None)
             digest.update(b"".join(lines))
         else:
             digest.update(type(dataset).__name__.encode())
+            for sample in _compared(len(source)):
+                digest.update(source.read(sample).tobytes())
         digest.update(source.labels.tobytes())
     return digest.hexdigest()
 

@@ -200,8 +200,8 @@ def _opened(path: str, root: Path, kind: Kind, asked: Asked) -> OpenedOrigin:
         case "cifar10" | "cifar100" | "mnist" | "fashion_mnist":
             return _open_archive(root, kind)
         case "huggingface":
-            columns = {"label_column": asked.label, "image_column": asked.image}
-            return _of_images(kind, open_huggingface(root, in_any_order=False, **columns, **given), str(root))
+            given |= {"label_column": asked.label, "image_column": asked.image}
+            return _of_images(kind, open_huggingface(root, in_any_order=False, **given), str(root))
         case "parquet":
             return _of_images(kind, open_parquet(path, asked=asked, in_any_order=False, **given), str(root))
         case "csv":
