@@ -130,7 +130,7 @@ class Draft:
         self._origins[dotted] = "; ".join(part for part in (" ".join(dict.fromkeys(said)), note) if part)
         for key in sources:
             place, says = self._became.get(key, ("mapped", ""))
-            if place == "mapped":
+            if place == "mapped" and dotted not in says.split(", "):
                 self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
 
     def switch(self, dotted: str, *sources: str, on: bool = True, note: str = "") -> None:

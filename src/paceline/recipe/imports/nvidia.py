@@ -112,7 +112,7 @@ def convert_nvidia(command: NvidiaCommand, *, processes: int | None = None, skip
     count = processes or command.source.processes or 1
     if command.table is LAUNCH:
         for key in ("model", "mode", "precision", "platform"):
-            draft.use(key, "the preset that it is part of the name of")
+            draft.use(key, "chooses the preset")
     if draft["seed"] is not None:
         draft.put("seed", draft["seed"], "seed")
     _put_model(draft)

@@ -309,6 +309,12 @@ def test_a_refused_option_at_its_default_is_none() -> None:
     assert len(conversion.entries) == 6
 
 
+def test_an_option_names_each_of_its_keys_once() -> None:
+    for entry in convert(PUBLISHED["deit_small"]).entries:
+        keys = entry.says.split(", ")
+        assert len(keys) == len(set(keys)), entry
+
+
 def test_what_is_left_out_must_be_an_option() -> None:
     with pytest.raises(RecipeError, match="--skip nosuch"):
         convert("train.py /d", skipped=["nosuch"])
