@@ -22,11 +22,10 @@ def test_what_is_written_is_said(paceline_here: Callable[..., Any], finished: Pa
     assert again.code == 2
     assert "exists already and is not written over" in again.err
     assert "Traceback" not in again.err
-    done = paceline_here("export", finished, "--format", "onnx", "--quantize", "int8", "--output", "b.onnx", "--json")
+    done = paceline_here("export", finished, "--quantize", "bf16", "--output", "b.safetensors", "--json")
     said = json.loads(done.out)
-    assert said["bytes"] == (tmp_path / "b.onnx").stat().st_size
-    assert said["samples"] == 359
-    assert 0 <= said["top1_accuracy"] <= 100
+    assert said["bytes"] == (tmp_path / "b.safetensors").stat().st_size
+    assert said["format"] == "safetensors"
 
 
 def test_what_works_instead_is_named(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
