@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import CheckpointError, DataError
 from paceline.inference.labelling import ImageLabeller, Shown, class_names
+from paceline.tasks.averaging import CROPS, AveragedViews
 
 _INPUT, _OUTPUT = "images", "logits"
 
@@ -45,6 +47,7 @@ class OnnxPredictor(ImageLabeller):
         self.classes = names
         self.shown = Shown.described(data)
         self._check()
+        self._answers = self._views()
         # Normalised on the CPU: ONNX Runtime takes its inputs from there.
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=torch.device("cpu")))
 
@@ -59,9 +62,23 @@ class OnnxPredictor(ImageLabeller):
         Args:
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
         """
-        batch = self._normalize(images.cpu()).contiguous().numpy()
-        (logits,) = self._session.run([_OUTPUT], {_INPUT: batch})
-        return torch.from_numpy(logits).float().softmax(dim=1)
+        batch = self._normalize(images.cpu())
+        answers: torch.Tensor = self._answers(batch).float().softmax(dim=1)
+        return answers
+
+    def _logits(self, images: torch.Tensor) -> torch.Tensor:
+        (logits,) = self._session.run([_OUTPUT], {_INPUT: images.contiguous().numpy()})
+        return torch.from_numpy(logits)
+
+    def _views(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The network, or what averages several views of an image, as in its evaluation."""
+        kind = self._described("recipe").get("evaluate", {}).get("augment", "none")
+        if kind in CROPS:
+            raise CheckpointError(
+                f"'{self._path}' was evaluated with evaluate.augment={kind}, and its network takes whole images only; "
+                "predict with the run, or with a safetensors file."
+            )
+        return self._logits if kind == "none" else AveragedViews(self._logits, kind, self.shown.size)
 
     def _described(self, key: str) -> dict[str, Any]:
         text = self._metadata.get(key)
@@ -82,6 +99,13 @@ class OnnxPredictor(ImageLabeller):
         outputs = [each.name for each in self._session.get_outputs()]
         kind, shape = inputs.get(_INPUT, ("", []))
         fits = kind == "tensor(float)" and len(shape) == 4 and len(inputs) == 1 and not isinstance(shape[0], int)
+        own = " in their own shapes" if self.shown.multiple is not None else ""
+        squares = [self.shown.size if isinstance(side, int) else side for side in shape[2:]]
+        if fits and (squares != shape[2:] or (isinstance(shape[2], int) and own)):
+            raise CheckpointError(
+                f"'{self._path}' takes images of {shape[2]}x{shape[3]} pixels only, and they are to be shown at "
+                f"{self.shown.size} pixels{own}; predict with the run."
+            )
         if not fits or _OUTPUT not in outputs:
             raise CheckpointError(
                 f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and answer with {_OUTPUT}; "

@@ -302,6 +302,25 @@ def test_onnx_runtime_says_the_same(trained: Path, pictures: Path, onnx_file: Ca
         )
 
 
+def test_several_views_of_an_image(trained: Path, pictures: Path, onnx_file: Callable[..., Path]) -> None:
+    recipe = json.loads(read_weights(trained).metadata["recipe"])
+    flipped, crops = (json.dumps({**recipe, "evaluate": {"augment": kind}}) for kind in ("flip", "five_crop"))
+    picture = pictures / "000.jpg"
+    one, two = (
+        next(answers_ahead(open_predictor(each, device=torch.device("cpu")), [PictureFile.at(picture)], top_k=7))
+        for each in (onnx_file(), onnx_file(recipe=flipped))
+    )
+    predictor = load_predictor(trained)
+    image = predictor.prepare(picture.read_bytes())
+    with torch.inference_mode():
+        views = predictor.probabilities(torch.stack([image, image.flip(2)])).mean(dim=0).tolist()
+    wanted = dict(zip(predictor.classes, views, strict=True))
+    assert dict(zip(two.labels, two.probabilities, strict=True)) == pytest.approx(wanted, abs=1e-5)
+    assert one.probabilities != pytest.approx(two.probabilities, abs=1e-5)
+    with pytest.raises(CheckpointError, match="five_crop"):
+        open_predictor(onnx_file(recipe=crops), device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [

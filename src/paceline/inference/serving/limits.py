@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _HEAD_SECONDS = 10.0
 _BODIES_AT_ONCE = 8
+_BODIES_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Limits:
     @property
     def bodies_bytes(self) -> int:
         """Of all bodies that are in memory at once."""
-        return _BODIES_AT_ONCE * self.request_bytes
+        return max(_BODIES_AT_ONCE * self.request_bytes, _BODIES_BYTES)
 
 
 class RefusedError(Exception):

@@ -70,7 +70,9 @@ class Desk:
                         raise self._too_large()
             except ClientDisconnect:
                 raise RefusedError(400, "disconnected", "the client went away before its request was whole") from None
-            yield bytes(content)
+            body = bytes(content)
+            content.clear()
+            yield body
 
     @contextmanager
     def _place(self) -> Iterator[_Place]:
