@@ -1,6 +1,6 @@
 """Runs that are killed with their run directory gone each time, and go on from the copy at an address.
 
-``python object_runs.py FOLDER JSON`` writes what happened to FOLDER/outcome.json. Every launch is a copy of this process,
+``python object_runs.py FOLDER JSON`` writes what happened to FOLDER/outcome.json. Launches are copies of this process,
 so that torch is imported once; nothing here may reach for the address itself, whose library has threads.
 """
 

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, the run directory gone each time, and nobody can tell: the copy at the address is enough."""
+"""SIGKILL at random moments, the run directory gone each time, and nobody can tell: the copy is enough."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Distillation(ImageClassification):
 
     def _saved_teacher(self, source: str) -> SavedWeights:
         if self._saved is None:
-            self._saved = read_weights(Path(source))
+            self._saved = read_weights(Path(local_path(source, key="distillation.teacher")))
         return self._saved
 
     def loss(self, model: Model, batch: Batch) -> Tensor:

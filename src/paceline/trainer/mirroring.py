@@ -93,6 +93,11 @@ class Mirroring:
         return self._patience is not None and since is not None and time.monotonic() - since > self._patience.seconds
 
     @property
+    def is_failing(self) -> bool:
+        """Whether the last try to copy has failed."""
+        return self._failing_since is not None
+
+    @property
     def lacks(self) -> str:
         """Why the newest checkpoint is not there; empty if it is."""
         with self._changed:
@@ -310,7 +315,9 @@ def mirroring_beside(
         collectives: All processes.
     """
     begun: list[Mirroring] = []
-    if recipe.checkpoint.mirror is not None and not opening.completed:
+    if recipe.checkpoint.mirror is not None and opening.completed:
+        collectives.on_first(lambda: _send_rest(directory, recipe))
+    elif recipe.checkpoint.mirror is not None:
         collectives.on_first(lambda: begun.append(_begin(directory, recipe, opening.choice)))
     try:
         yield begun[0] if begun else None
@@ -343,6 +350,18 @@ def _begin(directory: RunDirectory, recipe: Recipe, choice: Choice) -> Mirroring
         growing, small = sendable_records(directory)
         mirroring.offer(Sendable(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
     return mirroring
+
+
+def _send_rest(directory: RunDirectory, recipe: Recipe) -> None:
+    """Of a run that is complete: send its last checkpoint if it is not there, unless the address fails."""
+    newest, _ = CheckpointStore(directory.checkpoints).newest_whole()
+    if newest is None:
+        return
+    mirroring = _begin(directory, recipe, Choice(newest, step_of(newest) or 0))
+    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+    while not (mirroring.is_over(within_seconds=0.5) or mirroring.is_failing or time.monotonic() > deadline):
+        pass
+    mirroring.close()
 
 
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:

@@ -40,6 +40,7 @@ from paceline.optim.tables import check_tables
 from paceline.recipe.mlperf import check_mlperf
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
+from paceline.storage.local_copies import local_path
 from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
@@ -265,7 +266,8 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     task.check_network(network)
     asked, notices = task.recipe.model, []
     if asked.initialize_from is not None:
-        notices += _take_weights(network, Path(asked.initialize_from), partly=asked.initialize_partly)
+        source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
+        notices += _take_weights(network, source, partly=asked.initialize_partly)
     adapt(network, asked)
     if asked.adapters.rank is not None:
         notices.append(described(network))

@@ -1,0 +1,160 @@
+"""The thread that copies: behind, failing, back again; it is told, and nobody waits for it but the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint.mirror import Mirror, Sendable, read_commits
+from paceline.checkpoint.store import CheckpointStore
+from paceline.errors import RunDirectoryError
+from paceline.recipe.running import Checkpoint
+from paceline.storage.remote import Remote
+from paceline.storage.retries import Retries
+from paceline.trainer import mirroring
+from paceline.trainer.mirroring import Mirroring
+from paceline.units import TimeSpan
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirroring, "_REQUEST_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(mirroring, "_PAUSE_SECONDS", 0.2)
+
+
+@pytest.fixture
+def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Callable[..., Mirroring]]:
+    begun: list[Mirroring] = []
+
+    def begin(address: str, **keys: Any) -> Mirroring:
+        def open_mirror(retries: Retries) -> Mirror:
+            remote = Remote(address, retries)
+            return Mirror(remote, "a run", read_commits(remote)[0])
+
+        begun.append(Mirroring(open_mirror, tmp_path, Checkpoint(mirror=address, **keys)))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        each.close()
+
+
+def saved(root: Path, step: int) -> Sendable:
+    (root / "recipe.yaml").write_text("seed: 1\n")
+    store = CheckpointStore(root / "checkpoints")
+    path = store.save(step, {"model": {"weight": torch.full((2, 2), float(step))}}, {"position": step}).path
+    return Sendable(step=step, path=path, growing={}, small=("recipe.yaml",))
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
+    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path
+) -> None:
+    copy = copying("s3://bucket/away")
+    s3.down()
+    begun = time.monotonic()
+    copy.offer(saved(tmp_path, 1))
+    copy.offer(saved(tmp_path, 2))
+    assert time.monotonic() - begun < 30  # nobody waits for the address
+    wait_until(lambda: copy.is_failing)
+    copy.offer(saved(tmp_path, 3))
+    assert not copy.has_failed
+    assert copy.lacks
+    s3.up()
+    assert copy.is_over(within_seconds=60)
+    assert [each.incident for each in copy.news() if each.incident != "mirror_retries"] == ["mirror", "mirror_back"]
+    assert copy.news() == []
+    assert copy.lacks == ""
+    assert read_commits(Remote("s3://bucket/away"))[0][0].step == 3
+
+
+def test_patience_comes_to_an_end_if_the_recipe_says_so(
+    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path
+) -> None:
+    copy = copying("s3://bucket/impatient", mirror_patience=TimeSpan(1, "seconds"))
+    s3.share = 1.0
+    copy.offer(saved(tmp_path, 1))
+    wait_until(lambda: copy.has_failed)
+
+
+def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Callable[..., Mirroring], tmp_path: Path) -> None:
+    copy = copying("s3://bucket/needed")
+    s3.down()
+    copy.offer(saved(tmp_path, 1))
+    wait_until(lambda: 1 in copy.needed)
+    s3.up()
+    assert copy.is_over(within_seconds=60)
+    assert copy.needed == []
+
+
+ARGUMENTS = (
+    *("image_folder", "data.path=s3://bucket/shapes", "model.name=small_resnet", "model.pretrained=false"),
+    *("model.options={width: 4, stages: 1}", "data.workers=0", "batch.global_size=8", "data.image_size=16"),
+    *("evaluate.every=off", "telemetry.trackers=[]", "parallel.device=cpu", "parallel.threads=1"),
+    *("checkpoint.mirror=s3://bucket/stopped", "train.duration=2000 steps"),
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
+    s3: Any, put: Any, variables: dict[str, str], tmp_path: Path, secret: str
+) -> None:
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    for number in range(24):
+        content = io.BytesIO()
+        Image.fromarray(np.full((20, 20, 3), number * 10, np.uint8)).save(content, "PNG")
+        put(f"shapes/{('train', 'val')[number % 3 == 2]}/{'ab'[number % 2]}/{number}.png", content.getvalue())
+    command = [sys.executable, "-m", "paceline", "train", *ARGUMENTS, "--run-dir", str(tmp_path / "run")]
+    with subprocess.Popen(
+        command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_until(lambda: '"event": "step"' in _text(tmp_path / "run/events.jsonl") or process.poll(), 120)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    assert "copied s3://bucket/shapes: 24 files" in said
+    newest = read_commits(Remote("s3://bucket/stopped"))[0][0]
+    steps = CheckpointStore(tmp_path / "run/checkpoints").steps()
+    assert newest.step == steps[-1]
+    assert "data:\n" in _text(tmp_path / "run/recipe.yaml")
+    assert "path: s3://bucket/shapes" in _text(tmp_path / "run/recipe.yaml")
+    assert secret not in said
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+    # A run of its own is not gone on with from another's copy, nor begun over it.
+    with pytest.raises(RunDirectoryError, match="copy of another run"):
+        _refused(tmp_path / "other")
+
+
+def _refused(root: Path) -> None:
+    from paceline.records.run_directory import RunDirectory
+
+    (root / "checkpoints").mkdir(parents=True)
+    CheckpointStore(root / "checkpoints").save(1, {"model": {"weight": torch.zeros(1)}}, {"position": 1})
+    (root / "mirror.json").write_text(json.dumps({"run": "another"}))
+    mirroring._fill(RunDirectory(root), "s3://bucket/stopped", "auto", lambda _: None)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
