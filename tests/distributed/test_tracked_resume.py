@@ -138,7 +138,7 @@ print(json.dumps({
 def records(file: Path) -> Iterator[Any]:
     """Read what Weights & Biases has written: LevelDB's log format, of protocol buffers of its own.
 
-    The library has no reader of these files in Python since 0.2x; what reads them is a program that sends them away.
+    Its Python has no reader of them any more (0.31): the program that does sends them to a server.
     """
     from wandb.proto import wandb_internal_pb2
 

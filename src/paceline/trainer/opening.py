@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Mapping
@@ -155,8 +156,7 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
     resumes = _resumes(directory)
     choice = prepare_resume(directory, wanted, asked.plan.total_steps)
     # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
-    for outcome in (directory.summary, directory.mlperf_log):
-        outcome.unlink(missing_ok=True)
+    _remove(directory.summary, directory.mlperf_log)
     sync_directory(directory.root)
     _write_what_was_asked(directory, asked)
     return Opening(choice=choice, notices=notices, resumes=resumes)
@@ -180,12 +180,18 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
     of_evaluations = (directory.confusion, directory.examples)
     tracked = [directory.tracked(name) for name in TRACKERS]
-    for stale in (directory.events, directory.summary, directory.mlperf_log, *of_evaluations, *tracked):
-        stale.unlink(missing_ok=True)
+    _remove(directory.events, directory.summary, directory.mlperf_log, *of_evaluations, *tracked)
     _write_what_was_asked(directory, asked)
     directory.checkpoints.mkdir(exist_ok=True)
     directory.ledger.mkdir(exist_ok=True)
     return Opening(choice=Choice(None, 0))
+
+
+def _remove(*files: Path) -> None:
+    for each in files:
+        # What is in the way of its folder is told by what would write there.
+        with contextlib.suppress(NotADirectoryError):
+            each.unlink(missing_ok=True)
 
 
 def _is_ours(name: str) -> bool:

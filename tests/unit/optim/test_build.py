@@ -219,6 +219,26 @@ def test_rules_that_torch_lacks_are_as_published(name: str, options: dict[str, A
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_lars_divides_by_its_norms_and_eps(eps: float) -> None:
+    model = net()
+    optimizer = build_optimizer(model, section(name="lars", eps=eps, weight_decay=0.1, lr=0.1), CPU)
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    for each in model.parameters():
+        each.grad = 0.01 * each.detach()
+    before = [each.detach().norm() for each in matrices]
+    optimizer.step()
+    # Along the weights alone: what decays becomes shorter by its rate, its gradient and the trust ratio.
+    for each, norm in zip(matrices, before, strict=True):
+        shorter = 0.1 * 0.11 * norm * 0.001 * norm / (0.11 * norm + eps)
+        torch.testing.assert_close(each.detach().norm(), norm - shorter, rtol=1e-6, atol=0)
+    optimizer.zero_grad()
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
+
+
 def test_rmsprop_and_adafactor_are_torchs_own() -> None:
     made = {
         "rmsprop": (

@@ -116,3 +116,15 @@ def test_of_a_real_run_they_are_the_events(
             flat = {key: value for key, value in each.items() if key != "event" and not isinstance(value, dict)}
             for key, value in flat.items():
                 assert (value is None and row[key] != row[key]) or json.dumps(row[key]) == json.dumps(value), key
+
+
+def test_one_that_cannot_be_written_is_told_and_the_run_goes_on(
+    train_tiny: Callable[..., Any], events: Callable[..., list[dict[str, Any]]], runs: Path
+) -> None:
+    train_tiny("a", {"train.until": "2 steps"})
+    (runs / "a" / "csv").write_text("in the way")
+    result = train_tiny("a", {"telemetry.trackers": ["csv"]})
+    assert result.status == "completed"
+    (told,) = [each for each in events(result.run_dir, "incident") if each["incident"] == "tracker"]
+    assert told["tracker"] == "csv"
+    assert "gets no more records, and the run goes on" in told["message"]

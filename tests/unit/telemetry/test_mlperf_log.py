@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -205,3 +206,15 @@ def test_a_new_launch_takes_the_old_outcome_away(tmp_path: Path) -> None:
     assert (run / "mlperf" / "result_0.txt").is_file()
     train(tmp_path, {"telemetry.mlperf": False, "telemetry.submission": None, "train.until": "20 steps"})
     assert not (run / "mlperf" / "result_0.txt").exists()
+
+
+def test_one_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    short = {"train.duration": "2 steps", "schedule.warmup": "0 steps"}
+    run = tmp_path / "run"
+    paceline.train(tmp_path / "recipe.yaml", overrides={**short, "train.until": "1 steps"}, run_dir=run, quiet=True)
+    shutil.rmtree(run / "mlperf")
+    (run / "mlperf").write_text("in the way")
+    result = paceline.train(tmp_path / "recipe.yaml", overrides=short, run_dir=run)
+    assert result.status == "completed"
+    assert "note: the log in MLPerf's format could not be written: Cannot make" in capsys.readouterr().out

@@ -34,7 +34,7 @@ SENSITIVE = {
         {"evaluate.every": "1 steps"},
         {"evaluate.every": "1 steps", "evaluate.batch_size": 1},
         {"telemetry.log_every": "1 steps"},
-        {"telemetry.trackers": ["tensorboard"], "telemetry.log_every": "1 steps"},
+        {"telemetry.trackers": ["tensorboard", "csv"], "telemetry.log_every": "1 steps"},
         {"checkpoint.every": "1 steps"},
         {"checkpoint.every": "1 steps", "evaluate.every": "1 steps", "telemetry.log_every": "1 steps"},
     ],
