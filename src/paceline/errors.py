@@ -29,6 +29,10 @@ class ModelError(PacelineError):
     """The model is unknown, or does not fit the data or the weights given."""
 
 
+class StorageError(PacelineError):
+    """What lies at an address cannot be reached, read or written."""
+
+
 class LaunchError(PacelineError):
     """The processes of a run cannot be started or cannot find one another."""
 

@@ -167,7 +167,7 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         ),
         (("train", "digits", "-b", "64"), ("'-b'", "batch.global_size=")),
         (("evaluate", "x", "--batch-size", "64"), ("'--batch-size'", "batch.global_size=")),
-        (("predict", "x", "y", "--batch-size", "64"), ("'--batch-size'", "predict --help")),
+        (("predict", "x", "y", "--batch", "64"), ("'--batch'", "predict --help")),
         (("evaluate", "x", "optimizer.lr=1"), ("'optimizer.lr'", "no effect", "not trained")),
         (("help",), ("'help'", "train, launch", "paceline --help")),
         (("train", "digits", "--processes", "0"), ("--processes", "0")),
@@ -175,7 +175,7 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         (("evaluate", "x", "--weights", "average"), ("--weights", "average", "ema")),
         (("recipes", "show"), ("digits",)),
         (("recipes", "list"), ("list", "show")),
-        (("predict", "x"), ("FILE-OR-FOLDER", "recommendation", "--prompt")),
+        (("predict", "x"), ("SOURCE", "recommendation", "--prompt")),
     ],
 )
 def test_the_command_itself(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,5 +30,8 @@ def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " %" in done.stdout
+    if path.stem.startswith("from_") and find_spec(path.stem.removeprefix("from_")):
+        # A loop that was ported was held to the original, by the library itself.
+        assert "differ by at most" in done.stdout
     assert list(tmp_path.iterdir()) == []
     assert re.search(r"^    assert \w+ [<>] \d+, f?\"expected", path.read_text(encoding="utf-8"), re.MULTILINE)

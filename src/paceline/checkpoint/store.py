@@ -134,6 +134,22 @@ class CheckpointStore:
         with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / _name(step)):
             return self._make_room(step)
 
+    def adopt(self, room: Path, step: int) -> Path:
+        """Put a whole checkpoint that was copied into a hidden directory (:meth:`make_room`) under its own name.
+
+        Args:
+            room: The directory, verified, and all of it on the disk.
+            step: Its step; a checkpoint that is there already is replaced.
+
+        Raises:
+            CheckpointError: If the disk refuses.
+        """
+        target = self.directory / _name(step)
+        with reporting_disk_errors(f"put the checkpoint of step {step} at", target):
+            sync_directory(room)
+            self._publish(room, target, replace=True)
+        return target
+
     def write_share(
         self,
         step: int,

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.adapters import adapter_scale, without_adapters
 from paceline.checkpoint.best import read_best
 from paceline.checkpoint.durable import reporting_disk_errors
+from paceline.checkpoint.hub_folder import hub_weights_file, is_hub_folder, read_hub_folder
 from paceline.checkpoint.reading import check_sizes, read_weights_file
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.tensor_file import read_tensor_file
 from paceline.errors import CheckpointError
 
 WEIGHTS_CHOICES = ("auto", "model", "ema")
+ROUNDED = "rounded"
+"""Entry of the description of exported weights: ``bf16`` if matrices and filters are stored in it, and were fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +55,12 @@ class SavedWeights:
             CheckpointError: If the file was not written by Paceline.
         """
         text = self.metadata.get(key)
+        if text is None and "refusal" in self.metadata:
+            raise CheckpointError(f"{self.path.parent}: {self.metadata['refusal']}.")
         if text is None:
             raise CheckpointError(
-                f"{self.path} does not say which {key} its weights belong to; give a run directory, a checkpoint, or a "
-                "safetensors file out of a checkpoint."
+                f"{self.path} does not say which {key} its weights belong to; give a run directory, a checkpoint, a "
+                "safetensors file out of a checkpoint, or a hub folder with its config.json."
             )
         entry: dict[str, Any] = json.loads(text)
         return entry
@@ -67,7 +73,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     newest one in which they are whole is taken.
 
     Args:
-        target: A run directory, a checkpoint directory or a safetensors file.
+        target: A run directory, a checkpoint directory, a safetensors file or a hub folder, ours or timm's.
         weights: ``auto``, ``model`` or ``ema``.
         best: In a run directory, take the best checkpoint instead of the newest.
 
@@ -76,11 +82,14 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     """
     if not target.exists():
         raise CheckpointError(
-            f"'{target}' does not exist; give a run directory, a checkpoint directory or a safetensors file."
+            f"'{target}' does not exist; give a run directory, a checkpoint directory, a safetensors file or a hub "
+            "folder."
         )
     if target.suffix == ".safetensors":
         name = target.stem if target.stem in WEIGHTS_CHOICES else "model"
         return _from_file(target, name)
+    if is_hub_folder(target):
+        return _from_hub_folder(target)
     if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
         raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
     return _from_checkpoint(_best_of(target), weights) if best else _newest(target, weights)
@@ -124,7 +133,17 @@ def _has_checkpoints(target: Path) -> bool:
 
 def _from_file(path: Path, name: str) -> SavedWeights:
     content = read_tensor_file(path)
-    return SavedWeights(state=content.tensors, weights=name, path=path, metadata=content.metadata)
+    state, metadata = content.tensors, dict(content.metadata)
+    if metadata.pop(ROUNDED, None) == "bf16":
+        state = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
+    return SavedWeights(state=state, weights=name, path=path, metadata=metadata)
+
+
+def _from_hub_folder(path: Path) -> SavedWeights:
+    saved = _from_file(hub_weights_file(path), "model")
+    if "recipe" in saved.metadata:  # ours, which says more than its config.json
+        return replace(saved, weights=saved.metadata.get("weights", "model"))
+    return replace(saved, metadata={**saved.metadata, **read_hub_folder(path).metadata})
 
 
 def _best_of(run: Path) -> Path:

@@ -61,10 +61,10 @@ def command(
     trust_code: bool,
     as_json: bool,
 ) -> int:
-    """Score the weights of TARGET: a run directory, a checkpoint directory or a safetensors file out of one.
+    """Score the weights of TARGET: a run directory, a checkpoint directory, a safetensors file or a hub folder.
 
     The recipe the weights were trained with says on what; overrides change it. Every held-out sample is scored once,
-    with any number of processes.
+    with any number of processes. A hub folder of timm's says how images are shown, but not which: give data.path.
 
     --sizes tries several sizes of images instead, on those that the run held out of training
     (data.holdout_fraction), and says which is best.
@@ -75,6 +75,7 @@ def command(
       paceline evaluate runs/photos evaluate.augment=flip
       paceline evaluate runs/photos --sizes 192,224,256,288
       paceline evaluate runs/photos data.path=more-photos --predictions answers.csv
+      paceline evaluate resnet50-folder data.path=photos
     """
     refuse_training_overrides(overrides)
     sizes, on = _sweep(predictions)

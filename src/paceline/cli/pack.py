@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from paceline.data.image.packed_layout import Manifest
 
 # As paceline.data.packing.origins has them, which would take its time to import for --help.
-KINDS = ("image_folder", "webdataset", "huggingface", "cifar10", "cifar100", "mnist", "fashion_mnist", "packed")
+KINDS = (
+    "image_folder",
+    "csv",
+    "parquet",
+    "webdataset",
+    "huggingface",
+    "cifar10",
+    "cifar100",
+    "mnist",
+    "fashion_mnist",
+    "packed",
+)
 _EVERY_SECONDS = 5.0
 
 
@@ -36,11 +47,19 @@ class _Options:
     shard_bytes: int | None
     workers: int
     skip_broken: bool
+    image_column: str
     label_column: str
+    split_column: str
+    only_classes: tuple[str, ...] | None
+    subset: str | None
 
 
 def _mebibytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
     return None if value is None else value * 2**20
+
+
+def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(name.strip() for name in value.split(","))
 
 
 @click.command("pack", short_help="Write a dataset into a few files that are read fast.")
@@ -72,7 +91,22 @@ def _mebibytes(_: click.Context, __: click.Parameter, value: int | None) -> int 
     "--kind", type=click.Choice(KINDS), help="What SOURCE is; without it, that is seen from the files and told."
 )
 @click.option(
-    "--label-column", default="auto", metavar="NAME", help="Of a Hugging Face dataset: the column with the labels."
+    "--image-column", default="auto", metavar="NAME", help="Of a table: the column of images, or their paths."
+)
+@click.option("--label-column", default="auto", metavar="NAME", help="Of a table: the column of labels.")
+@click.option(
+    "--split-column",
+    default="auto",
+    metavar="NAME",
+    help="Of a table: the column of train, val or test; or off.",
+)
+@click.option(
+    "--only-classes", callback=_names, metavar="A,B,…", help="Pack these classes, by name or number, and no others."
+)
+@click.option(
+    "--subset",
+    metavar="N|N%",
+    help="Pack so many training images, or such a share of them, of each class alike.",
 )
 @click.option(
     "--shard-size",
@@ -100,10 +134,10 @@ def _mebibytes(_: click.Context, __: click.Parameter, value: int | None) -> int 
 def command(source: str, destination: Path | None, verify: bool, as_json: bool, **given: Any) -> int:
     """Pack SOURCE into the directory DEST, to be trained on with data.dataset=packed data.path=DEST.
 
-    SOURCE is an image folder, WebDataset tars (a folder of them, or 'train-{000..146}.tar'), a Hugging Face dataset on
-    the local disk (save_to_disk, or parquet), CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST as published, or a packed
-    dataset. Nothing in it is changed. The files of DEST are Arrow's; reading them opens no file per image and takes no
-    library. Writing them needs `pip install 'paceline[pack]'`.
+    SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
+    'train-{000..146}.tar'), a Hugging Face dataset on the local disk (save_to_disk, or parquet), CIFAR-10, CIFAR-100,
+    MNIST or Fashion-MNIST as published, or a packed dataset. Nothing in it is changed. The files of DEST are Arrow's;
+    reading them opens no file per image and takes no library. Writing them needs `pip install 'paceline[pack]'`.
 
     If it is interrupted or killed, the same command goes on. DEST is a dataset only when it is whole. The same source
     gives the same bytes. Images that cannot be read are named at the end, with exit code 2, unless --skip-broken says
@@ -115,6 +149,7 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
       paceline pack imagenet packed/imagenet-500 --mode jpeg --max-side 500 --quality 90
       paceline pack cifar-10-batches-bin packed/cifar10
       paceline pack 'tars/train-{000..146}.tar' packed/train
+      paceline pack labels.csv packed/tenth --subset 10% --only-classes cat,dog
       paceline pack packed/photos --verify
     """
     options = _Options(**given)
@@ -138,9 +173,10 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
 
 def _refuse_unused(options: _Options) -> None:
     """Refuse what says how to write where nothing is written."""
-    label_column = None if options.label_column == "auto" else options.label_column
-    written = {"--skip-broken": options.skip_broken or None, "--label-column": label_column}
-    names = ("kind", "mode", "max_side", "quality", "size", "shard_bytes")
+    columns = {f"--{name}-column": getattr(options, f"{name}_column") for name in ("image", "label", "split")}
+    written = {"--skip-broken": options.skip_broken or None}
+    written |= {name: None if value == "auto" else value for name, value in columns.items()}
+    names = ("only_classes", "subset", "kind", "mode", "max_side", "quality", "size", "shard_bytes")
     written |= {"--" + name.replace("_", "-").replace("bytes", "size"): getattr(options, name) for name in names}
     given = [name for name, value in written.items() if value is not None]
     if given:
@@ -148,10 +184,14 @@ def _refuse_unused(options: _Options) -> None:
 
 
 def _pack(source: str, destination: Path, options: _Options) -> dict[str, Any]:
+    from paceline.data.packing.origins import wanted_part
     from paceline.data.packing.pack import Request, pack
 
     begun = time.monotonic()
-    request = Request(source=source, destination=destination, **vars(options))
+    given = dict(vars(options))
+    names = ("image_column", "label_column", "split_column", "only_classes", "subset")
+    part = wanted_part(**{name: given.pop(name) for name in names})
+    request = Request(source=source, destination=destination, wanted=part, **given)
     packed = pack(request, _Telling("packed", format_count, "images"), lambda line: click.echo(line, err=True))
     return {
         "destination": str(destination),

@@ -11,6 +11,7 @@ import click
 from paceline.cli.options import FiniteRange, best_option, json_option, trust_code_option, weights_option
 from paceline.cli.output import print_json
 from paceline.cli.predict_clicks import answer_clicks
+from paceline.cli.predict_images import ImagesAsked, answer_images
 
 if TYPE_CHECKING:
     from paceline.inference.text import TextPredictor
@@ -20,7 +21,7 @@ _LABELS = 3
 
 @click.command("predict", short_help="Label images, or write text, with trained weights.")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE-OR-FOLDER...]")
+@click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[SOURCE...]")
 @click.option("--prompt", metavar="TEXT", help="What a language model is to go on from, or to fill in.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt: most to write (default: 200).")
 @click.option(
@@ -40,13 +41,25 @@ _LABELS = 3
 @click.option(
     "--draw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of a detector: draw what it finds."
 )
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the answers to a new file: .jsonl, .csv (a line for each label) or .parquet. It is there when it is "
+    "whole; until then it is FILE.partial.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Images answered at once (default: 64).")
+@click.option("--stdin-image", is_flag=True, help="The source - is an image itself, not a list of paths.")
 @weights_option
 @best_option
 @trust_code_option
 @json_option
 def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json: bool, **given: Any) -> int:
-    """Label images, find objects in them, or write text, with the weights of TARGET: a run directory, a checkpoint or a
-    safetensors file out of one.
+    """Label images, find objects in them, or write text, with the weights of TARGET: a run directory, a checkpoint, a
+    safetensors file, a hub folder, or an ONNX file that labels images.
+
+    Sources are files, folders (searched through), patterns in quotes, archives (.zip, .tar, .tar.gz: nothing is
+    unpacked), and - for paths from standard input, one a line. Answers come in their order.
 
     Unreadable images are named, the others are labelled, and the exit code is then 1. Of a detector the answers are the
     objects that are likelier there than not, each with its box: left, top, right and bottom edge in pixels. A language
@@ -58,65 +71,34 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
     Examples:
       paceline predict runs/photos new-photos
       paceline predict runs/photos cat.jpg dog.jpg --best --top-k 1 --json
+      paceline predict model.onnx "new/**/*.jpg" more.tar.gz --output answers.jsonl
+      find new -name "*.jpg" | paceline predict runs/photos -
       paceline predict runs/gpt --prompt "The for statement" --tokens 300
       paceline predict runs/bert --prompt "The f[MASK]r statement"
       paceline predict runs/boxes new-photos --draw found
     """
     top_k, draw = given.pop("top_k"), given.pop("draw")
+    of_images = {name: given.pop(name) for name in ("output", "batch_size", "stdin_image")}
     writing = {name: given.pop(name) for name in ("tokens", "temperature", "seed")}
     asked = {name: value for name, value in writing.items() if value is not None}
     if prompt is None and not sources:
         raise click.UsageError(
-            "Missing argument 'FILE-OR-FOLDER...': images to label or to find objects in, or lines of samples (.tsv, "
+            "Missing argument 'SOURCE...': images to label or to find objects in, or lines of samples (.tsv, "
             ".txt, .jsonl) of a recommendation task; a language model takes --prompt."
         )
     if prompt is not None and sources:
         raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
     if prompt is None and asked:
         raise click.UsageError(f"--{next(iter(asked))} says how to write, and without --prompt nothing is written.")
-    if prompt is not None and draw is not None:
-        raise click.UsageError("--draw draws the objects that a detector finds, and --prompt is for language models.")
+    typed = {"draw": draw, **of_images}
+    idle = [name.replace("_", "-") for name, value in typed.items() if value]
     if prompt is None:
-        return _label(target, sources, top_k, draw, given, as_json=as_json)
+        code = answer_clicks(target, sources, as_json=as_json, idle=idle, **given)
+        images = ImagesAsked(sources=sources, top_k=top_k, draw=draw, as_json=as_json, **of_images)
+        return answer_images(target, images, **given) if code is None else code
+    if idle:
+        raise click.UsageError(f"--{idle[0]} is for images, and --prompt is for language models: give one of them.")
     return _write(target, prompt, asked, top_k, given, as_json=as_json)
-
-
-def _label(
-    target: Path,
-    sources: tuple[Path, ...],
-    top_k: int | None,
-    draw: Path | None,
-    given: dict[str, Any],
-    *,
-    as_json: bool,
-) -> int:
-    from paceline.distributed.device import choose_device
-    from paceline.inference.detection import DetectionPredictor
-    from paceline.inference.predict import image_files, open_predictor
-    from paceline.world import World
-
-    code = answer_clicks(target, sources, as_json=as_json, **given)
-    if code is not None:
-        return code
-    files = image_files(sources)
-    device = choose_device("auto", World())
-    predictor = open_predictor(target, device=device, **given)
-    options: dict[str, Any] = {"top_k": top_k or predictor.usual_top_k}
-    if draw is not None:
-        if not isinstance(predictor, DetectionPredictor):
-            raise click.UsageError("--draw draws the objects that a detector finds, and these weights label images.")
-        options["draw"] = draw
-    failed = False
-    rows = []
-    for prediction in predictor.predict(files, **options):
-        failed = failed or prediction.error is not None
-        if as_json:
-            rows.append(dataclasses.asdict(prediction))
-        else:
-            click.echo(f"{prediction.path}  {prediction.described()}")
-    if as_json:
-        print_json(rows)
-    return 1 if failed else 0
 
 
 def _write(

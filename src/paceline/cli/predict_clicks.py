@@ -12,18 +12,22 @@ import click
 from paceline.cli.output import print_json
 
 _ENDINGS = (".tsv", ".txt", ".gz", ".jsonl")
+_ARCHIVE = ".tar.gz"
 
 
-def answer_clicks(target: Path, sources: Sequence[Path], *, as_json: bool, **given: Any) -> int | None:
+def answer_clicks(
+    target: Path, sources: Sequence[Path], *, as_json: bool, idle: Sequence[str], **given: Any
+) -> int | None:
     """Say with which probability each line is clicked on; None if these are no such files, or weights.
 
     Args:
         target: Where the weights are.
         sources: Files of lines.
         as_json: Print JSON.
+        idle: Options that were typed and have no effect on samples.
         given: What :func:`~paceline.inference.clicks.load_click_predictor` takes besides.
     """
-    if not all(each.is_file() and each.name.endswith(_ENDINGS) for each in sources):
+    if not all(_holds_lines(each) for each in sources):
         return None
     from paceline.distributed.device import choose_device
     from paceline.inference.clicks import load_click_predictor
@@ -32,6 +36,10 @@ def answer_clicks(target: Path, sources: Sequence[Path], *, as_json: bool, **giv
     predictor = load_click_predictor(target, device=choose_device("auto", World()), **given)
     if predictor is None:
         return None
+    if idle:
+        raise click.UsageError(
+            f"--{idle[0]} is for images, and these weights are about lines of samples: leave it out."
+        )
     failed = False
     rows = []
     for each in (answer for source in sources for answer in predictor.predict(source)):
@@ -45,3 +53,7 @@ def answer_clicks(target: Path, sources: Sequence[Path], *, as_json: bool, **giv
     if as_json:
         print_json(rows)
     return 1 if failed else 0
+
+
+def _holds_lines(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(_ENDINGS) and not path.name.endswith(_ARCHIVE)

@@ -26,6 +26,7 @@ from types import FrameType
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
 from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
 from paceline.errors import LaunchError, OtherProcessError, PacelineError
+from paceline.storage.addresses import without_secrets
 
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
@@ -305,7 +306,9 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     notes = [str(note) for note in getattr(error, "__notes__", ())]
-    message = "\n".join([str(error), *notes]) if mistake else "".join(traceback.format_exception(error))
+    told = "\n".join([str(error), *notes]) if mistake else "".join(traceback.format_exception(error))
+    # Addresses, and what libraries say of them, may hold a credential.
+    message = without_secrets(told)
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
         prefix = f"rank {rank}: " if world_size > 1 else ""
@@ -315,8 +318,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "rank": rank,
         "time": time.time(),
         "message": message,
-        "summary": _summary(error),
-        "notes": notes,
+        "summary": without_secrets(_summary(error)),
+        "notes": [without_secrets(note) for note in notes],
         "exit_code": code,
         "is_traceback": not mistake,
         "is_echo": isinstance(error, OtherProcessError),

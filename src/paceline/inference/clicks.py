@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
@@ -76,6 +77,11 @@ class ClickPredictor:
         check_inventory(network.state_dict(), saved.plain, where=where)
         network.load_state_dict(saved.plain)
         self._network = network.to(device).eval()
+
+    @property
+    def network(self) -> nn.Module:
+        """The network, in evaluation on the device."""
+        return self._network
 
     def predict(self, path: Path) -> Iterator[ClickAnswer]:
         """Yield one answer for each line, in order; a wrong one is an answer too.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from PIL import Image, ImageDraw
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.boxes.pipeline import as_floats, as_tensor
-from paceline.data.image.decode import BrokenImageError, Pixels, decode
+from paceline.data.image.decode import Pixels, decode
+from paceline.inference.answers import Box
 from paceline.models.detectors import build_detector
+from paceline.models.digest import weights_sha256
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
 
 _SURE = 0.5
@@ -33,13 +36,19 @@ class Detections:
         probabilities: How sure each is, in [0, 1].
         boxes: Left, top, right and bottom edge of each in pixels of the file's picture.
         error: Why there is no answer, if there is none.
+        masks: Of each, float32 [N, 1, H, W] in [0, 1] on the CPU, where the network draws them.
     """
 
     path: Path
     labels: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    boxes: tuple[tuple[float, float, float, float], ...] = ()
+    boxes: tuple[Box, ...] = ()
     error: str | None = None
+    masks: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    def at(self, path: Path) -> Detections:
+        """The same answer, for that path."""
+        return replace(self, path=path)
 
     def described(self) -> str:
         """The answer as one line for people, without the path."""
@@ -49,19 +58,42 @@ class Detections:
         said = (f"{label} {100 * sure:.1f} % ({', '.join(f'{edge:.0f}' for edge in box)})" for label, sure, box in rows)
         return "  ".join(said) or f"nothing of {100 * _SURE:.0f} % or more"
 
+    def row(self) -> dict[str, Any]:
+        """The answer as a row of a file."""
+        found = {"labels": self.labels, "probabilities": self.probabilities, "boxes": self.boxes}
+        return {"path": self.path, **found, "error": self.error}
 
-def _copies(paths: Sequence[Path]) -> dict[Path, str]:
+    def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
+        """The picture, uint8 [H, W, 3], with boxes and, where there are any, masks."""
+        picture = Image.fromarray(prepared)
+        colours = [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
+        for colour, mask in zip(colours, () if self.masks is None else self.masks, strict=False):
+            seen = Image.fromarray(((mask[0] >= _SURE).to(torch.uint8) * 110).numpy(), mode="L")
+            picture.paste(Image.new("RGB", picture.size, colour), mask=seen)
+        pen = ImageDraw.Draw(picture)
+        for colour, box, label in zip(colours, self.boxes, self.labels, strict=True):
+            pen.rectangle(box, outline=colour)
+            pen.text((box[0] + 2, box[1] + 1), label, fill=colour)
+        return picture
+
+
+class CopyNames:
     """What each picture's copy is called: as the picture, and numbered where others are called so."""
-    taken: set[str] = set()
-    names: dict[Path, str] = {}
-    for path in paths:
-        if path in names:
-            continue
-        tries = itertools.chain([f"{path.stem}.png"], (f"{path.stem}-{number}.png" for number in itertools.count(2)))
-        # Some file systems tell no large letters from small ones.
-        names[path] = next(each for each in tries if each.lower() not in taken)
-        taken.add(names[path].lower())
-    return names
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._names: dict[Path, str] = {}
+
+    def of(self, path: Path) -> str:
+        """The name of that picture's copy; the same when it is asked again."""
+        if path not in self._names:
+            tries = itertools.chain(
+                [f"{path.stem}.png"], (f"{path.stem}-{number}.png" for number in itertools.count(2))
+            )
+            # Some file systems tell no large letters from small ones.
+            self._names[path] = next(each for each in tries if each.lower() not in self._taken)
+            self._taken.add(self._names[path].lower())
+        return self._names[path]
 
 
 class DetectionPredictor:
@@ -74,6 +106,9 @@ class DetectionPredictor:
     """
 
     usual_top_k = 100
+    # Beside larger ones a picture is padded, which changes its answer.
+    largest_batch: int | None = 1
+    finds_boxes = True
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         where = str(saved.path)
@@ -87,28 +122,28 @@ class DetectionPredictor:
         network.load_state_dict(saved.plain)
         self._network = network.to(device).eval()
         self._device = device
+        self._saved = saved
 
-    def predict(self, paths: Sequence[Path], *, top_k: int = 100, draw: Path | None = None) -> Iterator[Detections]:
-        """Yield one answer per file, in order; an unreadable file is an answer too.
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the weights, as ``summary.json`` has it."""
+        return weights_sha256(self._saved.state)
 
-        Args:
-            paths: The files.
-            top_k: Most objects to tell of a picture.
-            draw: A folder for copies of the pictures with what was found drawn into them.
+    def prepare(self, content: bytes) -> Pixels:
+        """Decode one image file, uint8 [H, W, 3].
+
+        Raises:
+            BrokenImageError: If it cannot be read.
         """
-        copies = _copies(paths)
-        for path in paths:
-            try:
-                pixels = decode(path, 3)
-            except BrokenImageError as error:
-                yield Detections(path, error=error.reason)
-                continue
-            found = self._found(pixels, top_k)
-            answer = self._answer(path, found)
-            if draw is not None:
-                draw.mkdir(parents=True, exist_ok=True)
-                self._drawn(pixels, answer, found).save(draw / copies[path])
-            yield answer
+        return decode(content, 3)
+
+    def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Detections]:
+        """One answer for each picture, in order, without paths; each is looked at alone."""
+        return [self._answer(self._found(pixels, top_k)) for pixels in prepared]
+
+    def unreadable(self, path: Path, reason: str) -> Detections:
+        """The answer for a picture that cannot be read."""
+        return Detections(path, error=reason)
 
     @torch.inference_mode()
     def _found(self, pixels: Pixels, top_k: int) -> dict[str, torch.Tensor]:
@@ -118,24 +153,12 @@ class DetectionPredictor:
         kept = sure[found["scores"][sure] >= _SURE][:top_k]
         return {name: each[kept].cpu() for name, each in found.items()}
 
-    def _answer(self, path: Path, found: dict[str, torch.Tensor]) -> Detections:
+    def _answer(self, found: dict[str, torch.Tensor]) -> Detections:
         boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in found["boxes"].tolist()]
         return Detections(
-            path,
+            Path(),
             tuple(self.classes[label - 1] for label in found["labels"].tolist()),
             tuple(found["scores"].tolist()),
             tuple(boxes),
+            masks=found.get("masks"),
         )
-
-    def _drawn(self, pixels: Pixels, answer: Detections, found: dict[str, torch.Tensor]) -> Image.Image:
-        """The picture with boxes and, where there are any, masks."""
-        picture = Image.fromarray(pixels)
-        colours = [_COLOURS[self.classes.index(label) % len(_COLOURS)] for label in answer.labels]
-        for colour, mask in zip(colours, found.get("masks", ()), strict=False):
-            seen = Image.fromarray(((mask[0] >= _SURE).to(torch.uint8) * 110).numpy(), mode="L")
-            picture.paste(Image.new("RGB", picture.size, colour), mask=seen)
-        pen = ImageDraw.Draw(picture)
-        for colour, box, label in zip(colours, answer.boxes, answer.labels, strict=True):
-            pen.rectangle(box, outline=colour)
-            pen.text((box[0] + 2, box[1] + 1), label, fill=colour)
-        return picture

@@ -1,46 +1,212 @@
-"""How do a run's weights become one file that other programs open?"""
+"""How do a run's weights become a file or folder that other programs open?"""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from paceline.checkpoint.durable import reporting_disk_errors
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.tensor_file import write_tensor_file
-from paceline.checkpoint.weights import SavedWeights, read_weights
-from paceline.errors import CheckpointError
+from paceline.checkpoint.weights import ROUNDED, SavedWeights, read_weights
+from paceline.errors import CheckpointError, PacelineError, RecipeError
+from paceline.inference.export_onnx import need_onnx, write_onnx
+from paceline.inference.export_program import InBfloat16, write_program
+from paceline.inference.exportable import Exportable, open_exportable, preprocessing
+from paceline.inference.hub_export import write_hub_folder
+from paceline.inference.int8 import Trial, calibration_images, quantised
+from paceline.inference.placing import check_output, put_in_place
+from paceline.recipe.load import Overrides
+
+FORMATS = {"timm": "", "safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
+"""The formats, and how the name of a file of each ends; a hub folder's has no ending."""
+QUANTIZED = {"int8": ("onnx",), "bf16": ("timm", "safetensors", "torch-export")}
+"""What weights may be rounded to, and in which formats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to write.
+
+    Attributes:
+        target: A run directory, a checkpoint directory, a safetensors file or a hub folder.
+        output: The new file or folder.
+        form: One of ``FORMATS``.
+        weights: ``auto``, ``model`` or ``ema``.
+        best: In a run directory, take the best checkpoint instead of the newest.
+        quantize: ``int8``, ``bf16`` or None.
+        overrides: Changes to the run's ``data`` section, for ``int8``, which looks at some of its images.
+        trust_code: Whether the weights' recipe may name code to import.
+    """
+
+    target: Path
+    output: Path
+    form: str = "safetensors"
+    weights: str = "auto"
+    best: bool = False
+    quantize: str | None = None
+    overrides: Overrides = ()
+    trust_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        saved: The weights, as they were before they were rounded.
+        size_bytes: Of the file, or of all files of the folder.
+        largest_difference: Between the answers of what was written and the network's own, in logits; None of a
+            safetensors file, which holds the tensors themselves.
+        trial: Of int8: accuracies on held-out images before and after.
+    """
+
+    saved: SavedWeights
+    size_bytes: int
+    largest_difference: float | None = None
+    trial: Trial | None = None
+
+
+def export(request: ExportRequest) -> Exported:
+    """Write one set of weights in an interchange format, on the CPU.
+
+    Parts that processes hold are put together, and low-rank adapters are merged into the network's own weights. What
+    can compute is asked the same as the network before the file appears under its name.
+
+    Raises:
+        PacelineError: If there are no such weights, the format cannot hold them, or the output exists or cannot be
+            written; nothing is written then.
+    """
+    _check(request)
+    saved = read_weights(request.target, request.weights, best=request.best)
+    writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], Exported]] = {
+        "safetensors": _safetensors,
+        "timm": _timm,
+        "onnx": _onnx,
+        "torch-export": _program,
+    }
+    with put_in_place(request.output) as partial_path:
+        exported = writers[request.form](request, saved, partial_path)
+        size = size_of(partial_path) if partial_path.is_dir() else partial_path.stat().st_size
+    return replace(exported, size_bytes=size)
 
 
 def export_safetensors(target: Path, output: Path, *, weights: str = "auto", best: bool = False) -> SavedWeights:
-    """Write one set of weights to a new safetensors file, on the CPU.
-
-    Parts that processes hold are put together, and low-rank adapters are merged into the network's own weights.
-
-    Args:
-        target: A run directory, a checkpoint directory or a safetensors file.
-        output: The new file; its name ends in ``.safetensors``.
-        weights: ``auto``, ``model`` or ``ema``.
-        best: In a run directory, take the best checkpoint instead of the newest.
-
-    Returns:
-        The weights that were written.
+    """Write one set of weights to a new safetensors file; arguments as of :class:`ExportRequest`.
 
     Raises:
         CheckpointError: If there are no such weights, or the file exists or cannot be written.
     """
-    if output.suffix != ".safetensors":
-        raise CheckpointError(f"--output={output}: the name of such a file must end in .safetensors; change it.")
-    if output.exists():
-        raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
-    saved = read_weights(target, weights, best=best)
-    contiguous = {key: tensor.contiguous() for key, tensor in saved.plain.items()}
-    with reporting_disk_errors("write the weights to", output):
-        try:
-            write_tensor_file(output, contiguous, {**saved.metadata, "weights": saved.weights, "format": "pt"})
-        except FileExistsError:
-            raise
-        except BaseException:
-            with contextlib.suppress(OSError):
-                output.unlink(missing_ok=True)
-            raise
-    return saved
+    return export(ExportRequest(target=target, output=output, weights=weights, best=best)).saved
+
+
+def _check(request: ExportRequest) -> None:
+    ending = FORMATS[request.form]
+    if ending and request.output.suffix != ending:
+        raise CheckpointError(f"--output={request.output}: the name of such a file must end in {ending}; change it.")
+    if not ending and request.output.suffix in FORMATS.values() and request.output.suffix:
+        raise CheckpointError(
+            f"--output={request.output}: a hub folder's name does not end in {request.output.suffix}; change it, or "
+            "--format."
+        )
+    if request.quantize is not None and request.form not in QUANTIZED[request.quantize]:
+        raise PacelineError(
+            f"--quantize {request.quantize} is for --format {', '.join(QUANTIZED[request.quantize])}, not "
+            f"{request.form}; choose one of them, or leave it out."
+        )
+    if request.overrides and request.quantize != "int8":
+        raise PacelineError(
+            f"overrides have no effect here (found {', '.join(map(str, request.overrides))}): they say which data "
+            "--quantize int8 looks at; leave them out."
+        )
+    check_output(request.output)
+    if request.form == "onnx":
+        need_onnx()
+
+
+def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
+    """What a file says of itself: what the weights' own file said, and which they are."""
+    kept = {key: value for key, value in saved.metadata.items() if key != ROUNDED}
+    rounded = {ROUNDED: request.quantize} if request.quantize is not None else {}
+    return {**kept, "weights": saved.weights, **rounded}
+
+
+def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+    metadata = {**_metadata(saved, request), "format": "pt"}
+    state = saved.plain if request.quantize is None else _rounded(saved.plain)
+    _write_tensors(path, state, metadata)
+    return Exported(saved=saved, size_bytes=0)
+
+
+def _write_tensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    write_tensor_file(path, {key: tensor.contiguous() for key, tensor in state.items()}, metadata)
+
+
+def _rounded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with its matrices and filters in bf16; norms, biases and statistics take little and stay in fp32."""
+    return {
+        key: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
+        for key, tensor in state.items()
+    }
+
+
+def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+    saved.described("recipe")
+    rounded = None if request.quantize is None else _rounded(saved.plain)
+    # What timm reads is fp32 again, so that its answers are those of the rounded weights.
+    shown = (
+        saved
+        if rounded is None
+        else replace(
+            saved, state={key: each.float() if each.dtype == torch.bfloat16 else each for key, each in rounded.items()}
+        )
+    )
+    exportable = open_exportable(shown, trust_code=request.trust_code, wanted="timm")
+    difference = write_hub_folder(
+        exportable,
+        path,
+        run=request.target,
+        write_weights=partial(
+            _write_tensors,
+            state=saved.plain if rounded is None else rounded,
+            metadata={**_metadata(saved, request), "format": "pt"},
+        ),
+    )
+    return Exported(saved=saved, size_bytes=0, largest_difference=difference)
+
+
+def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+    exportable = open_exportable(saved, trust_code=request.trust_code, wanted="onnx")
+    metadata = _described(exportable, request)
+    if request.quantize is None:
+        return Exported(saved=saved, size_bytes=0, largest_difference=write_onnx(exportable, path, metadata))
+    images = calibration_images(saved, request.overrides, trust_code=request.trust_code)
+    if exportable.kind != "images":
+        raise RecipeError("--quantize int8 is for networks that label images.")
+    whole = path.with_name(f"{path.stem}-fp32{path.suffix}")
+    try:
+        write_onnx(exportable, whole, metadata)
+        trial = quantised(whole, path, images, metadata)
+    finally:
+        whole.unlink(missing_ok=True)
+    return Exported(saved=saved, size_bytes=0, largest_difference=None, trial=trial)
+
+
+def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+    exportable = open_exportable(saved, trust_code=request.trust_code, wanted="torch-export")
+    if request.quantize is not None:
+        exportable = replace(exportable, network=InBfloat16(exportable.network).eval())
+    difference = write_program(exportable, path, _described(exportable, request))
+    return Exported(saved=saved, size_bytes=0, largest_difference=difference)
+
+
+def _described(exportable: Exportable, request: ExportRequest) -> dict[str, str]:
+    """The description of a file that computes: how samples are prepared stands there in words as well."""
+    return {
+        **_metadata(exportable.saved, request),
+        "preprocessing": preprocessing(exportable.saved, exportable.inputs),
+    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from torch import nn
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
-from paceline.data.image.folder import EXTENSIONS
-from paceline.data.image.shapes import rectangle
 from paceline.data.image.source import ArraySource
-from paceline.data.image.transforms import Shape, evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
-from paceline.errors import DataError, RecipeError
+from paceline.errors import CheckpointError, DataError, RecipeError
+from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
+from paceline.inference.labelling import ImageLabeller, Shown, class_names
+from paceline.inference.onnx_predictor import OnnxPredictor
+from paceline.models.digest import weights_sha256
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
@@ -32,36 +33,10 @@ from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.world import World
 
-_BATCH = 64
-
 TaskMaker = Callable[[Recipe], Task]
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The answer for one image.
-
-    Attributes:
-        path: The image file.
-        labels: Class names, the most probable first; empty if the image could not be read.
-        probabilities: Their probabilities, in [0, 1].
-        error: Why there is no answer, if there is none.
-    """
-
-    path: Path
-    labels: tuple[str, ...] = ()
-    probabilities: tuple[float, ...] = ()
-    error: str | None = None
-
-    def described(self) -> str:
-        """The answer as one line for people, without the path."""
-        if self.error is not None:
-            return f"unreadable: {self.error}"
-        pairs = zip(self.labels, self.probabilities, strict=True)
-        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
-
-
-class Predictor:
+class Predictor(ImageLabeller):
     """Trained weights with the preprocessing they were evaluated with; needs no file but the weights' own.
 
     Args:
@@ -70,61 +45,31 @@ class Predictor:
         make_task: Makes that task.
     """
 
-    usual_top_k = 3
-
     def __init__(self, saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> None:
         self._saved = saved
         self._device = device
         data = saved.described("data")
-        self.classes: tuple[str, ...] = tuple(data["class_names"])
+        self.classes = class_names(data) or ()
+        self.shown = Shown.described(data)
+        # The size that the network was built for; it may be shown another.
         self._size: int = data["image_size"]
-        self._shown_size: int = data.get("evaluation_size", self._size)
-        self._channels: int = data["channels"]
-        self._crop: float = data["evaluation_crop"]
-        self._interpolation: str = data.get("interpolation", "bilinear")
-        # Only where images keep their aspect ratio.
-        self._multiple: int | None = data.get("evaluation_multiple")
-        self._normalize = Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=device))
+        self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
         task = self._task(make_task)
         self._network = self._build(task).to(device).eval()
         self._answers = task.evaluated(self._network)
         if (kind := task.recipe.evaluate.augment) in CROPS:
-            shown = shown_for_crops(task.recipe.data, self._shown_size, kind)
-            self._shown_size, self._crop = int(shown.evaluation_size), shown.evaluation_crop
+            whole = shown_for_crops(task.recipe.data, self.shown.size, kind)
+            self.shown = replace(self.shown, size=int(whole.evaluation_size), crop=whole.evaluation_crop)
 
-    def predict(self, paths: Sequence[Path], *, top_k: int = 5) -> Iterator[Prediction]:
-        """Yield one answer per file, in order; an unreadable file is an answer too."""
-        for start in range(0, len(paths), _BATCH):
-            yield from self._predict_batch(paths[start : start + _BATCH], min(top_k, len(self.classes)))
-
-    @torch.inference_mode()
-    def _predict_batch(self, paths: Sequence[Path], top_k: int) -> Iterator[Prediction]:
-        images: dict[Path, torch.Tensor] = {}
-        errors: dict[Path, str] = {}
-        for path in paths:
-            try:
-                images[path] = evaluation_image(
-                    decode(path, self._channels), self._shape_of(path), self._crop, self._interpolation
-                )
-            except BrokenImageError as error:
-                errors[path] = error.reason
-        answers: dict[Path, Prediction] = {}
-        for shape in {tuple(image.shape) for image in images.values()}:
-            alike = {path: image for path, image in images.items() if tuple(image.shape) == shape}
-            answers |= self._score(alike, top_k)
-        return iter([answers[path] if path in answers else Prediction(path, error=errors[path]) for path in paths])
-
-    def _shape_of(self, path: Path) -> Shape:
-        """Height and width at which an image is shown; the same as in evaluation."""
-        size = self._shown_size
-        if self._multiple is None or (found := upright_size(path)) is None:
-            return size, size
-        return rectangle(*found, size=size, multiple=self._multiple)
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the weights, as ``summary.json`` has it."""
+        return weights_sha256(self._saved.state)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width at which square images are shown."""
-        return self._channels, self._shown_size, self._shown_size
+    def network(self) -> nn.Module:
+        """The network, in evaluation on the device."""
+        return self._network
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """The probabilities of the classes, float32 [N, classes] on the device.
@@ -135,14 +80,6 @@ class Predictor:
         batch = self._normalize(images.to(self._device, non_blocking=True))
         answers: torch.Tensor = self._answers(batch).float().softmax(dim=1)
         return answers
-
-    def _score(self, images: dict[Path, torch.Tensor], top_k: int) -> dict[Path, Prediction]:
-        probabilities, labels = self.probabilities(torch.stack(list(images.values()))).topk(top_k, dim=1)
-        rows = zip(images, probabilities.tolist(), labels.tolist(), strict=True)
-        return {
-            path: Prediction(path, tuple(self.classes[label] for label in top), tuple(values))
-            for path, values, top in rows
-        }
 
     def _task(self, make_task: TaskMaker) -> Task:
         where = str(self._saved.path)
@@ -171,14 +108,16 @@ class Predictor:
     def _described_dataset(self) -> ImageDataset:
         data = self._saved.described("data")
         none = ArraySource(
-            np.empty((0, self._size, self._size, self._channels), dtype=np.uint8), np.empty(0, dtype=np.int64), "none"
+            np.empty((0, self._size, self._size, self.shown.channels), dtype=np.uint8),
+            np.empty(0, dtype=np.int64),
+            "none",
         )
         return ImageDataset(
             name=data["dataset"],
             train=none,
             validation=none,
             classes=self.classes,
-            channels=self._channels,
+            channels=self.shown.channels,
             image_size=self._size,
             digest=data["digest"],
             mean=tuple(data["mean"]),
@@ -241,49 +180,31 @@ def load_predictor(
         raise DataError(
             f"{saved.path} holds a detector, which finds objects and labels no images; use paceline predict."
         )
-    if "class_names" not in described:
+    return _labeller(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
+
+
+def _labeller(saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> Predictor:
+    if class_names(saved.described("data")) is None:
         raise DataError(
             f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
         )
-    make_task = trained_task(saved, trust_code=trust_code) if task is None else task
-    return Predictor(saved, device or torch.device("cpu"), make_task)
+    return Predictor(saved, device, make_task)
 
 
 def open_predictor(
     target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
-) -> Predictor | DetectionPredictor:
-    """Load weights that label images, or find objects in them; arguments as for :func:`load_predictor`."""
+) -> ImagePredictor:
+    """Load weights that label images, or find objects in them; arguments as for :func:`load_predictor`.
+
+    Besides, the target may be an ONNX file as ``paceline export --format onnx`` writes it.
+    """
+    if target.suffix == ".onnx":
+        if weights != "auto" or best:
+            raise CheckpointError(
+                f"'{target}' holds one set of weights: --weights and --best have no effect; leave them out."
+            )
+        return OnnxPredictor(target, device)
     saved = read_weights(target, weights, best=best)
     if "detects" in saved.described("data"):
         return DetectionPredictor(saved, device, trust_code=trust_code)
-    return load_predictor(target, weights=weights, best=best, trust_code=trust_code, device=device)
-
-
-def image_files(sources: Sequence[Path]) -> list[Path]:
-    """The image files meant by files and folders (searched through), in order.
-
-    Raises:
-        DataError: If a source does not exist, or a folder holds no image.
-    """
-    found: list[Path] = []
-    for source in sources:
-        if source.is_file():
-            found.append(source)
-        elif source.is_dir():
-            inside = sorted(
-                path
-                for path in source.rglob("*")
-                if path.suffix.lower().removeprefix(".") in EXTENSIONS and path.is_file()
-            )
-            if not inside:
-                raise DataError(
-                    f"'{source}' holds no image; files with these endings are read: {', '.join(EXTENSIONS)}. Lines of "
-                    "samples (.tsv, .txt, .jsonl) are given file by file."
-                )
-            found += inside
-        else:
-            raise DataError(
-                f"'{source}' does not exist; give image files or folders of them, or files of lines (.tsv, .txt, "
-                ".jsonl) to a recommendation task."
-            )
-    return found
+    return _labeller(saved, device, trained_task(saved, trust_code=trust_code))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import SavedWeights, read_weights
@@ -81,6 +81,11 @@ class TextPredictor:
         check_inventory(network.state_dict(), saved.plain, where=where)
         network.load_state_dict(saved.plain)
         self._network = network.to(device).eval()
+
+    @property
+    def network(self) -> nn.Module:
+        """The network, in evaluation on the device."""
+        return self._network
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
         """Yield the ids of tokens that go on from a prompt, until a document ends.

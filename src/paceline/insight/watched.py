@@ -220,9 +220,14 @@ class WatchedRun:
             "last_evaluations": last,
             "phases": self.phases(),
             "incidents": [dict(each) for each in self.told.incidents],
-            "checkpoints": [each["checkpoint"] for each in self.told.checkpoints],
+            "checkpoints": self._kept_checkpoints(),
             "message": self.told.finish.get("message"),
         }
+
+    def _kept_checkpoints(self) -> list[str]:
+        """Those that a run still has: it removes old ones."""
+        folder = self.directory.checkpoints
+        return [name for each in self.told.checkpoints if (folder / (name := each["checkpoint"])).is_dir()]
 
     def _read_plan(self) -> Mapping[str, Any]:
         try:

@@ -64,7 +64,7 @@ def _choose(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dic
             # Its own clipping is off: optimizer.clip_norm is the one place for that.
             return _of_timm("Lamb"), moments | {"max_grad_norm": None}
         case "lars":
-            return _of_timm("Lars"), nesterov | {"trust_coeff": asked.trust_coefficient}
+            return _of_timm("Lars"), nesterov | {"trust_coeff": asked.trust_coefficient, "eps": moments["eps"]}
         case "lion":
             return _of_timm("Lion"), {"betas": moments["betas"]}
         case "muon":

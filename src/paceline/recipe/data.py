@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.boxes import Boxes
@@ -32,16 +33,50 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
+def check_part(value: int | str) -> int | str:
+    """A number of images, or a share of them as ``10%``.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    is_share = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value) and 0 < float(value[:-1]) <= 100
+    if not is_share and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        raise ValueError(f"found {value!r}, but it is a number of images, a share of them as 10%, or off")
+    return value
+
+
+Part = Annotated[int | str, BeforeValidator(check_part)]
+"""A number of images, or a percentage of them."""
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
-_WITH_PATH = (
+_ARCHIVES = ("cifar10", "cifar100", "mnist", "fashion_mnist")
+_IMAGE_SETS = (
     "image_folder",
-    "cifar10",
+    "csv",
+    "parquet",
     "packed",
     "webdataset",
     "huggingface",
+    "digits",
+    "cifar10",
+    "cifar100",
+    "mnist",
+    "fashion_mnist",
+)
+_SPLIT_BY = ("image_folder", "csv", "parquet", "cifar10", "packed", "webdataset", "huggingface", "digits")
+_WITH_PATH = (
+    "image_folder",
+    "csv",
+    "parquet",
+    "packed",
+    "webdataset",
+    "huggingface",
+    "cifar10",
+    "cifar100",
+    "mnist",
+    "fashion_mnist",
     "text_folder",
     "tokens",
     "huggingface_text",
@@ -50,6 +85,8 @@ _WITH_PATH = (
 )
 _SPLIT_OFF = (
     "image_folder",
+    "csv",
+    "parquet",
     "cifar10",
     "packed",
     "webdataset",
@@ -177,15 +214,31 @@ class Data:
     """Which samples a run sees."""
 
     dataset: str = "image_folder"
-    """`digits`, `image_folder`, `cifar10`, `packed` (what `paceline pack` wrote), `webdataset`, `huggingface`,
-    `synthetic`; of text `docs` (Python's documentation), `text_folder`, `tokens` (what `paceline pack-text` wrote) or
-    `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of numbers and categories) or
-    `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or `package.module:factory`."""
+    """`digits`, `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images), `huggingface`,
+    `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`,
+    `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`, `tokens` (what `paceline
+    pack-text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of
+    numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or
+    `package.module:factory`."""
     path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
-    label_column: Annotated[Auto | str, Applies("dataset", ("huggingface",))] = "auto"
-    """Which column of a Hugging Face dataset holds the labels; `auto`: the only one, or the one called `label`."""
+    image_column: Annotated[Auto | str, Applies("dataset", ("csv", "parquet", "huggingface"))] = "auto"
+    """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
+    label_column: Annotated[Auto | str, Applies("dataset", ("csv", "parquet", "huggingface"))] = "auto"
+    """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say."""
+    split_column: Annotated[Auto | str | None, Off, Applies("dataset", ("csv", "parquet"))] = "auto"
+    """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
+    there is one; `off`: none."""
+    download: Annotated[Switch, Applies("dataset", _ARCHIVES)] = False
+    """Download an archive, or a `torchvision:NAME`, into `path` where it is not there yet."""
+    options: Annotated[dict[str, Any], Applies("dataset", ("torchvision:NAME",))] = Field(default_factory=dict)
+    """What a `torchvision:NAME` is opened with beside its place and split, as `{split: letters}` for EMNIST."""
+    only_classes: Annotated[tuple[NonNegativeInt | str, ...] | None, Off, Applies("dataset", _IMAGE_SETS)] = None
+    """Classes to take, by name or number, and no others; `off`: all."""
+    subset: Annotated[Part | None, Off, Applies("dataset", _IMAGE_SETS)] = None
+    """Train on so many images (`1000`), or such a share of them (`10%`), of each class alike; always the same ones, and
+    those of a smaller subset are among those of a larger one. The held-out images stay; `off`: on all."""
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
@@ -212,6 +265,11 @@ class Data:
     validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
     """Share of each class, or of text of the documents, held out for evaluation, where the data has no split of its
     own."""
+    split_by: Annotated[Literal["order", "name"], Applies("dataset", _SPLIT_BY)] = "order"
+    """What decides who is held out where the data has no split of its own: the image's place among those of its class,
+    or its name, by which an image that is added or removed moves at most one other."""
+    split_file: Annotated[str | None, Off, Applies("dataset", _SPLIT_BY)] = None
+    """A file that keeps the split: written by the first run, and held to by all others; or `off`."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What
     is chosen after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""

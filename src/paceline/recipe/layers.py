@@ -163,7 +163,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
             choice = getattr(recipe, applies.to)
             if not applies.allow(choice):
                 raise RecipeError(
-                    f"{where}: '{path}{key}' has no effect with {path}{applies.to}={choice}; it needs "
+                    f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
                     f"{path}{applies.to}={_either(applies.values)}. "
                     f"Remove it (on the command line: {path}{key}=null)."
                 )
@@ -172,7 +172,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
 
 
 def _either(values: tuple[object, ...]) -> str:
-    *most, last = map(str, values)
+    *most, last = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return f"{', '.join(most)} or {last}" if most else last
 
 

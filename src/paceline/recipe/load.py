@@ -18,7 +18,9 @@ from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
+from paceline.storage.addresses import is_address, parse_address
 
+_MIRROR = "checkpoint.mirror"
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -89,6 +91,9 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     # Stored with the run, paths must mean the same from everywhere.
     if recipe.data.path is not None:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=_absolute(recipe.data.path)))
+    if recipe.data.split_file is not None:
+        kept = dataclasses.replace(recipe.data, split_file=_absolute(recipe.data.split_file))
+        recipe = dataclasses.replace(recipe, data=kept)
     if recipe.model.initialize_from is not None:
         model = dataclasses.replace(recipe.model, initialize_from=_absolute(recipe.model.initialize_from))
         recipe = dataclasses.replace(recipe, model=model)
@@ -112,7 +117,7 @@ _FOR_TRAINING = (
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb"),
-    *("batch.micro_size", "batch.growth", "data.holdout_fraction"),
+    *("batch.micro_size", "batch.growth", "data.holdout_fraction", "data.subset"),
     *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
     *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),
@@ -224,7 +229,7 @@ def _comparable(recipe: Recipe) -> dict[str, Any]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return path if is_address(path) else str(Path(path).expanduser().absolute())
 
 
 def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -340,7 +345,28 @@ def _validate(tree: layers.Tree, where: str) -> Recipe:
     except ValidationError as error:
         raise RecipeError(_sentences(error, where)) from None
     layers.check_effective(tree, recipe, where)
+    _check_addresses(recipe)
     return recipe
+
+
+def _check_addresses(recipe: Recipe) -> None:
+    """Refuse addresses that nothing can be read from or copied to, and those that hold credentials.
+
+    Raises:
+        StorageError: Naming the key.
+    """
+    if recipe.data.path is not None and is_address(recipe.data.path):
+        parse_address(recipe.data.path, key="data.path")
+    for key, path in (
+        ("model.initialize_from", recipe.model.initialize_from),
+        ("distillation.teacher", recipe.distillation.teacher),
+    ):
+        if path is not None and is_address(path):
+            parse_address(path, key=key)
+    if recipe.checkpoint.mirror is not None and not parse_address(recipe.checkpoint.mirror, key=_MIRROR).can_write:
+        raise RecipeError(
+            f"{_MIRROR}={recipe.checkpoint.mirror}: nothing can be written there; give s3://, gs:// or az://."
+        )
 
 
 def _sentences(error: ValidationError, where: str) -> str:

@@ -25,7 +25,7 @@ class Model:
     pretrained: Switch = False
     """Start from the library's published weights."""
     initialize_from: Annotated[str | None, Off] = None
-    """Start a new run from these weights: a safetensors file, a checkpoint or a run directory."""
+    """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""
     initialize_partly: Switch = False
     """Take from `initialize_from` the tensors whose names and shapes fit, and leave the others as they begin: another
     number of classes, say. The run says which."""

@@ -68,8 +68,8 @@ class Optimizer:
     `muon`."""
     alpha: Annotated[OpenFraction, Applies("name", ("rmsprop",))] = 0.9
     """Decay of the mean square."""
-    eps: Annotated[Auto | PositiveFloat, Applies("name", ("adamw", "rmsprop", "lamb"))] = "auto"
-    """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`."""
+    eps: Annotated[Auto | NonNegativeFloat, Applies("name", ("adamw", "rmsprop", "lamb", "lars"))] = "auto"
+    """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`. Only that of `lars` may be 0."""
     eps_inside_sqrt: Annotated[Switch, Applies("name", ("rmsprop",))] = False
     """Add `eps` under the root and let the mean square begin at 1, as TensorFlow does."""
     trust_coefficient: Annotated[PositiveFloat, Applies("name", ("lars",))] = 0.001
@@ -100,6 +100,8 @@ class Optimizer:
                 f"found lr_scaling={self.lr_scaling} without lr_reference_batch, but the rule needs the batch that lr "
                 "is meant for"
             )
+        if self.eps == 0 and self.name != "lars":
+            raise ValueError("found eps=0, but only lars divides by norms that are not 0; give a number above 0")
         fields = {"lr", "weight_decay", "momentum", "nesterov", "betas", "alpha", "trust_coeff", "fused"}
         fields |= set() if self.name == "adafactor" else {"eps"}
         if twice := sorted(fields & self.options.keys()):

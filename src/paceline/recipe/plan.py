@@ -389,6 +389,8 @@ _ALWAYS_TOLD = (
     "evaluate.every",
     "data.evaluation_shape",
     "data.validation",
+    "data.subset",
+    "data.only_classes",
     "parallel.exact",
     "parallel.affinity",
 )

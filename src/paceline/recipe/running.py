@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
+from paceline.recipe.mlperf import Submission
 from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
 
@@ -49,6 +50,14 @@ class Checkpoint:
     """Newest checkpoints to keep."""
     keep_best: Switch = True
     """Keep the checkpoint of the best evaluation too."""
+    mirror: Annotated[str | None, Off] = None
+    """Address of an object store (`s3://bucket/runs/mine`) to which every checkpoint is copied beside training, with
+    what another host needs to go on from it, or `off`. A run directory without a checkpoint as new as the copy's is
+    filled from there first."""
+    mirror_patience: Annotated[Time | None, Off, Applies("mirror", ("s3://BUCKET/PATH",))] = None
+    """How long copying may fail before the run stops, or `off`: it goes on, and copies when it works again."""
+    mirror_wait: Annotated[Time, Applies("mirror", ("s3://BUCKET/PATH",))] = TimeSpan(5, "minutes")
+    """How long the end of a run, or a stop, waits at most for what is still to be copied."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -112,9 +121,14 @@ class Telemetry:
 
     log_every: Length = Duration(10, "steps")
     """Time between step records; the only moments the host waits for the device."""
-    trackers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
-    """Where records go beside events.jsonl. MLflow and Weights & Biases write into the run directory unless
-    MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""
+    trackers: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = ("tensorboard",)
+    """Where records go beside events.jsonl; `csv` is a table for each kind of them. MLflow and Weights & Biases write
+    into the run directory unless MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""
+    mlperf: Switch = False
+    """Write mlperf/result_0.txt at every end of the run: a log in MLPerf's format, as of its ResNet-50 in Training 4.0.
+    It is no MLPerf result."""
+    submission: Annotated[Submission, Applies("mlperf", (True,))] = Submission()
+    """What such a log says that no run knows."""
     report: Switch = True
     """Write report.html into the run directory at every end of the run."""
     noise_scale: Annotated[Length | None, Off] = None

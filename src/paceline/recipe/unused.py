@@ -70,7 +70,15 @@ def _leaves(section: Any, path: str) -> Iterator[str]:
 
 def unused_in_data(data: DataFacts) -> dict[str, str]:
     """Keys that have no effect on this data, with the reason."""
-    keys = ("data.validation_fraction", "data.evaluation_shape", "data.augment.shrink_on_load", "evaluate.top_k")
+    split = ("data.validation_fraction", "data.split_by", "data.split_file")
+    keys = (
+        *split,
+        "data.download",
+        "data.options",
+        "data.evaluation_shape",
+        "data.augment.shrink_on_load",
+        "evaluate.top_k",
+    )
     reasons = data.unused | data.reasons
     return {key: reasons[key] for key in keys if key in reasons}
 

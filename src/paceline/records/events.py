@@ -60,7 +60,11 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class StartEvent(Event):
-    """The processes of a run began to train: once per launch, at step 0 or the step restored."""
+    """The processes of a run began to train: once per launch, at step 0 or the step restored.
+
+    Attributes:
+        details: ``opening_seconds``, how long before this the launch was.
+    """
 
     kind: ClassVar[str] = "start"
 
@@ -192,7 +196,8 @@ class IncidentEvent(Event):
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
             ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``,
-            ``linear_lr_rule``, ``not_kept``, ``tracker``.
+            ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``, ``mirror_retries``,
+            ``mirror_behind``.
         message: One sentence for a person.
     """
 

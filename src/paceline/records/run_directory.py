@@ -98,6 +98,11 @@ class RunDirectory:
         """The page to look at."""
         return self.root / "report.html"
 
+    @property
+    def mlperf_log(self) -> Path:
+        """The log in MLPerf's format."""
+        return self.root / "mlperf" / "result_0.txt"
+
     def tracked(self, tracker: str) -> Path:
         """Under which name a tracker knows the run."""
         return self.root / tracker / "paceline.json"

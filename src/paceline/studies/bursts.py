@@ -341,5 +341,5 @@ def for_bursts(recipe: Recipe) -> Recipe:
         evaluate=replace(recipe.evaluate, every=None, patience=None),
         checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
         parallel=replace(recipe.parallel, timeout=max(timeout, _PATIENCE, key=lambda each: each.seconds)),
-        telemetry=replace(recipe.telemetry, profile=Profile()),
+        telemetry=replace(recipe.telemetry, profile=Profile(), mlperf=False),
     )

@@ -152,6 +152,7 @@ def shortened(asked: Asked) -> tuple[str, ...]:
         f"checkpoint.keep={max(3, recipe.checkpoint.keep)}",
         "telemetry.log_every=1 steps",
         "telemetry.trackers=[]",
+        "checkpoint.mirror=null",
     ]
     if recipe.evaluate.every is not None:
         short.append(f"evaluate.every={math.ceil(asked.steps / 4)} steps")

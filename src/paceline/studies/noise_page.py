@@ -26,19 +26,23 @@ def _page(report: NoiseReport) -> Page:
     rows = []
     for step, found in known:
         low, high = critical_range(found)
-        rows.append((step, *(f"{each:.3g}" for each in (found.middle, found.low, found.high, low, high))))
+        rows.append((step, *(_written(each) for each in (found.middle, found.low, found.high, low, high))))
     chart = Chart(
         title=f"Gradient noise scale, in {report.unit}",
         traces=[_trace(known), _own_batch(report)],
         layout={"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": report.unit}, "type": "log"}},
-        description="The noise scale over training with its 95 % interval, and the recipe's batch beside it.",
+        description="The noise scale over training with its 95 % interval, and the recipe's batch beside it; an arrow "
+        "upwards is an interval without an upper end.",
     )
     columns = ("step", "noise scale", "from", "to", "critical batch from", "to")
+    blank = len(report.points) - len(known)
+    note = f"At {blank} of {len(report.points)} points the noise still hid the gradient: they have no value."
     text = Text(
         "The noise scale is the variance of one sample's gradient over the squared length of the true one (McCandlish "
         "et al. 2018). Up to batches of about that size a larger one saves steps nearly in proportion; far above, it "
         "only costs samples. The critical batch is of its order of magnitude: the range goes ten times beyond the "
-        "interval."
+        "interval.",
+        *([note] if blank else []),
     )
     table = Table(columns=columns, rows=tuple(rows), caption=f"Measured, with 95 % intervals, in {report.unit}")
     subtitle = f"{report.name}, batches of {report.global_batch_size} in micro-batches of {report.micro_batch_size}"
@@ -49,6 +53,10 @@ def _page(report: NoiseReport) -> Page:
     )
 
 
+def _written(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "no end"
+
+
 def _trace(known: list[tuple[int, Any]]) -> dict[str, Any]:
     return {
         "type": "scatter",
@@ -56,6 +64,8 @@ def _trace(known: list[tuple[int, Any]]) -> dict[str, Any]:
         "name": "noise scale",
         "x": [step for step, _ in known],
         "y": [found.middle for _, found in known],
+        # A bar that ends at its point would say that nothing larger is possible.
+        "marker": {"symbol": ["circle" if math.isfinite(found.high) else "arrow-up" for _, found in known], "size": 10},
         "error_y": {
             "type": "data",
             "symmetric": False,

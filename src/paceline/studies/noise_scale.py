@@ -231,7 +231,7 @@ def _cut(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _quiet(loaded: LoadedRecipe, recipe: Recipe) -> LoadedRecipe:
-    telemetry = replace(recipe.telemetry, trackers=(), noise_scale=None)
+    telemetry = replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False)
     kept = replace(recipe, telemetry=telemetry, checkpoint=replace(Checkpoint(), every=None))
     return replace(loaded, recipe=kept, origins={})
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, load_reference
+from paceline.storage.addresses import is_address
+from paceline.storage.local_copies import local_path
 from paceline.tasks.task import Task
 
 # By reference, since each brings libraries that the others do not need.
@@ -19,11 +23,13 @@ TASKS = {
 
 
 def build_task(recipe: Recipe) -> Task:
-    """Make the task a recipe names.
+    """Make the task a recipe names; data at an address are copied to this host first.
 
     Raises:
         RecipeError: If there is none of that name, or the reference does not give a task.
+        StorageError: If the data lie at an address and cannot be copied.
     """
+    recipe = with_local_data(recipe)
     if recipe.task in TASKS:
         built: Task = load_reference(TASKS[recipe.task], RecipeError)(recipe)
         return built
@@ -36,6 +42,18 @@ def build_task(recipe: Recipe) -> Task:
     if not isinstance(task, Task):
         raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, which is no paceline.Task.")
     return task
+
+
+def with_local_data(recipe: Recipe) -> Recipe:
+    """The recipe for those who read the data: where they lie at an address, with the path of their copy on this host.
+
+    Raises:
+        StorageError: If they cannot be copied.
+    """
+    path = recipe.data.path
+    if path is None or not is_address(path):
+        return recipe
+    return replace(recipe, data=replace(recipe.data, path=local_path(path, key="data.path")))
 
 
 def task_name(task: Task) -> str:

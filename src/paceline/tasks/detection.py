@@ -18,6 +18,7 @@ from paceline.data.boxes.objects import BoxDataset
 from paceline.data.boxes.pipeline import BoxPipeline
 from paceline.data.boxes.shapes import open_shapes
 from paceline.data.boxes.showing import shown_areas
+from paceline.data.boxes.stand_in import REFERENCE, stand_in
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean
@@ -75,6 +76,8 @@ class Detection(Task):
             return open_shapes(data.boxes.generated)
         if data.dataset == "coco":
             return open_coco(data.path, masks=self.has_masks, keep_empty=data.boxes.keep_empty)
+        if data.dataset == REFERENCE:
+            return stand_in()
         raise RecipeError(
             f"data.dataset={data.dataset} has no boxes, which task=detection learns; use {' or '.join(_DATASETS)}."
             f"{did_you_mean(data.dataset, _DATASETS)}"

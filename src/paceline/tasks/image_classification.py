@@ -17,7 +17,7 @@ from paceline.data.image.feeding import remembered
 from paceline.data.image.jpeg import describe_decoder
 from paceline.data.image.mixing import Mixing
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit
-from paceline.data.image.shapes import distinct, measure
+from paceline.data.image.shapes import common_size, distinct, measure
 from paceline.data.image.source import encoded_source, repeated
 from paceline.data.image.transforms import View
 from paceline.data.pipeline import Pipeline, Placement
@@ -106,6 +106,7 @@ class ImageClassification(Task):
                 **_sizes_by_epoch(data.progressive, found.image_size),
                 "evaluation_size": evaluation_size(data, found),
                 **self._shapes_found(),
+                **found.selection,
                 **({} if found.holdout is None else {"holdout_samples": len(found.holdout)}),
                 "channels": found.channels,
                 "backend": self._backend,
@@ -118,10 +119,13 @@ class ImageClassification(Task):
 
     def description(self) -> dict[str, Any]:
         """Class names and what else prediction needs."""
+        native = self.dataset.native_size or common_size(self.dataset.validation)
         return {
             "class_names": list(self.dataset.classes),
             "evaluation_crop": self.recipe.data.evaluation_crop,
             "interpolation": self.recipe.data.interpolation,
+            # Images that have the size at which they are shown are not cropped.
+            **({} if native is None else {"native_size": list(native)}),
             # Also where the held-out images are squares: those that are predicted need not be.
             **({"evaluation_multiple": self.recipe.data.evaluation_multiple} if self._may_be_rectangles else {}),
         }

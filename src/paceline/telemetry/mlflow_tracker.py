@@ -1,15 +1,16 @@
 """How does a run appear in MLflow? Records as metrics, the recipe as parameters, the environment as tags.
 
-Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``, as files: a database there would
-need locks that shared file systems do not always have.
+Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``: in a SQLite database, which is
+what MLflow recommends; or, where the packages for that are not installed, as files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,25 @@ from paceline.telemetry.scalars import flat, scalars
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _AT_ONCE = 100
+# MLflow takes no more in one call.
+_MOST_METRICS = 1000
 _LONGEST_PARAMETER = 6000
 _LONGEST_TAG = 5000
+_DATABASE = ("sqlalchemy", "alembic")
+# What stands in the place of a server's name.
+_IN_DATABASE, _IN_FILES = "database", "here"
 
 
 def _spelled(name: str) -> str:
     """A name as MLflow takes it; a pattern of ``optimizer.groups`` has other letters too."""
     return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _local(known: str | None) -> str:
+    """Where a run without a server is kept: where it began, else in a database if that can be had."""
+    if known in (_IN_DATABASE, _IN_FILES):
+        return known
+    return _IN_DATABASE if all(map(importlib.util.find_spec, _DATABASE)) else _IN_FILES
 
 
 class MlflowTool:
@@ -36,18 +49,23 @@ class MlflowTool:
         facts: ``name``, ``recipe`` and ``environment`` of the run.
     """
 
+    at_once = 100  # a database takes a hundred records as fast as two
+
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         server = os.environ.get("MLFLOW_TRACKING_URI", "")
         # MLflow asks for this since it recommends a database.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=server or directory.resolve().as_uri())
-        self._last: dict[str, int] = {}
         known = directory / "paceline.json"
         told = read_json(known) if known.is_file() else {}
         # An address may hold a password. Without one, the folder may have been moved with its run.
-        place = hashlib.sha256(server.encode()).hexdigest() if server else "here"
+        place = hashlib.sha256(server.encode()).hexdigest() if server else _local(told.get("server"))
+        folder = directory.resolve()
+        self._artifacts = None if server or place == _IN_FILES else (folder / "artifacts").as_uri()
+        local = f"sqlite:///{folder / 'mlflow.db'}" if place == _IN_DATABASE else folder.as_uri()
+        self._client = MlflowClient(tracking_uri=server or local)
+        self._last: dict[str, int] = {}
         if told.get("server") == place:
             self._run = str(told["run_id"])
             self._go_on(flat(facts["recipe"]))
@@ -55,18 +73,18 @@ class MlflowTool:
             self._run = self._begin(facts)
             write_json(known, {"server": place, "run_id": self._run})
 
-    def write(self, event: Mapping[str, Any]) -> None:
-        """Log an event's numbers, but for those that are there already."""
+    def write(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Log the events' numbers, but for those that are there already."""
         from mlflow.entities import Metric
 
-        step, milliseconds = int(event["step"]), int(1000 * float(event["time"]))
         metrics = [
-            Metric(name, float(value), milliseconds, step)
-            for name, value in ((_spelled(name), value) for name, value in scalars(event).items())
-            if step > self._last.get(name, -1)
+            Metric(_spelled(name), float(value), int(1000 * float(event["time"])), int(event["step"]))
+            for event in events
+            for name, value in scalars(event).items()
+            if int(event["step"]) > self._last.get(_spelled(name), -1)
         ]
-        if metrics:
-            self._client.log_batch(self._run, metrics=metrics)
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[first : first + _MOST_METRICS])
 
     def close(self, status: str) -> None:
         """Say how the run ended; ``KILLED`` if nobody knows."""
@@ -77,7 +95,7 @@ class MlflowTool:
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
         found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        experiment = self._client.create_experiment(name, self._artifacts) if found is None else found.experiment_id
         tags = {_spelled(name): str(value)[:_LONGEST_TAG] for name, value in flat(facts["environment"]).items()}
         run = self._client.create_run(experiment, run_name=facts["name"], tags=tags).info.run_id
         asked = [Param(_spelled(key), str(value)[:_LONGEST_PARAMETER]) for key, value in flat(facts["recipe"]).items()]

@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,10 +26,16 @@ _NICENESS = 10
 
 
 class Tool(Protocol):
-    """A tracker's library, with the run open in it."""
+    """A tracker's library, with the run open in it.
 
-    def write(self, event: Mapping[str, Any]) -> None:
-        """Take one event."""
+    Attributes:
+        at_once: How many events it is given at once, if so many are waiting.
+    """
+
+    at_once: int
+
+    def write(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Take some events, in their order."""
         ...
 
     def close(self, status: str) -> None:
@@ -68,7 +74,7 @@ def main(name: str) -> int:
             os.write(answers, f"{text}\n".encode())
 
     try:
-        _feed(name, iter(lines.get, b""), lambda: answer("+"))
+        _feed(name, lines, lambda: answer("+"))
     except Exception as error:  # noqa: BLE001  # whatever a library raises is told, and logged
         answer("!" + json.dumps(_without_secrets(f"failed: {type(error).__name__}: {error}")))
         sys.stderr.write(_without_secrets(traceback.format_exc()))
@@ -81,8 +87,8 @@ def _without_secrets(text: str) -> str:
     return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
-def _feed(name: str, lines: Iterator[bytes], answer: Callable[[], Any]) -> None:
-    if not (first := next(lines, b"")):
+def _feed(name: str, lines: queue.SimpleQueue[bytes], answer: Callable[[], Any]) -> None:
+    if not (first := lines.get()):
         return
     facts = json.loads(first)
     directory = Path(facts["directory"])
@@ -99,17 +105,30 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _feed_one(tool: Tool, lines: Iterator[bytes], answer: Callable[[], Any]) -> None:
+def _feed_one(tool: Tool, lines: queue.SimpleQueue[bytes], answer: Callable[[], Any]) -> None:
     status = ""
-    for line in lines:
-        event = json.loads(line)
-        status = str(event["status"]) if event["event"] == "finish" else status
-        if event["event"] != "finish":
-            tool.write(event)
+    for waiting in _waiting(lines, tool.at_once):
+        events = [event for event in waiting if event["event"] != "finish"]
+        status = next((str(event["status"]) for event in waiting if event["event"] == "finish"), status)
+        if events:
+            tool.write(events)
+        for _ in events:
             answer()
     tool.close(status)
     if status:
         answer()
+
+
+def _waiting(lines: queue.SimpleQueue[bytes], at_once: int) -> Iterator[list[dict[str, Any]]]:
+    """The events that are there, at most so many at once, until an empty line."""
+    while line := lines.get():
+        found = [line]
+        while line and len(found) < at_once and not lines.empty():
+            if line := lines.get():
+                found.append(line)
+        yield [json.loads(each) for each in found]
+        if not line:
+            return
 
 
 def _read(lines: queue.SimpleQueue[bytes], parent: int) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.records.run_directory import RunDirectory
+from paceline.telemetry.csv_tracker import CsvTracker
 from paceline.telemetry.hand_over import HandOver, TrackerBehindError, TrackerLostError
 from paceline.telemetry.scalars import scalars
 
@@ -142,7 +144,7 @@ class TrackerFacts:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
-TRACKERS = ("tensorboard", "mlflow", "wandb")
+TRACKERS = ("tensorboard", "mlflow", "wandb", "csv")
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -157,7 +159,7 @@ def check_trackers(names: Iterable[str]) -> None:
                 f"Found {name!r} in telemetry.trackers; available are: {', '.join(sorted(TRACKERS))}."
                 + did_you_mean(name, TRACKERS)
             )
-        if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:  # a module of Python's own has the name of `csv`
             package = "tensorboard" if name == "tensorboard" else f"'paceline[{name}]'"
             raise RecipeError(
                 f"telemetry.trackers asks for {name!r}, which is not installed: run pip install {package}, or "
@@ -176,12 +178,13 @@ def build_trackers(
     wanted = list(names)
     check_trackers(wanted)
     told = asdict(facts or TrackerFacts())
-    return [
-        Guarded(
-            name,
-            TensorBoardTracker(directory / name, start_step=start_step)
-            if name == "tensorboard"
-            else HandOver(name, directory / name, told),
-        )
-        for name in wanted
-    ]
+
+    def built(name: str) -> Tracker:
+        match name:
+            case "tensorboard":
+                return TensorBoardTracker(directory / name, start_step=start_step)
+            case "csv":
+                return CsvTracker(directory / name, RunDirectory(directory).events)
+        return HandOver(name, directory / name, told)
+
+    return [Guarded(name, built(name)) for name in wanted]

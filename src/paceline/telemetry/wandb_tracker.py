@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class WandbTool:
         directory: Its folder in the run directory.
         facts: ``name``, ``recipe`` and ``environment`` of the run.
     """
+
+    at_once = 1
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         import wandb
@@ -53,8 +55,12 @@ class WandbTool:
         )
         self._note()
 
-    def write(self, event: Mapping[str, Any]) -> None:
-        """Log an event's numbers, unless they are there already."""
+    def write(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Log the events' numbers, unless they are there already."""
+        for event in events:
+            self._write(event)
+
+    def _write(self, event: Mapping[str, Any]) -> None:
         found = scalars(event)
         here = (int(event["step"]), _ORDER[event.get("weights", "step")])
         if not found or here <= self._last:

@@ -38,6 +38,7 @@ from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.cadence import Cadence, job_ends_at
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.kept_answers import Keep
+from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
@@ -60,6 +61,7 @@ class Setting:
     directory: RunDirectory
     display: Display
     stop: StopRequest
+    mirroring: Mirroring | None = None
     start_step: int = 0
     started: float = 0.0
 
@@ -121,6 +123,7 @@ def build_run(setting: Setting) -> Run:
         writer=BackgroundWriter(),
         cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
         file_metadata=file_metadata(recipe, plan, prepared.task),
+        mirroring=setting.mirroring,
         utilisation=find_utilisation(prepared) if prepared.world.is_first else None,
     )
     _register(run)

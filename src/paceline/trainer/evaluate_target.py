@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
+from paceline.data.image.backend_choice import evaluation_size
+from paceline.data.image.shapes import common_size
 from paceline.data.nested import Nested, mapped
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
@@ -63,7 +66,7 @@ class EvaluationRequest:
     """What to score.
 
     Attributes:
-        target: Run directory, checkpoint or safetensors file.
+        target: Run directory, checkpoint, safetensors file or hub folder.
         overrides: Changes to the recipe the weights were trained with, e.g. ``data.path``.
         weights: ``auto``, ``model`` or ``ema``.
         best: Take a run's best checkpoint instead of its newest.
@@ -217,6 +220,9 @@ def _with_size(recipe: Recipe, size: int | None) -> Recipe:
 
 def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
     """The task that the weights were trained with, and its data."""
+    if request.on != "holdout":
+        # What is scored does not depend on it, and other data may have fewer images.
+        recipe = replace(recipe, data=replace(recipe.data, subset=None))
     task = build_task(_with_tables(recipe, saved))
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
@@ -236,6 +242,7 @@ def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe
         _check_never_trained_on(saved, recipe, facts)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
+    _check_shown_alike(task, saved)
     return task
 
 
@@ -305,10 +312,30 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Weights that know other classes than the data has would be scored wrongly without a word."""
     known = saved.described("data").get("class_names")
     found = task.description().get("class_names")
-    if known is not None and found is not None and known != found:
+    if known is not None and found is not None and saved.described("data").get(UNNAMED):
+        if len(known) != len(found):
+            raise DataError(
+                f"the weights in {saved.path} know {len(known)} classes, but the data has the {len(found)} classes "
+                f"{_some(found)}; give data with as many, in the order of the weights."
+            )
+    elif known is not None and found is not None and known != found:
         raise DataError(
             f"the weights in {saved.path} know the {len(known)} classes {_some(known)}, but the data has the "
             f"{len(found)} classes {_some(found)}; give data with the same class folders."
+        )
+
+
+def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
+    """timm resizes and crops images that have the right size already, and they are shown as they are here."""
+    if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageClassification):
+        return
+    data, found = task.recipe.data, task.dataset
+    size = evaluation_size(data, found)
+    if data.evaluation_crop < 1 and common_size(found.validation) == (size, size):
+        raise DataError(
+            f"the images are {size}x{size} already and would be shown as they are, but {saved.path.parent} was made "
+            f"for images that are resized to {round(size / data.evaluation_crop)} and cropped; say that it is meant so "
+            "with data.evaluation_crop=1, or give the images as they were before."
         )
 
 

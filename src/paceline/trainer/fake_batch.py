@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
+from paceline.data.boxes import stand_in as stand_in_boxes
 from paceline.data.clicks.datasets import stand_in
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.mixing import Mixing
@@ -38,7 +39,13 @@ BatchMaker = Callable[[int], Batch]
 _FEW = 2
 _TEXTS = ("text_folder", "tokens", "huggingface_text")
 _IMAGENET = {"samples": 1_281_167, "classes": 1000}
-_CIFAR = {"samples": 50_000, "classes": 10, "image_size": 32}
+_OF_FILES = ("image_folder", "csv", "parquet", "packed", "webdataset", "huggingface")
+_ARCHIVES = {
+    "cifar10": ("CIFAR-10", {"samples": 50_000, "classes": 10, "image_size": 32}),
+    "cifar100": ("CIFAR-100", {"samples": 50_000, "classes": 100, "image_size": 32}),
+    "mnist": ("MNIST", {"samples": 60_000, "classes": 10, "image_size": 28}),
+    "fashion_mnist": ("Fashion-MNIST", {"samples": 60_000, "classes": 10, "image_size": 28}),
+}
 
 
 def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
@@ -50,11 +57,13 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     if data.path is None and data.dataset == "criteo":
         assumed, said = stand_in(data)
         return replace(recipe, data=assumed), said
+    if data.path is None and data.dataset == "coco":
+        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.SAID
     if data.path is None and data.dataset in _TEXTS:
         return with_stand_in_text(recipe)
-    if data.path is not None or data.dataset not in ("image_folder", "packed", "webdataset", "huggingface", "cifar10"):
+    if data.path is not None or data.dataset not in (*_OF_FILES, *_ARCHIVES):
         return recipe, None
-    known = _CIFAR if data.dataset == "cifar10" else _IMAGENET
+    name, known = _ARCHIVES.get(data.dataset, ("ImageNet", _IMAGENET))
     size = data.image_size if data.image_size != "auto" else known.get("image_size", 224)
     assumed = Data(
         dataset="synthetic",
@@ -67,7 +76,6 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
         progressive=Progressive(),
         mix=data.mix,
     )
-    name = "CIFAR-10" if known is _CIFAR else "ImageNet"
     said = f"data.path is not set: as for {name}, {known['classes']:,} classes and images of {size} pixels are assumed"
     return replace(recipe, data=assumed), said
 
@@ -94,7 +102,7 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
         return _images(task, plan, placement)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
-        weights = task.sample_weights()
+        weights = task.sample_costs()
 
         def read(count: int) -> Batch:
             geometry = one_batch(task.recipe.seed, min(count, plan.train_samples), weights)

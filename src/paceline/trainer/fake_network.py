@@ -93,6 +93,9 @@ class Faker:
         for module in network.modules():
             for held in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
                 held |= {name: self.tensor(each) for name, each in held.items() if isinstance(each, Tensor)}
+            for name, held in vars(module).items():
+                if isinstance(held, list) and held and all(isinstance(each, Tensor) for each in held):
+                    vars(module)[name] = [self.tensor(each) for each in held]
 
     def average(self, average: ExponentialMovingAverage) -> None:
         """The same for a network's average."""

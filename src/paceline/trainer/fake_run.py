@@ -27,6 +27,7 @@ from paceline.data.pipeline import Placement
 from paceline.devices import Device
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, PacelineError
+from paceline.models.assumed_finds import Finds, assume_finds
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_optimizer
 from paceline.optim.clipping import Clipping
@@ -56,6 +57,7 @@ class FakeRun:
         optimizer: Its optimizer, with the options that it has on the device asked for.
         batch: One micro-batch.
         make_scored: Makes batches for :meth:`evaluate`; None if nothing is to be scored.
+        finds: What is assumed to be found, if it is a detector.
         phase: Where the step is: ``forward``, ``backward``, ``update``, ``evaluation``, or nowhere.
     """
 
@@ -68,6 +70,7 @@ class FakeRun:
     batch: Batch
     make_batch: BatchMaker
     make_scored: BatchMaker | None = None
+    finds: Finds | None = None
     phase: str = ""
     _precision: Precision = field(init=False)
     _clipping: Clipping = field(init=False)
@@ -103,7 +106,7 @@ class FakeRun:
 
     def forward(self) -> Tensor:
         """The loss of the batch, as the step computes it."""
-        with self._in("forward"), self._on_device(), self._precision.autocast():
+        with self._in("forward"), self._on_device(), self._finding(), self._precision.autocast():
             return self.task.loss(self.network, self.batch)
 
     def backward(self, loss: Tensor) -> None:
@@ -120,19 +123,30 @@ class FakeRun:
             if self.ema is not None:
                 self.ema.update(0)
 
-    def evaluate(self, see: Callable[[Batch], None] = lambda _: None) -> None:
+    @property
+    def goes_one_by_one(self) -> bool:
+        """Whether it is known that the network goes through its samples one by one."""
+        return self.finds is not None
+
+    @property
+    def scored_samples(self) -> int:
+        """Samples of a batch that is scored; 0 if none is."""
+        return 0 if self.make_scored is None else min(self.plan.evaluation_batch_size, self.plan.evaluation_samples)
+
+    def evaluate(self, see: Callable[[Batch], None] = lambda _: None, samples: int | None = None) -> None:
         """Score one batch with each set of weights, as an evaluation does with all of them.
 
         Args:
             see: Told of the batch once it is there.
+            samples: Of the batch; as many as the plan says unless given.
         """
         if self.make_scored is None:
             return
         networks = [self.network, *([] if self.ema is None else [self.ema.module])]
         modes = [(module, module.training) for network in networks for module in network.modules()]
         try:
-            with self._in("evaluation"), self._on_device(), torch.no_grad():
-                batch = self.make_scored(min(self.plan.evaluation_batch_size, self.plan.evaluation_samples))
+            with self._in("evaluation"), self._on_device(), self._finding(), torch.no_grad():
+                batch = self.make_scored(samples or self.scored_samples)
                 see(batch)
                 for network in networks:
                     network.eval()
@@ -144,6 +158,9 @@ class FakeRun:
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return CudaRules() if self.plan.device == "cuda" else contextlib.nullcontext()
+
+    def _finding(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.finds is None else self.finds
 
     @contextlib.contextmanager
     def _in(self, phase: str) -> Iterator[None]:
@@ -220,6 +237,7 @@ def fake_run(
         faker.network(shapes)
         if average is not None:
             faker.network(average.module)
+        finds = assume_finds(shapes, *([] if average is None else [average.module]))
         with mode:
             yield FakeRun(
                 recipe=recipe,
@@ -231,6 +249,7 @@ def fake_run(
                 batch=make_batch(micro_batch or plan.micro_batch_size),
                 make_batch=make_batch,
                 make_scored=make_scored,
+                finds=finds,
             )
 
 

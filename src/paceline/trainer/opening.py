@@ -155,7 +155,8 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
     resumes = _resumes(directory)
     choice = prepare_resume(directory, wanted, asked.plan.total_steps)
     # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
-    directory.summary.unlink(missing_ok=True)
+    for outcome in (directory.summary, directory.mlperf_log):
+        outcome.unlink(missing_ok=True)
     sync_directory(directory.root)
     _write_what_was_asked(directory, asked)
     return Opening(choice=choice, notices=notices, resumes=resumes)
@@ -177,8 +178,9 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
         of_run = Path(asked.resume).parent.parent
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
+    of_evaluations = (directory.confusion, directory.examples)
     tracked = [directory.tracked(name) for name in TRACKERS]
-    for stale in (directory.events, directory.summary, directory.confusion, directory.examples, *tracked):
+    for stale in (directory.events, directory.summary, directory.mlperf_log, *of_evaluations, *tracked):
         stale.unlink(missing_ok=True)
     _write_what_was_asked(directory, asked)
     directory.checkpoints.mkdir(exist_ok=True)
@@ -188,8 +190,8 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
 
 def _is_ours(name: str) -> bool:
     """What a launch may have left before there was a run: one that was killed while it opened it, or a batch job."""
-    ours = ("plan.json", "environment.json", "sample_lengths.npy", ".lock")
-    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", "slurm-")
+    ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", ".lock")
+    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", "slurm-")
     return name in ours or name.startswith(begun)
 
 

@@ -37,6 +37,7 @@ from paceline.models.transfer import adapt, load_fitting, with_shared
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.optim.tables import check_tables
+from paceline.recipe.mlperf import check_mlperf
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import check_used_by, task_name
@@ -168,9 +169,10 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
     balanced_by = _balanced_by(recipe, task)
     best = best_metric(task)
     chosen = {"evaluate.metric": f"{best.name}: the task's own choice"} if recipe.evaluate.metric == "auto" else {}
+    mlperf = check_mlperf(recipe, evaluation_samples=plan.evaluation_samples, peak_lr=plan.peak_lr)
     return replace(
         plan,
-        reasons=plan.reasons | chosen,
+        reasons=plan.reasons | chosen | mlperf,
         lengths_sha256=balanced_by,
         unused=plan.unused | _unused_in_balance(recipe, balanced_by),
         learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
@@ -231,6 +233,11 @@ def find_metric(task: Task, name: str, asked: str) -> Metric:
 def without_initial_weights(recipe: Recipe) -> Recipe:
     """The recipe of weights that come from elsewhere, a checkpoint say: those it begins with may be out of reach."""
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+
+
+def without_mirror(recipe: Recipe) -> Recipe:
+    """The recipe of a run that is only tried, and of which nothing is to be copied anywhere."""
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, mirror=None))
 
 
 def _build(

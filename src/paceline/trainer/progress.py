@@ -56,7 +56,12 @@ class Progress:
     @property
     def total_seconds(self) -> float:
         """Time all launches took up to now."""
-        return self.earlier_seconds + time.perf_counter() - self.begun
+        return self.earlier_seconds + self.launch_seconds
+
+    @property
+    def launch_seconds(self) -> float:
+        """Time this launch took up to now."""
+        return time.perf_counter() - self.begun
 
     def advance(self, *, stepped: bool) -> None:
         """Count one global batch."""

@@ -15,6 +15,7 @@ from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.telemetry.trackers import Guarded
 from paceline.trainer.kept_answers import write_kept
+from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
 from paceline.trainer.window import check_finite
@@ -82,6 +83,7 @@ class Recorder:
             self._report_recompiles(run, surprises)
         if (message := linear_rule_warning(run)) is not None:
             self.write(IncidentEvent(**run.progress.here, incident="linear_lr_rule", message=message))
+        report_mirror(run)
         self.report_broken(run, drained.broken)
         self.flush()
         check_finite(drained.loss, progress.step)

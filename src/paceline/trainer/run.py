@@ -36,6 +36,7 @@ from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
 from paceline.trainer.cadence import Cadence
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
@@ -62,6 +63,7 @@ class Run:
         cadence: Knows when one is due by the clock.
         saved_position: Position of the newest checkpoint; -1 before the first.
         file_metadata: What each weights file says about itself.
+        mirroring: Copies checkpoints to an address, on the first rank; None if the recipe asks for no copy.
         utilisation: What the throughput is held against; None where the device is not known, and on other ranks.
     """
 
@@ -100,6 +102,7 @@ class Run:
     file_metadata: Mapping[str, str]
     writer: BackgroundWriter[SavedCheckpoint | None]
     cadence: Cadence
+    mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
     saved_position: int = -1
 
@@ -123,6 +126,7 @@ class Run:
     def wish(self) -> Wish:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
         stop = self.stop.requested or self.writer.has_failed
+        stop = stop or (self.mirroring is not None and self.mirroring.has_failed)
         return Wish(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property

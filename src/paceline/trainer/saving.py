@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import __version__
+from paceline.checkpoint.mirror import Sendable
 from paceline.checkpoint.restore import Choice, choose
 from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, Together, read_components, read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError
@@ -17,6 +18,7 @@ from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.ledger import truncate_ledgers
 from paceline.records.run_directory import RunDirectory
 from paceline.records.writer import truncate_after
+from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_weights
 from paceline.trainer.window import check_finite
 
@@ -39,6 +41,7 @@ def save_checkpoint(run: Run) -> None:
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = f"step-{run.progress.step:08d}"
+        report_mirror(run)
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.
         run.recorder.flush(durable=True)
@@ -128,6 +131,8 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
         "precision": plan.precision,
     }
 
+    growing, small = sendable_records(run.directory) if run.mirroring is not None else ({}, ())
+
     def write_share() -> None:
         assert together is not None
         store.write_share(step, states, facts, file_metadata=run.file_metadata, together=together)
@@ -135,7 +140,11 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
     def write() -> SavedCheckpoint:
         begun = time.perf_counter()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, together=together)
-        store.prune(keep=run.recipe.checkpoint.keep, protect=_note_best(run, store, best))
+        protect = [*_note_best(run, store, best), *(run.mirroring.needed if run.mirroring is not None else ())]
+        store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
+        if run.mirroring is not None:
+            whole = Sendable(step=step, path=saved.path, growing=growing, small=small, best=store.read_best())
+            run.mirroring.offer(whole)
         run.cadence.wrote(time.perf_counter() - begun)
         return saved
 

@@ -52,8 +52,14 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
         ledger=None if status == "failed" else _ledger(run),
         resumes=progress.resumes,
-        details={"ending": ending},
+        details={"ending": ending, **_part_of_data(plan.data)},
     )
+
+
+def _part_of_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What part of its data the run has seen, if not all of it."""
+    part = {key: data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in data}
+    return {"data": {"digest": data.get("digest"), **part}} if part else {}
 
 
 def _metrics(run: Run) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,12 +33,22 @@ from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.leaving import Reporter, leave_pages
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
+from paceline.trainer.mirroring import fill_from_mirror, finish_mirroring, holds_copy, mirroring_beside
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
-from paceline.trainer.preparation import Prepared, plan_network, plan_run, prepare, without_initial_weights
+from paceline.trainer.preparation import (
+    Prepared,
+    plan_network,
+    plan_run,
+    prepare,
+    without_initial_weights,
+    without_mirror,
+)
 from paceline.trainer.run import Run
 from paceline.trainer.saving import restore
+from paceline.trainer.shared_directory import check_visible
 from paceline.trainer.signals import StopRequest
 from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
 from paceline.trainer.spread_network import network_to_plan
@@ -49,7 +57,6 @@ from paceline.units import format_count
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
-Reporter = Callable[[RunDirectory], None]
 
 _PATIENCE_SECONDS = 5.0
 
@@ -166,6 +173,7 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     """
     # What feeds the model best is for the run itself to find out.
     options = replace(options, task=options.task or build_task)
+    loaded = replace(loaded, recipe=without_mirror(loaded.recipe))
     with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opening, setting):
         run = build_run(setting)
         with contextlib.closing(run.recorder), contextlib.closing(run.writer):
@@ -181,11 +189,12 @@ def _opened(
     """Everything that a run needs before it is built, held as long as it goes on."""
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
-    task = make_task(without_initial_weights(recipe) if _holds_checkpoint(options.run_dir) else recipe)
+    goes_on = _holds_checkpoint(options.run_dir) or holds_copy(recipe)
+    task = make_task(without_initial_weights(recipe) if goes_on else recipe)
+    display = options.display if options.display and launch.world.is_first else SilentDisplay()
     with StopRequest() as stop, affinity_restored():
-        if options.task is None and not _holds_checkpoint(options.run_dir):
-            say = options.display.message if options.display and launch.world.is_first else lambda _: None
-            measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=say)
+        if options.task is None and not goes_on:
+            measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=display.message)
         prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
         with (
@@ -194,20 +203,21 @@ def _opened(
             _directory(options, loaded, collectives) as directory,
         ):
             _check_agreement(prepared, collectives)
+            notices = fill_from_mirror(directory, recipe, options.resume, collectives, display.message)
             opening = collectives.on_first(lambda: open_directory(directory, _asked(prepared, options, launch)))
-            yield (
-                loaded,
-                opening,
-                Setting(
+            opening = replace(opening, notices=(*notices, *opening.notices))
+            with mirroring_beside(directory, prepared.recipe, opening, collectives) as mirroring:
+                setting = Setting(
                     prepared=prepared,
                     collectives=collectives,
                     directory=directory,
-                    display=options.display if options.display and launch.world.is_first else SilentDisplay(),
+                    display=display,
                     stop=stop,
+                    mirroring=mirroring,
                     start_step=opening.choice.step,
                     started=started,
-                ),
-            )
+                )
+                yield loaded, opening, setting
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:
@@ -268,23 +278,12 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Repor
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
                 run.recorder.close()
-            _report(run, report)
+            leave_pages(run, report)
             raise
         run.writer.close()
         run.recorder.close()
-        _report(run, report)
+        leave_pages(run, report)
         return result
-
-
-def _report(run: Run, report: Reporter | None) -> None:
-    """Have the report written; whatever goes wrong with it, the run has ended as it did."""
-    if report is None or not (run.world.is_first and run.recipe.telemetry.report):
-        return
-    try:
-        report(run.directory)
-    except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
-        with contextlib.suppress(Exception):
-            run.display.message(f"note: the report could not be written: {error}")
 
 
 def _wait_for_save(run: Run, error: BaseException) -> None:
@@ -298,12 +297,15 @@ def _wait_for_save(run: Run, error: BaseException) -> None:
     except Exception as lost:  # noqa: BLE001  # whatever it is, the error under way came first
         if lost is not error:
             error.add_note(f"(the checkpoint under way was not written either: {lost})")
+    if run.mirroring is not None:
+        run.mirroring.is_over(within_seconds=_PATIENCE_SECONDS)
 
 
 def _fit(run: Run) -> TrainResult:
     try:
         with contextlib.closing(run.clock):
             ending = fit(run)
+        finish_mirroring(run)
         reasons = {
             "signal": run.stop.signal_name or "another process was asked",
             "patience": "no better evaluation",
@@ -326,6 +328,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[s
             world_size=plan.world_size,
             total_steps=plan.total_steps,
             version=__version__,
+            details={"opening_seconds": run.progress.launch_seconds},
         )
     )
     if run.utilisation is not None:
@@ -436,49 +439,11 @@ def _directory(options: Options, loaded: LoadedRecipe, collectives: Collectives)
 
     root = collectives.on_first(take)
     try:
-        _check_visible(root, collectives, patience_seconds=min(60, timeout.seconds / 2))
+        check_visible(root, collectives, patience_seconds=min(60, timeout.seconds / 2))
         yield RunDirectory(root)
     finally:
         for lock in held:
             lock.release()
-
-
-def _check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
-    """See to it that all processes mean the same directory: the first one writes what all of them read.
-
-    A network's file system may take its time to show what another host has made.
-
-    Raises:
-        LaunchError: On every process, naming the first that does not see it.
-    """
-    if collectives.world.world_size == 1:
-        return
-    mark = root / ".lock"
-    written = collectives.on_first(lambda: _word_of(mark))
-    deadline = time.monotonic() + patience_seconds
-    while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    everyone = collectives.gather((sees, platform.node()))
-    blind = [rank for rank, (sees, _) in enumerate(everyone) if not sees]
-    if blind:
-        raise LaunchError(
-            f"rank 0 on {everyone[0][1]} writes to '{root}', but rank {blind[0]} on {everyone[blind[0]][1]} sees "
-            "another directory or none there; name a --run-dir on a file system that all hosts share."
-        )
-
-
-def _word_of(mark: Path) -> str:
-    """The word in a run directory that no other directory has."""
-    if not (word := mark.read_text()):
-        mark.write_text(word := secrets.token_hex(8))
-    return word
-
-
-def _read_or_nothing(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
 
 
 def _first_of(world_size: int) -> World:

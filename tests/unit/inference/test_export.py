@@ -64,7 +64,7 @@ def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
     assert output.read_text() == "mine"
     with pytest.raises(CheckpointError, match=r"must end in \.safetensors"):
         export_safetensors(run, tmp_path / "weights.bin")
-    with pytest.raises(CheckpointError, match="Cannot write the weights to"):
+    with pytest.raises(CheckpointError, match="there is no directory"):
         export_safetensors(run, tmp_path / "nowhere" / "weights.safetensors")
 
 

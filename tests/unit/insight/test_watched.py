@@ -16,7 +16,7 @@ from paceline.insight.following import EventFollower, is_locked
 from paceline.insight.text_chart import draw_chart
 from paceline.insight.watch_screen import line_of, row, screen, table
 from paceline.insight.watched import WatchedRun
-from paceline.records.events import EvaluationEvent, FinishEvent, IncidentEvent, StartEvent, StepEvent
+from paceline.records.events import CheckpointEvent, EvaluationEvent, FinishEvent, IncidentEvent, StartEvent, StepEvent
 from paceline.records.writer import EventWriter, truncate_after
 
 
@@ -135,6 +135,15 @@ def test_progress_pace_phases_and_results(run: Path) -> None:
     write(run, START)
     watched.look()
     assert watched.state == "running"
+
+
+def test_checkpoints_are_those_that_are_still_there(run: Path) -> None:
+    names = [f"step-{number:08d}" for number in (1, 2)]
+    write(run, *(CheckpointEvent(step=number, checkpoint=name) for number, name in enumerate(names, 1)))
+    (run / "checkpoints" / names[1]).mkdir(parents=True)
+    watched = WatchedRun(run)
+    watched.look()
+    assert watched.to_json()["checkpoints"] == names[1:]
 
 
 def test_a_run_without_a_word_is_gone_only_where_that_is_certain(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

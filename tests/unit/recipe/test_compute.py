@@ -114,7 +114,7 @@ def test_kernels_chosen_by_the_clock_are_refused_where_sums_must_repeat() -> Non
 
 
 def test_a_mode_without_compiling_has_no_effect() -> None:
-    assert "'model.compile_mode' has no effect with model.compile=False" in refusal("model.compile_mode=max-autotune")
+    assert "'model.compile_mode' has no effect with model.compile=false" in refusal("model.compile_mode=max-autotune")
 
 
 def test_fp32_products_are_torch_s_own_unless_asked() -> None:

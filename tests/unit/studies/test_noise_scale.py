@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from paceline.errors import RecipeError, RunDirectoryError
+from paceline.formulas.noise import Estimate, NoiseAverages
 from paceline.recipe.load import load_recipe
 from paceline.studies.noise_page import write_noise
-from paceline.studies.noise_scale import NoiseAsked, in_words, measure_noise
+from paceline.studies.noise_scale import NoiseAsked, NoisePoint, NoiseReport, in_words, measure_noise
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.run import Run
 from paceline.trainer.train import Options, opened_run, train_recipe
@@ -70,6 +71,24 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
     (tmp_path / "out").mkdir()
     written = write_noise(tmp_path / "out", report)
     assert [path.name for path in written] == ["noise-scale.json", "noise-scale.html"]
+
+
+def test_a_page_tells_apart_what_has_no_end_and_what_has_no_value(tmp_path: Path) -> None:
+    measured = {
+        0: [Estimate(8.0, 1.0), Estimate(8.1, 1.01), Estimate(7.9, 0.99)],
+        4: [Estimate(8.0, 2.0), Estimate(8.0, -1.0), Estimate(8.0, 1.0)],
+        8: [Estimate(8.0, -1.0), Estimate(8.0, 0.5)],
+    }
+    points = [
+        NoisePoint(step=step, averages=NoiseAverages.of(found), steps=len(found)) for step, found in measured.items()
+    ]
+    sizes = {"global_batch_size": 64, "micro_batch_size": 8, "batch_weight": 64.0}
+    report = NoiseReport(name="digits", processes=1, points=points, **sizes)
+    _, page = write_noise(tmp_path, report)
+    shown = page.read_text()
+    assert '"symbol":["circle","arrow-up"]' in shown.replace(" ", "")
+    assert shown.count("no end") >= 2
+    assert "At 1 of 3 points the noise still hid the gradient" in shown
 
 
 def test_a_run_without_a_checkpoint_is_not_measured_as_if_it_were_fresh(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
 
 def test_an_unknown_tracker_is_told_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(
-        RecipeError, match=r"'tensorbord'.*available are: mlflow, tensorboard, wandb. Did you mean 'tensorboard'\?"
+        RecipeError, match=r"'tensorbord'.*available are: csv, mlflow, tensorboard, wandb. Did you mean 'tensorboard'\?"
     ):
         build_trackers(["tensorbord"], tmp_path)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from paceline.data.image import cifar, digits
+from paceline.data.image import archives, cifar, digits, torchvision_sets
+from paceline.data.image.columns import Asked
+from paceline.data.image.dataset import ImageDataset
+from paceline.data.image.downloads import download_archive
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import open_huggingface
 from paceline.data.image.listing import Fault, refuse
+from paceline.data.image.manifest import open_csv
 from paceline.data.image.mapped import StoredImages
 from paceline.data.image.packed import packed_images
+from paceline.data.image.parquet import open_parquet
 from paceline.data.image.pixels import array_digest, with_channels
-from paceline.data.image.source import ArraySource, Image, SampleSource, SubsetSource
-from paceline.data.image.splits import hold_out, split_off, stratified_split
+from paceline.data.image.selection import select
+from paceline.data.image.source import ArraySource, Image, SubsetSource
+from paceline.data.image.splits import split_off, stratified_split
 from paceline.data.image.synthetic import SyntheticSource
 from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError, RecipeError, did_you_mean
@@ -27,42 +33,6 @@ _FOLDER_SIZE = 224
 # Of ImageNet's training images, which pretrained models expect; the mean over channels for one channel.
 _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageDataset:
-    """Labelled images in two splits, and how they are to be shown.
-
-    Attributes:
-        name: What the recipe calls it.
-        train: Training images.
-        validation: Held-out images.
-        classes: Class names; a label is an index into them.
-        channels: 1 or 3, of every image the sources give.
-        image_size: Height and width the model sees, in pixels.
-        holdout: Images of the training split that are not trained on, to choose by after training; None if there are
-            none.
-        native_size: Height and width of the stored images if all share them, else None.
-        digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
-        mean: Per-channel mean subtracted from pixels in [0, 1].
-        std: Per-channel standard deviation they are divided by.
-        reasons: Why a value that the recipe left open is what it is, by its name in the recipe; under
-            ``validation`` where the held-out images come from; and why ``validation_fraction`` has no say in
-            that, if it has none.
-    """
-
-    name: str
-    train: SampleSource
-    validation: SampleSource
-    classes: tuple[str, ...]
-    channels: int
-    image_size: int
-    holdout: SampleSource | None = None
-    native_size: tuple[int, int] | None = None
-    digest: str = ""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
@@ -81,15 +51,17 @@ def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
         dataset = _FOLDER_OPENERS[data.dataset](data, fault)
     elif opener is not None:
         dataset = _opened(opener, data)
+    elif data.dataset.startswith(torchvision_sets.PREFIX):
+        dataset = _opened(_open_torchvision, data)
     elif ":" in data.dataset:
         dataset = _from_factory(data)
     else:
         known = {**_OPENERS, **_FOLDER_OPENERS}
         raise DataError(
-            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(known))} and "
+            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(known))}, 'torchvision:NAME' and "
             f"'package.module:factory'.{did_you_mean(data.dataset, known)}"
         )
-    return _normalised(data, _with_holdout(data, dataset))
+    return _normalised(data, select(data, dataset))
 
 
 def _opened(opener: Callable[[Data], ImageDataset], data: Data) -> ImageDataset:
@@ -105,19 +77,6 @@ def _opened(opener: Callable[[Data], ImageDataset], data: Data) -> ImageDataset:
         ) from error
 
 
-def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
-    """Take away from the training images what a recipe holds out of them."""
-    if data.holdout_fraction == 0:
-        return dataset
-    train, held_out = hold_out(dataset.train.labels, data.holdout_fraction)
-    if len(held_out) == 0:
-        raise RecipeError(
-            f"data.holdout_fraction={data.holdout_fraction} holds nothing out: no class has two training images; leave "
-            "it out."
-        )
-    return replace(dataset, train=SubsetSource(dataset.train, train), holdout=SubsetSource(dataset.train, held_out))
-
-
 def _open_digits(data: Data) -> ImageDataset:
     source = digits.read_digits()
     train_ids, held_out_ids = stratified_split(source.labels, data.validation_fraction)
@@ -131,6 +90,7 @@ def _open_digits(data: Data) -> ImageDataset:
         channels=channels,
         image_size=_size(data, digits.SIZE),
         native_size=(digits.SIZE, digits.SIZE),
+        is_split_off=True,
         digest=array_digest(source),
         mean=digits.MEAN * channels,
         std=digits.STD * channels,
@@ -143,29 +103,40 @@ def _open_digits(data: Data) -> ImageDataset:
 
 def _open_cifar10(data: Data, fault: Fault) -> ImageDataset:
     path = _required_path(data)
-    archive = cifar.find_cifar_archive(path)
-    if archive is None:
-        dataset = _open_folder(data, fault)
-        mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
-        return replace(dataset, mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
-    train, validation = cifar.read_cifar10(archive)
-    digest = array_digest(train, validation)
-    train_images, channels = _channels(train.images, data)
-    validation_images, _ = _channels(validation.images, data)
+    if data.download or archives.find_archive(path, "cifar10") is not None:
+        return _open_archive(data)
+    dataset = _open_folder(data, fault)
+    mean, std = cifar.MEAN[dataset.channels], cifar.STD[dataset.channels]
+    return replace(dataset, mean=mean, std=std, reasons={**dataset.reasons, **_CIFAR_MEAN})
+
+
+def _open_archive(data: Data) -> ImageDataset:
+    path = _required_path(data)
+    kind = next(name for name in archives.ARCHIVES if name == data.dataset)
+    if data.download:
+        download_archive(path, kind)
+    archive, name = archives.read_archive(path, kind), archives.PUBLISHED[kind]
+    digest = array_digest(archive.train, archive.test)
+    native = archive.train.size(0)
+    train, channels = _channels(archive.train.images, data)
+    validation, _ = _channels(archive.test.images, data)
+    mean, std = archive.normalisation(channels)
+    if kind == "cifar10":
+        mean, std = cifar.MEAN[channels], cifar.STD[channels]
     return ImageDataset(
-        name="cifar10",
-        train=ArraySource(train_images, train.labels, train.name),
-        validation=ArraySource(validation_images, validation.labels, validation.name),
-        classes=cifar.CLASSES,
+        name=kind,
+        train=ArraySource(train, archive.train.labels, archive.train.name),
+        validation=ArraySource(validation, archive.test.labels, archive.test.name),
+        classes=archive.classes,
         channels=channels,
-        image_size=_size(data, cifar.SIZE),
-        native_size=(cifar.SIZE, cifar.SIZE),
+        image_size=_size(data, native[0]),
+        native_size=native,
         digest=digest,
-        mean=cifar.MEAN[channels],
-        std=cifar.STD[channels],
+        mean=mean,
+        std=std,
         reasons={
-            **_array_reasons("CIFAR-10", cifar.SIZE, 3),
-            **_CIFAR_MEAN,
+            **_array_reasons(name, native[0], archive.train.images.shape[-1]),
+            **dict.fromkeys(("mean", "std"), f"of {name}'s training images"),
             **_own_split("the archive's test images"),
         },
     )
@@ -175,12 +146,27 @@ def _open_folder(data: Data, fault: Fault) -> ImageDataset:
     return _of_files(data, partial(open_image_folder, fault=fault))
 
 
+def _open_csv(data: Data, fault: Fault) -> ImageDataset:
+    return _of_files(data, partial(open_csv, asked=Asked.of(data), fault=fault))
+
+
+def _open_parquet(data: Data, fault: Fault) -> ImageDataset:
+    return _of_files(data, partial(open_parquet, asked=Asked.of(data), fault=fault))
+
+
+def _open_torchvision(data: Data) -> ImageDataset:
+    name = data.dataset.removeprefix(torchvision_sets.PREFIX)
+    root = None if data.path is None else _required_path(data)
+    opener = partial(torchvision_sets.open_torchvision, name, download=data.download, options=data.options)
+    return _of_files(data, lambda _, **given: opener(root, **given), root or Path())
+
+
 def _open_webdataset(data: Data) -> ImageDataset:
     return _of_files(data, open_webdataset)
 
 
 def _open_huggingface(data: Data) -> ImageDataset:
-    return _of_files(data, partial(open_huggingface, label_column=data.label_column))
+    return _of_files(data, partial(open_huggingface, label_column=data.label_column, image_column=data.image_column))
 
 
 def _open_packed(data: Data) -> ImageDataset:
@@ -198,8 +184,8 @@ def _open_packed(data: Data) -> ImageDataset:
     return replace(dataset, mean=known[0][0], std=known[0][1], reasons={**dataset.reasons, **why})
 
 
-def _of_files(data: Data, opener: Callable[..., ImageFolder | StoredImages]) -> ImageDataset:
-    path = _required_path(data)
+def _of_files(data: Data, opener: Callable[..., ImageFolder | StoredImages], path: Path | None = None) -> ImageDataset:
+    path = path or _required_path(data)
     channels = None if data.channels == "auto" else data.channels
     folder = opener(path, channels=channels, validation_fraction=data.validation_fraction)
     image_size, size_reason = _folder_size(data, folder)
@@ -212,11 +198,12 @@ def _of_files(data: Data, opener: Callable[..., ImageFolder | StoredImages]) -> 
         channels=folder.channels,
         image_size=image_size,
         native_size=probe.size,
+        is_split_off=folder.is_split_off,
         digest=folder.digest,
         mean=_IMAGENET_MEAN[folder.channels],
         std=_IMAGENET_STD[folder.channels],
         reasons={
-            **({"path": folder.listing} if isinstance(folder, ImageFolder) else {}),
+            **({"path": folder.listing} if folder.listing else {}),
             "image_size": size_reason,
             "channels": f"of {probe.count} images tried, {'all' if probe.greyscale else 'not all'} are grey",
             "mean": "ImageNet's, which pretrained models expect",
@@ -323,6 +310,16 @@ _OPENERS = {
     "webdataset": _open_webdataset,
     "huggingface": _open_huggingface,
     "synthetic": _open_synthetic,
+    "cifar100": _open_archive,
+    "mnist": _open_archive,
+    "fashion_mnist": _open_archive,
 }
 # Of what may lie in folders, and then in folders that are laid out in another way.
-_FOLDER_OPENERS = {"image_folder": _open_folder, "cifar10": _open_cifar10}
+_FOLDER_OPENERS = {
+    "image_folder": _open_folder,
+    "cifar10": _open_cifar10,
+    "csv": _open_csv,
+    "parquet": _open_parquet,
+}
+
+__all__ = ["LARGEST_SMALL_IMAGE", "ImageDataset", "open_dataset"]

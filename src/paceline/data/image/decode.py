@@ -225,11 +225,18 @@ def read_file(path: str | Path) -> bytes:
         raise BrokenImageError(str(path), _reason(error)) from error
 
 
-def image_header(path: str | Path | BinaryIO) -> tuple[tuple[int, int], bool] | None:
-    """Return ((height, width), is greyscale) from the head of a file or its content; None if it cannot be read."""
+def image_header(
+    path: str | Path | BinaryIO | bytes, formats: tuple[str, ...] | None = None
+) -> tuple[tuple[int, int], bool] | None:
+    """Return ((height, width), is greyscale) from the head of a file or its content; None if it cannot be read.
+
+    Args:
+        path: The file, or its content.
+        formats: Pillow's names of those that are tried; None for all.
+    """
     _silence_pillow()
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=formats) as image:
             return (image.height, image.width), image.mode in ("1", "L") or image.mode.startswith("I;16")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
@@ -256,6 +263,9 @@ def _opened(content: Content) -> Image.Image:
     image = Image.open(io.BytesIO(content))
     if image.width * image.height > LARGEST_PIXELS:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
+    if image.format == "EPS":
+        # Pillow would have Ghostscript run it.
+        raise ValueError("an EPS file is a program, and is never run; convert it to PNG")
     return image
 
 

@@ -89,7 +89,7 @@ def open_image_folder(
     train_folder, held_out_folder = _split_folders(root, fault)
     listed = list_folders(root, [each for each in (train_folder, held_out_folder) if each is not None], fault)
     train = listed.listings[0]
-    probe = _probe(root, train.names)
+    probe = probe_files(root, train.names)
     channels = channels or (1 if probe.greyscale else 3)
     sources: tuple[SampleSource, SampleSource]
     classes = train.classes
@@ -151,7 +151,7 @@ def unread_entries(path: str | Path) -> Iterator[str]:
                 yield from (entry.path for entry in entries_of(Path(each.path)) if is_hidden(entry))
 
 
-def _probe(root: Path, names: Names) -> Probe:
+def probe_files(root: Path, names: Names) -> Probe:
     """Look at the heads of at most 256 files spread evenly over the folder, which takes milliseconds."""
     chosen = range(0, len(names), -(-len(names) // _PROBED) or 1)
     paths = [os.path.join(root, os.fsdecode(names[index])) for index in chosen]
@@ -218,4 +218,4 @@ def _require_same_classes(
         )
 
 
-__all__ = ["EXTENSIONS", "ImageFolder", "Probe", "open_image_folder"]
+__all__ = ["EXTENSIONS", "ImageFolder", "Probe", "open_image_folder", "probe_files"]

@@ -1,8 +1,8 @@
 """Which images does a Hugging Face dataset on the local disk hold? Read is what ``save_to_disk`` wrote, and parquet.
 
 The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run. Images of
-``save_to_disk`` lie in the files as they are and are read there, in any order; those of parquet lie in pages that are
-compressed together, and have to be packed first.
+``save_to_disk`` lie in the files as they are and are read there, in any order; those of parquet are read with the row
+group that they lie in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.image.arrow import require_pyarrow
+from paceline.data.image.columns import Asked
 from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, StoredImages, mapped_files, probe
+from paceline.data.image.parquet import open_parquet
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
@@ -69,24 +72,6 @@ class _RowName:
 
     def __call__(self, sample: int) -> str:
         return f"{self.names[sample]} in {self.root}"
-
-
-def require_pyarrow() -> ModuleType:
-    """Return the library, which is an extra.
-
-    Raises:
-        DataError: If it is not installed.
-    """
-    try:
-        import pyarrow as pa
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"This needs pyarrow, which cannot be imported ({error}): run `pip install 'paceline[pack]'`."
-        ) from error
-    found: ModuleType = pa
-    return found
 
 
 def find_files(path: str | Path) -> HuggingFaceFiles | None:
@@ -157,7 +142,7 @@ def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
     return "train", held_out, f"the split {held_out}{f'; {unread[0]} is not read' if unread else ''}"
 
 
-def choose_columns(files: HuggingFaceFiles, label_column: str = "auto") -> Columns:
+def choose_columns(files: HuggingFaceFiles, label_column: str = "auto", image_column: str = "auto") -> Columns:
     """Find the columns with images and labels.
 
     Raises:
@@ -167,10 +152,17 @@ def choose_columns(files: HuggingFaceFiles, label_column: str = "auto") -> Colum
     images = [name for name, kind in kinds.items() if kind == "Image"]
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
     where, columns = str(files.root), ", ".join(kinds) or "none with a known type"
+    if image_column != "auto":
+        if image_column not in images:
+            raise DataError(
+                f"{where!r} has no column {image_column!r} of the type Image (columns: {columns})."
+                f"{did_you_mean(image_column, images)}"
+            )
+        images = [image_column]
     if len(images) != 1:
         raise DataError(
             f"{where!r} has {len(images)} columns of images, and one is expected (columns: {columns}): save it again "
-            "with one column of the type Image."
+            "with one column of the type Image, or name one (data.image_column)."
         )
     chosen = _label_column(labels, label_column, f"{where!r} (columns: {columns})")
     return Columns(images[0], chosen, tuple(str(name) for name in files.features[chosen].get("names", ())))
@@ -191,31 +183,42 @@ def _label_column(labels: Sequence[str], asked: str, where: str) -> str:
 
 
 def open_huggingface(
-    path: str | Path, *, channels: int | None, validation_fraction: float, label_column: str = "auto"
+    path: str | Path,
+    *,
+    channels: int | None,
+    validation_fraction: float,
+    label_column: str = "auto",
+    image_column: str = "auto",
+    in_any_order: bool = True,
 ) -> StoredImages:
     """Find where in the files each image lies, and look at the heads of a few.
 
     Args:
-        path: A folder that ``save_to_disk`` wrote.
+        path: A folder that ``save_to_disk`` wrote, or parquet files as on the hub.
         channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
         validation_fraction: Share of each class held out where there is no validation or test split.
         label_column: Which column holds the labels, or ``auto``.
+        image_column: Which column holds the images, or ``auto``.
+        in_any_order: Whether images will be read in any order, which parquet's row groups may be too large for.
 
     Raises:
         DataError: If there is no such dataset, or it cannot be read in any order.
     """
     files = find_files(path)
     if files is None:
-        raise DataError(
-            f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder that save_to_disk "
-            "wrote. One from the hub is saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
-        )
+        raise _not_there(Path(path))
     if files.is_parquet:
-        raise DataError(
-            f"{str(path)!r} holds parquet files, whose images cannot be read in any order: run `paceline pack {path} "
-            "DEST`, and train with data.dataset=packed data.path=DEST."
+        choose_splits(files)
+        columns = choose_columns(files, label_column, image_column)
+        asked = Asked(image=columns.image, label=columns.label, split=None)
+        return open_parquet(
+            path,
+            channels=channels,
+            validation_fraction=validation_fraction,
+            asked=asked,
+            in_any_order=in_any_order,
         )
-    columns = choose_columns(files, label_column)
+    columns = choose_columns(files, label_column, image_column)
     train_split, held_out_split, held_out = choose_splits(files)
     digest = hashlib.sha256(json.dumps([columns.image, columns.label, columns.classes]).encode())
     train = _read_split(files, columns, train_split, digest)
@@ -238,6 +241,20 @@ def open_huggingface(
         is_split_off=held_out_split is None,
         channels=channels,
         probe=found,
+    )
+
+
+def _not_there(path: Path) -> DataError:
+    """Say what to do where there is no dataset; paths are whole by now, also those that were names on the hub."""
+    said = f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder by save_to_disk"
+    name, hub = "NAME", "One from the hub"
+    if not path.exists():
+        name = path.name if path.parent == Path.cwd() else f"{path.parent.name}/{path.name}"
+        hub = f"If {name!r} is its name on the hub, it is not fetched while training; it"
+    return DataError(
+        f"{said}, or one of parquet files. {hub} is saved with "
+        f"`datasets.load_dataset({name!r}).save_to_disk('FOLDER')` in Python, where there is a "
+        "network; then set data.path=FOLDER."
     )
 
 

@@ -123,6 +123,7 @@ class StoredImages:
         is_split_off: Whether they were split off the training images.
         channels: What the images are decoded to: 1 or 3.
         probe: What some of the training images look like.
+        listing: How the images were found, or what reading them costs, for people; empty if there is nothing to say.
     """
 
     train: SampleSource
@@ -133,6 +134,7 @@ class StoredImages:
     is_split_off: bool
     channels: int
     probe: Probe
+    listing: str = ""
 
 
 class MappedBytes:
@@ -231,9 +233,9 @@ class MappedSource:
         return self._name.names
 
 
-def probe(source: EncodedSource) -> Probe:
-    """Look at the heads of at most 256 images spread evenly over a source."""
-    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED)))
+def probe(source: EncodedSource, samples: Iterable[int] | None = None) -> Probe:
+    """Look at the heads of some images, or of at most 256 spread evenly over a source."""
+    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED))) if samples is None else samples
     heads = [head for head in (_head(source, sample) for sample in chosen) if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(

@@ -38,13 +38,19 @@ _UNSIGNED_BYTE = 0x08
 _LARGEST_FILE = 2**30
 
 
-def find_mnist_folder(path: Path) -> Path | None:
-    """Return the folder that holds the four files, ``path`` or its ``raw``, or None."""
+def find_mnist_folder(path: Path, kind: str | None = None) -> Path | None:
+    """Return the folder that holds the four files, ``path``, its ``raw`` or that of a folder in it, or None.
+
+    Where several folders do, ``kind`` (mnist, fashion_mnist) says which is meant; its name must then say so too.
+    """
     if not path.is_dir():
         return None
     inside = sorted(entry / "raw" for entry in path.iterdir() if entry.is_dir())
     found = [folder for folder in (path, path / "raw", *inside) if _file(folder, "train", "images", 3) is not None]
-    return found[0] if found else None
+    if kind is None or len(found) < 2:
+        return found[0] if found else None
+    named = {"mnist": "mnist", "fashion_mnist": "fashionmnist"}[kind]
+    return next((folder for folder in found if folder.parent.name.lower() == named), found[0])
 
 
 def is_fashion(folder: Path) -> bool:

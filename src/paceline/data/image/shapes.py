@@ -68,5 +68,21 @@ def distinct(shapes: SampleShapes) -> dict[Shape, int]:
     return {(int(height), int(width)): int(count) for (height, width), count in zip(found, counts, strict=True)}
 
 
+def common_size(source: SampleSource, *, most: int = 32) -> Shape | None:
+    """Height and width that some images of a source share, evenly spaced ones, from the heads of their files.
+
+    Args:
+        source: The images.
+        most: How many to look at.
+
+    Returns:
+        None if they differ, or there is no telling.
+    """
+    if len(source) == 0 or not _is_measured(source):
+        return None
+    found = {source.size(int(sample)) for sample in np.linspace(0, len(source) - 1, min(most, len(source)))}
+    return found.pop() if len(found) == 1 else None
+
+
 def _is_measured(source: SampleSource) -> TypeGuard[MeasuredSource]:
     return _is_measured(source.base) if isinstance(source, SubsetSource) else isinstance(source, MeasuredSource)

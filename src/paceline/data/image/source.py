@@ -155,15 +155,20 @@ class FileSource:
         """Return the file's path."""
         return os.path.join(self._root, os.fsdecode(self._names[sample]))
 
+    @property
+    def names(self) -> Names:
+        """What the files are called, from the root on."""
+        return self._names
+
 
 class SubsetSource:
     """Some samples of another source, numbered anew in the order given."""
 
-    def __init__(self, base: SampleSource, ids: Ids) -> None:
-        """Take sample ``ids[i]`` of ``base`` as sample ``i``."""
+    def __init__(self, base: SampleSource, ids: Ids, labels: Ids | None = None) -> None:
+        """Take sample ``ids[i]`` of ``base`` as sample ``i``, of the base's class unless ``labels`` says another."""
         self.base = base
         self.ids = ids
-        self.labels: Ids = base.labels[ids]
+        self.labels: Ids = base.labels[ids] if labels is None else labels
         self._files = encoded_source(base)
 
     def __len__(self) -> int:

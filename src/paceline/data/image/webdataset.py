@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.image.folder import EXTENSIONS
+from paceline.data.image.labels import as_label, number_classes
 from paceline.data.image.mapped import (
     MappedBytes,
     MappedFile,
@@ -37,7 +38,6 @@ from paceline.errors import DataError
 _LABELS = ("label", "cls")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _HELD_OUT = ("val", "validation", "test")
-_LARGEST_LABEL = 2**20
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def open_webdataset(path: str | Path, *, channels: int | None, validation_fracti
     train_tars, held_out_tars, held_out = _splits(path)
     train = _read(train_tars)
     parts = [train] if not held_out_tars else [train, _read(held_out_tars)]
-    classes, labels = _classes([part.labels for part in parts], str(path))
+    classes, labels = number_classes([part.labels for part in parts], str(path))
     found = probe(MappedSource(train.content, labels[0], 3, train.name))
     channels = channels or (1 if found.greyscale else 3)
     whole = [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)]
@@ -218,7 +218,7 @@ def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str
 
 def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
     if "cls" in members:
-        return _as_label(bytes(content[members["cls"]]).decode("utf-8", "replace").strip(), name)
+        return as_label(bytes(content[members["cls"]]).decode("utf-8", "replace").strip(), name)
     if "json" in members:
         try:
             tree = json.loads(bytes(content[members["json"]]))
@@ -226,49 +226,11 @@ def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | st
             raise DataError(f"{name!r}: its .json cannot be read ({error}).") from error
         found = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []
         if found:
-            return _as_label(found[0], name)
+            return as_label(found[0], name)
     raise DataError(
         f"{name!r} has no label: expected is a member with the same name and .cls, or .json with the key "
         f"{' or '.join(map(repr, _LABELS))}."
     )
-
-
-def _as_label(value: object, name: str) -> int | str:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        value = int(value)
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?", value):
-        raise DataError(f"{name!r} has the label {value}, but labels are whole numbers from 0 on, or names.")
-    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
-    if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
-        raise DataError(f"{name!r} has the label {value}, but labels are numbers from 0 to {_LARGEST_LABEL - 1:,}.")
-    return value
-
-
-def _classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, ...], list[Ids]]:
-    """Name the classes, and number the labels."""
-    kinds = {type(label) for labels in parts for label in labels}
-    if len(kinds) > 1:
-        one = next(each for labels in parts for each in labels if isinstance(each, int))
-        other = next(each for labels in parts for each in labels if isinstance(each, str))
-        raise DataError(
-            f"{path!r} has labels that are numbers ({one}) and labels that are names ({other!r}): make them all one or "
-            "the other."
-        )
-    if kinds == {int}:
-        count = max(int(label) for labels in parts for label in labels) + 1
-        classes = tuple(str(number) for number in range(count))
-        numbered = [np.array(labels, dtype=np.int64) for labels in parts]
-    else:
-        classes = tuple(sorted({str(label) for label in parts[0]}))
-        number = {name: index for index, name in enumerate(classes)}
-        unknown = sorted({str(label) for labels in parts[1:] for label in labels} - set(classes))
-        if unknown:
-            raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
-        numbered = [np.array([number[str(label)] for label in labels], dtype=np.int64) for labels in parts]
-    if len(classes) < 2:
-        raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
-    return classes, numbered
 
 
 def _digest(parts: list[_Part]) -> str:

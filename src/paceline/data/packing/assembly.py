@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.huggingface import require_pyarrow
+from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.packed_layout import (
     INDEX,
     MANIFEST,

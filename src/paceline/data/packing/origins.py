@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from paceline.data.image import cifar, cifar100, mnist
+from paceline.data.image.archives import ArchiveName, find_archive, read_archive
+from paceline.data.image.columns import Asked
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.folder import ImageFolder, open_image_folder
-from paceline.data.image.huggingface import choose_columns, choose_splits, find_files, open_huggingface
-from paceline.data.image.mapped import MappedSource, Names, StoredImages, probe
+from paceline.data.image.huggingface import HuggingFaceFiles, find_files, open_huggingface
+from paceline.data.image.manifest import open_csv
+from paceline.data.image.mapped import MappedSource, Names, StoredImages
 from paceline.data.image.packed import PackedPixels, open_packed, packed_images
 from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Origin
+from paceline.data.image.parquet import open_parquet
+from paceline.data.image.parquet_source import ParquetSource
 from paceline.data.image.pixels import array_digest
-from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
+from paceline.data.image.selection import choose_classes, digest_of, first_of_all, of_classes
+from paceline.data.image.source import ArraySource, FileSource, Ids, SampleSource, SubsetSource, encoded_source
 from paceline.data.image.webdataset import open_webdataset
-from paceline.data.packing.parquet import ParquetSource
 from paceline.errors import DataError
+from paceline.recipe.data import check_part
 
-Kind = Literal["image_folder", "webdataset", "huggingface", "cifar10", "cifar100", "mnist", "fashion_mnist", "packed"]
+Kind = Literal[
+    "image_folder",
+    "csv",
+    "parquet",
+    "webdataset",
+    "huggingface",
+    "cifar10",
+    "cifar100",
+    "mnist",
+    "fashion_mnist",
+    "packed",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
 _ARCHIVES: dict[str, Kind] = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
@@ -55,6 +72,18 @@ class InnerName:
     def __call__(self, sample: int) -> str:
         """Return the image's name within its file."""
         return self.names[sample]
+
+
+@dataclass(frozen=True)
+class PartName:
+    """Names the images of a part of a source as the source names them."""
+
+    name: Callable[[int], str]
+    ids: Ids
+
+    def __call__(self, sample: int) -> str:
+        """Return the name within the source."""
+        return self.name(int(self.ids[sample]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,31 +131,117 @@ class OpenedOrigin:
         return sum(len(split.source) for split in self.splits.values())
 
 
-def open_origin(path: str, kind: Kind | None = None, *, label_column: str = "auto") -> OpenedOrigin:
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What of a source is to be packed.
+
+    Attributes:
+        columns: Which columns of a table hold what.
+        only_classes: Names or numbers of the classes; None for all.
+        subset: How many of the training images, or which share of them; None for all.
+    """
+
+    columns: Asked = field(default_factory=Asked)
+    only_classes: tuple[int | str, ...] | None = None
+    subset: int | str | None = None
+
+
+def wanted_part(
+    *,
+    image_column: str,
+    label_column: str,
+    split_column: str,
+    only_classes: tuple[str, ...] | None,
+    subset: str | None,
+) -> Wanted:
+    """What of a source is to be packed, as a command line says it.
+
+    Raises:
+        DataError: If the subset is neither a number nor a share.
+    """
+    columns = Asked(image=image_column, label=label_column, split=None if split_column == "off" else split_column)
+    part: int | str | None = int(subset) if subset is not None and subset.isdecimal() else subset
+    try:
+        return Wanted(columns=columns, only_classes=only_classes, subset=None if part is None else check_part(part))
+    except ValueError as error:
+        raise DataError(f"--subset: {error}.") from None
+
+
+def open_origin(path: str, kind: Kind | None = None, part: Wanted | None = None) -> OpenedOrigin:
     """Open a source.
 
     Args:
         path: A file, a folder, or a pattern of tars.
         kind: What it is; None to look.
-        label_column: Which column of a Hugging Face dataset holds the labels.
+        part: What of it; None for all.
 
     Raises:
         DataError: If there is none, or it is not what it should be.
+        RecipeError: If what is wanted of it leaves nothing, or a class empty.
     """
-    kind = kind or detect(path)
-    root = Path(path).expanduser()
-    if label_column != "auto" and kind != "huggingface":
-        raise DataError(f"--label-column has no effect on a source of the kind {kind}: leave it out.")
+    kind, wanted = kind or detect(path), part or Wanted()
+    _check_columns(wanted.columns, kind)
+    opened = _opened(path, Path(path).expanduser(), kind, wanted.columns)
+    if wanted.only_classes is not None:
+        opened = _of_classes(opened, wanted.only_classes)
+    return opened if wanted.subset is None else _first(opened, wanted.subset)
+
+
+def _check_columns(asked: Asked, kind: Kind) -> None:
+    uses = {"image": ("csv", "parquet", "huggingface"), "label": ("csv", "parquet", "huggingface")}
+    for name, kinds in {**uses, "split": ("csv", "parquet")}.items():
+        if getattr(asked, name) != "auto" and kind not in kinds:
+            raise DataError(f"--{name}-column has no effect on a source of the kind {kind}: leave it out.")
+
+
+def _opened(path: str, root: Path, kind: Kind, asked: Asked) -> OpenedOrigin:
+    given: dict[str, Any] = {"channels": None, "validation_fraction": 0}
     match kind:
         case "cifar10" | "cifar100" | "mnist" | "fashion_mnist":
             return _open_archive(root, kind)
         case "huggingface":
-            return _open_huggingface(root, label_column)
+            given |= {"label_column": asked.label, "image_column": asked.image}
+            return _of_images(kind, open_huggingface(root, in_any_order=False, **given), str(root))
+        case "parquet":
+            return _of_images(kind, open_parquet(path, asked=asked, in_any_order=False, **given), str(root))
+        case "csv":
+            return _of_images(kind, open_csv(root, asked=asked, **given), str(root.absolute().parent))
         case "webdataset":
-            return _of_images(kind, open_webdataset(path, channels=None, validation_fraction=0), str(root))
+            return _of_images(kind, open_webdataset(path, **given), str(root))
         case "packed":
             return _open_packed(root)
-    return _of_images(kind, open_image_folder(root, channels=None, validation_fraction=0), str(root))
+    return _of_images(kind, open_image_folder(root, **given), str(root))
+
+
+def _of_classes(opened: OpenedOrigin, asked: Sequence[int | str]) -> OpenedOrigin:
+    chosen = choose_classes(asked, opened.classes, "--only-classes")
+    names = tuple(opened.classes[number] for number in chosen)
+    parts = {name: of_classes(split.source, chosen, len(opened.classes)) for name, split in opened.splits.items()}
+    for name, part in parts.items():
+        missing = sorted(set(range(len(chosen))) - set(part.labels.tolist()))
+        if missing and (name == "train" or len(part) == 0):
+            raise DataError(f"--only-classes names {names[missing[0]]!r}, of which there is no {name} image.")
+    digest = digest_of(opened.origin.digest, "only classes", names, *(part.ids for part in parts.values()))
+    return replace(opened, classes=names, splits=_parts(opened, parts), origin=replace(opened.origin, digest=digest))
+
+
+def _first(opened: OpenedOrigin, part: int | str) -> OpenedOrigin:
+    parts = {"train": first_of_all(opened.splits["train"].source, part, "--subset")}
+    digest = digest_of(opened.origin.digest, "subset", parts["train"].ids)
+    return replace(opened, splits=_parts(opened, parts), origin=replace(opened.origin, digest=digest))
+
+
+def _parts(opened: OpenedOrigin, parts: Mapping[str, SubsetSource]) -> dict[str, OriginSplit]:
+    """The splits of a source, of which parts were taken; images keep their names."""
+    taken = {}
+    for name, split in opened.splits.items():
+        if name not in parts:
+            taken[name] = split
+            continue
+        # A part's ids are those of the whole source, whatever parts were taken on the way.
+        whole = split.name.name if isinstance(split.name, PartName) else split.name
+        taken[name] = OriginSplit(source=parts[name], name=PartName(whole, parts[name].ids))
+    return taken
 
 
 def detect(path: str) -> Kind:
@@ -147,9 +262,7 @@ def _detected(path: str) -> Kind:
     root = Path(path).expanduser()
     if not root.exists():
         if "{" in path or has_magic(path):
-            if path.endswith(".parquet"):
-                raise DataError(f"{path!r} is a pattern of parquet files: name the folder that they are in.")
-            return "webdataset"
+            return "parquet" if path.endswith(".parquet") else "webdataset"
         raise DataError(f"there is no {str(root)!r}: correct the path.")
     if root.is_file():
         return _kind_of_file(root)
@@ -166,8 +279,8 @@ def _detected(path: str) -> Kind:
 
 def _kind_of_folder(root: Path) -> Kind:
     suffixes = _suffixes(root)
-    if (".json" in suffixes or ".parquet" in suffixes) and find_files(root) is not None:
-        return "huggingface"
+    if (".json" in suffixes or ".parquet" in suffixes) and (found := find_files(root)) is not None:
+        return _kind_of_tables(found)
     if suffixes & _COMPRESSED and ".tar" not in suffixes and not any(each.is_dir() for each in root.iterdir()):
         raise DataError(f"{str(root)!r} holds compressed files: uncompress them, for tars are read where images lie.")
     return "webdataset" if ".tar" in suffixes else "image_folder"
@@ -177,12 +290,23 @@ def _kind_of_file(path: Path) -> Kind:
     for start, kind in _ARCHIVES.items():
         if path.name.startswith(start):
             return kind
-    if path.suffix in (".tar", ".parquet"):
-        return "webdataset" if path.suffix == ".tar" else "huggingface"
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return "csv"
+    if path.suffix == ".parquet" and (found := find_files(path)) is not None:
+        return _kind_of_tables(found)
+    if path.suffix == ".tar":
+        return "webdataset"
     raise DataError(
-        f"{str(path)!r} is a file, and none that can be packed by its name (a .tar of WebDataset, a .parquet of "
-        "Hugging Face, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it is with --kind."
+        f"{str(path)!r} is a file, and none that can be packed by its name (a .tar of WebDataset, a .parquet, a .csv "
+        "or .tsv of paths and labels, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it "
+        "is with --kind."
     )
+
+
+def _kind_of_tables(found: HuggingFaceFiles) -> Kind:
+    """Hugging Face's, if they say what is an image and what a label; otherwise tables of anyone's."""
+    kinds = [said.get("_type") for said in found.features.values() if isinstance(said, dict)]
+    return "huggingface" if not found.is_parquet or {"Image", "ClassLabel"} <= set(kinds) else "parquet"
 
 
 def _suffixes(root: Path) -> set[str]:
@@ -212,31 +336,14 @@ def _of_images(kind: Kind, opened: ImageFolder | StoredImages, root: str) -> Ope
 
 
 def _split(source: SampleSource, root: str) -> OriginSplit:
+    if isinstance(source, SubsetSource):
+        whole = _split(source.base, root)
+        return OriginSplit(source=source, name=PartName(whole.name, source.ids))
     if isinstance(source, FileSource):
         return OriginSplit(source=source, name=RelativeName(source, root))
     if isinstance(source, MappedSource | PackedPixels | ParquetSource):
         return OriginSplit(source=source, name=InnerName(source.names))
     return OriginSplit(source=source, name=source.path)
-
-
-def _open_huggingface(root: Path, label_column: str) -> OpenedOrigin:
-    files = find_files(root)
-    if files is None or not files.is_parquet:
-        opened = open_huggingface(root, channels=None, validation_fraction=0, label_column=label_column)
-        return _of_images("huggingface", opened, str(root))
-    columns = choose_columns(files, label_column)
-    train_name, held_out_name, held_out = choose_splits(files)
-    sources = {"train": ParquetSource(files, columns, train_name)}
-    if held_out_name is not None:
-        sources["validation"] = ParquetSource(files, columns, held_out_name)
-    return OpenedOrigin(
-        origin=Origin(
-            kind="huggingface", digest="+".join(each.digest() for each in sources.values()), held_out=held_out
-        ),
-        classes=columns.classes,
-        channels=1 if probe(sources["train"]).greyscale else 3,
-        splits={name: _split(source, str(root)) for name, source in sources.items()},
-    )
 
 
 def _open_packed(root: Path) -> OpenedOrigin:
@@ -249,35 +356,23 @@ def _open_packed(root: Path) -> OpenedOrigin:
     )
 
 
-def _open_archive(root: Path, kind: Literal["cifar10", "cifar100", "mnist", "fashion_mnist"]) -> OpenedOrigin:
-    find = {"cifar10": cifar.find_cifar_archive, "cifar100": cifar100.find_cifar100_archive}
-    archive = find.get(kind, mnist.find_mnist_folder)(root)
-    if archive is None:
+def _open_archive(root: Path, kind: ArchiveName) -> OpenedOrigin:
+    if find_archive(root, kind) is None:
         raise DataError(f"{str(root)!r} holds no files of {kind}: correct the path, or leave --kind out.")
-    classes: tuple[str, ...]
-    if kind == "cifar10":
-        train, test = cifar.read_cifar10(archive)
-        classes, mean, std = cifar.CLASSES, cifar.MEAN[3], cifar.STD[3]
-    elif kind == "cifar100":
-        train, test, classes = cifar100.read_cifar100(archive)
-        mean, std = cifar100.MEAN, cifar100.STD
-    else:
-        train, test = mnist.read_mnist(archive)
-        classes = mnist.FASHION if kind == "fashion_mnist" else mnist.DIGITS
-        mean, std = mnist.MEAN[kind], mnist.STD[kind]
+    read = read_archive(root, kind)
     return OpenedOrigin(
         origin=Origin(
             kind=kind,
-            digest=array_digest(train, test),
+            digest=array_digest(read.train, read.test),
             held_out="the archive's test images",
-            mean=mean,
-            std=std,
+            mean=read.mean,
+            std=read.std,
         ),
-        classes=classes,
-        channels=1 if train.images.shape[-1] == 1 else 3,
+        classes=read.classes,
+        channels=1 if read.train.images.shape[-1] == 1 else 3,
         splits={
-            "train": OriginSplit(source=train, name=train.path),
-            "validation": OriginSplit(source=test, name=test.path),
+            "train": OriginSplit(source=read.train, name=read.train.path),
+            "validation": OriginSplit(source=read.test, name=read.test.path),
         },
     )
 
@@ -285,10 +380,15 @@ def _open_archive(root: Path, kind: Literal["cifar10", "cifar100", "mnist", "fas
 def mean_bytes(opened: OpenedOrigin) -> float:
     """Bytes of an image as the source has it, from up to 1024 of them spread evenly."""
     source = opened.splits["train"].source
-    if isinstance(source, ArraySource):
-        return float(source.images[0].nbytes)
+    if (pixels := _pixels(source)) is not None:
+        return float(pixels.images[0].nbytes)
     chosen = range(0, len(source), max(1, -(-len(source) // _WEIGHED)))
     return float(np.mean([max(1, _length(source, sample)) for sample in chosen]))
+
+
+def _pixels(source: SampleSource) -> ArraySource | None:
+    whole = source.base if isinstance(source, SubsetSource) else source
+    return whole if isinstance(whole, ArraySource) else None
 
 
 def _length(source: SampleSource, sample: int) -> int:

@@ -14,18 +14,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.huggingface import require_pyarrow
 from paceline.data.image.packed import open_packed
 from paceline.data.image.packed_layout import MANIFEST, SPLITS, UNFINISHED, Form, Manifest, Mode, Shard
 from paceline.data.packing.assembly import assemble, left_out, refuse_broken
-from paceline.data.packing.origins import Kind, OpenedOrigin, mean_bytes, open_origin
+from paceline.data.packing.origins import Kind, OpenedOrigin, Wanted, mean_bytes, open_origin
 from paceline.data.packing.processes import Progress, make_shards
 from paceline.data.packing.recoding import stored
 from paceline.data.packing.shards import Work, is_made, reporting_disk_errors, write_whole
@@ -58,7 +58,7 @@ class Request:
         shard_bytes: About how long a shard is to be; None for one to suit.
         workers: Processes.
         skip_broken: Whether images that cannot be read are left out.
-        label_column: Of a Hugging Face dataset, the column with the labels.
+        wanted: What of the source, and which columns of a table hold it.
     """
 
     source: str
@@ -71,7 +71,7 @@ class Request:
     shard_bytes: int | None = None
     workers: int = 1
     skip_broken: bool = False
-    label_column: str = "auto"
+    wanted: Wanted = field(default_factory=Wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
     require_pyarrow()
     root = request.destination
     _check_apart(request)
-    opened = open_origin(request.source, request.kind, label_column=request.label_column)
+    opened = open_origin(request.source, request.kind, request.wanted)
     form = choose_form(request, opened)
     say(_described(request, opened, form))
     finished = _finished(root, opened, form)

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.huggingface import require_pyarrow
 from paceline.data.image.packed_layout import UNFINISHED, Form, LeftOut, Shard
 from paceline.data.image.source import Ids
 from paceline.data.packing.origins import OriginSplit

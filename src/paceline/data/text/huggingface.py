@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.data.image.huggingface import choose_splits, find_files, require_pyarrow
+from paceline.data.image.arrow import require_pyarrow
+from paceline.data.image.huggingface import choose_splits, find_files
 from paceline.data.text.corpus import Documents
 from paceline.errors import DataError, did_you_mean
 

@@ -223,7 +223,7 @@ def _recipe_of(asked: SweepAsked, recipe: Recipe, batch: int, lr: float, seed: i
         # A run that is stopped on the way, to go on later, is none of these.
         train=replace(recipe.train, until=None, duration=asked.longest or recipe.train.duration),
         checkpoint=replace(Checkpoint(), every=None, keep_best=False),
-        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None),
+        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
     )
 
 

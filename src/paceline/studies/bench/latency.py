@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.hub_folder import is_hub_folder
 from paceline.checkpoint.weights import read_weights
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
@@ -132,7 +133,7 @@ def measure_latency(asked: LatencyAsked, say: Callable[[str], None]) -> tuple[st
 
 
 def _holds_weights(target: Path) -> bool:
-    if target.suffix == ".safetensors" or (target / "manifest.json").exists():
+    if target.suffix == ".safetensors" or (target / "manifest.json").exists() or is_hub_folder(target):
         return True
     return any((target / "checkpoints").glob("step-*"))
 

@@ -29,7 +29,7 @@ from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.studies.launches import Launch, check_alone, check_can_watch, said
 from paceline.tasks.build import build_task
-from paceline.trainer.preparation import find_metric
+from paceline.trainer.preparation import find_metric, without_mirror
 from paceline.world import World
 
 _HOUR = 3600.0
@@ -166,7 +166,7 @@ def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) 
     run = TargetRun(seed=loaded.recipe.seed + index)
     folder.mkdir()
     recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(loaded.recipe), encoding="utf-8")
+    recipe.write_text(to_yaml(without_mirror(loaded.recipe)), encoding="utf-8")
     run_dir = folder / "run"
     arguments = ["train", str(recipe), f"seed={run.seed}", "train.until=null", "--run-dir", str(run_dir)]
     arguments += ["--processes", str(asked.processes)]

@@ -20,8 +20,6 @@ from paceline.references import is_reference
 
 _MOST_SENTENCES = 10_000
 _OF_IMAGES = ("image_classification", "distillation")
-# What a run reads where it lies.
-_TRAINABLE = ("image_folder", "cifar10", "packed", "webdataset", "huggingface")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
@@ -156,9 +154,5 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
         raise DataError(
             f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe ({error})"
         ) from None
-    if kind not in _TRAINABLE:
-        raise DataError(
-            f"{source!r} is a set of kind {kind}, which is not trained on as it lies: pack it, and check that."
-        )
     base = "cifar10" if kind == "cifar10" else "image_folder"
     return load_recipe(base, [f"data.dataset={kind}", f"data.path={source}", *overrides]).recipe

@@ -86,5 +86,5 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
         train=replace(recipe.train, duration=Duration(steps + MOST_SKIPPED, "steps"), until=None, ema=None),
         evaluate=replace(recipe.evaluate, every=None, patience=None),
         checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
-        telemetry=replace(recipe.telemetry, trackers=(), profile=Profile()),
+        telemetry=replace(recipe.telemetry, trackers=(), profile=Profile(), mlperf=False),
     )

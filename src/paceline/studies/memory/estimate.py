@@ -204,12 +204,13 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             needed=job.needed(now),
             least=job.least(now, memory),
             fits=None if memory is None else job.fits(now, memory),
-            sizes=tuple(_size(job, each, memory) for each in _sizes(now)),
+            sizes=tuple(_size(job, each, memory) for each in _sizes(now) if each <= max(now, job.most)),
             largest=largest,
             micro_size=_divisor(job.share, largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
-            savings=() if job.plan.strategy == "fsdp" else (_spread(job, ways, memory),),
+            # Where samples are gone through one by one, spread weights would be gathered for each.
+            savings=() if job.plan.strategy == "fsdp" or steps.is_scaled else (_spread(job, ways, memory),),
             verdict=weigh(job, memory, ways),
             notices=tuple(each for each in (assumed, *unheeded, *_notices(job, steps)) if each),
             seconds=0.0,
@@ -291,7 +292,12 @@ def _spread(job: Job, ways: int, memory: int | None) -> Saving:
 
 def _notices(job: Job, steps: Steps) -> Iterator[str]:
     plan = job.plan
-    if steps.goes_one_by_one:
+    if steps.is_scaled:
+        yield (
+            "what a detector finds is assumed: as many proposals and objects as its settings let it keep, and of these "
+            "as many to learn from"
+        )
+    elif steps.goes_one_by_one:
         yield (
             f"the network goes through its samples one by one, so that each size was done by itself: no more than "
             f"{job.most}, a process's share of a step, were looked for"

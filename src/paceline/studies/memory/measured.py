@@ -6,6 +6,7 @@ block by block: also what kernels take inside, which an estimate does not see.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,8 +26,9 @@ from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.studies.memory.trace import EVALUATION, FIRST, STEP
 from paceline.tasks.build import build_task
+from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task
-from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
+from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.fake_network import random_states_kept
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
@@ -113,12 +115,12 @@ class _RealStep:
         self._precision = Precision(plan.precision, device, recipe.train.grad_scaler)
         self._optimizer = build_optimizer(self._network, recipe.optimizer, device)
         self._clipping = Clipping(self._network, recipe.optimizer)
-        self._batch = _filled(batch_maker(task, plan, placement)(micro_batch), device)
+        self._batch = _batch_of(task, plan, placement, micro_batch)
         self._device = device
         self._is_scored = plan.evaluate_every_steps is not None and plan.evaluation_samples > 0
         if self._is_scored:
             count = min(plan.evaluation_batch_size, plan.evaluation_samples)
-            self._make_scored = partial(evaluation_batch_maker(task, plan, placement), count)
+            self._make_scored = partial(_scored_of, task, plan, placement, count)
 
     def parts(self) -> list[tuple[str, Callable[[], None]]]:
         """What is to be measured, in a run's order."""
@@ -126,7 +128,7 @@ class _RealStep:
 
     def evaluate(self) -> None:
         """Score one batch with each set of weights."""
-        batch = _filled(self._make_scored(), self._device)
+        batch = self._make_scored()
         networks = [self._network, *([] if self._ema is None else [self._ema.module])]
         with torch.no_grad():
             for network in networks:
@@ -147,6 +149,23 @@ class _RealStep:
         self._optimizer.zero_grad(set_to_none=True)
         if self._ema is not None:
             self._ema.update(0)
+
+
+def _batch_of(task: Task, plan: Plan, placement: Placement, count: int) -> Batch:
+    """A micro-batch as an estimate has it; of pictures with objects real ones, since it matters what is in them."""
+    if not isinstance(task, Detection):
+        return _filled(batch_maker(task, plan, placement)(count), placement.device)
+    with contextlib.closing(task.open_pipeline(placement)) as pipeline:
+        heaviest = one_batch(task.recipe.seed, count, task.sample_costs())
+        return next(iter(pipeline.train_batches(heaviest, 0, 1, World())))
+
+
+def _scored_of(task: Task, plan: Plan, placement: Placement, count: int) -> Batch:
+    """The same for a batch that is scored."""
+    if not isinstance(task, Detection):
+        return _filled(evaluation_batch_maker(task, plan, placement)(count), placement.device)
+    with contextlib.closing(task.open_pipeline(placement)) as pipeline:
+        return next(iter(pipeline.evaluation_batches(count, World())))
 
 
 def _filled(batch: Batch, device: torch.device) -> Batch:

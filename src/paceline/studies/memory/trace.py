@@ -20,6 +20,7 @@ from paceline.data.batch import Batch
 from paceline.data.nested import tensors_in
 from paceline.errors import ModelError
 from paceline.studies.memory import cpu_kernels, cuda_kernels
+from paceline.studies.memory.scored_singly import ScoredSingly, scored_singly
 from paceline.telemetry.allocations import Allocation, AllocationTrace
 from paceline.trainer.fake_run import FakeRun
 
@@ -94,18 +95,20 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def trace_step(step: FakeRun) -> StepTrace:
+def trace_step(step: FakeRun, scored: ScoredSingly | None = None) -> StepTrace:
     """Do a fake run's first step, its evaluation if it has any, and the update of another step.
 
     Both steps' passes are the same; their updates are not, of which the first makes the optimizer's state.
+
+    Args:
+        step: The fake run.
+        scored: Its evaluation, if that is known already.
     """
     step.optimizer.state.clear()
     inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
     trained = [each for each in step.network.parameters() if each.requires_grad]
     with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
-        trace.hold(step.network.parameters(), "weights")
-        trace.hold(step.network.buffers(), "buffers")
-        trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
+        _hold_networks(step, trace)
         trace.hold(tensors_in(step.batch.inputs, step.batch.targets), "batch")
         cuts = [len(trace.events)]
         gradients = _pass(step, trace)
@@ -114,7 +117,7 @@ def trace_step(step: FakeRun) -> StepTrace:
         trace.call(_state(step), "optimizer")
         trace.hold(_state(step), "optimizer")
         cuts.append(len(trace.events))
-        why = _evaluate(step, trace)
+        why = _evaluate(step, trace, scored)
         cuts.append(len(trace.events))
         # Others in their place: passes again would take as long as before.
         again = _given(step, trace, trained, gradients)
@@ -162,17 +165,47 @@ def _given(
     return again
 
 
-def _evaluate(step: FakeRun, trace: AllocationTrace) -> str:
+def _hold_networks(step: FakeRun, trace: AllocationTrace) -> None:
+    trace.hold(step.network.parameters(), "weights")
+    trace.hold(step.network.buffers(), "buffers")
+    trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
+
+
+def _evaluate(step: FakeRun, trace: AllocationTrace, scored: ScoredSingly | None) -> str:
     """An evaluation, or why there is none that could be had."""
-
-    def see(batch: Batch) -> None:
-        trace.call(tensors_in(batch.inputs, batch.targets), "batch")
-
     try:
-        step.evaluate(see)
+        if step.goes_one_by_one and step.scored_samples:
+            (scored or evaluation_of(step)).append_to(trace)
+        else:
+            step.evaluate(_calling(trace))
     except ModelError as error:
         return str(error)
     return ""
+
+
+def evaluation_of(step: FakeRun) -> ScoredSingly:
+    """The evaluation of a network that goes through its samples one by one.
+
+    Raises:
+        ModelError: If it needs its numbers.
+    """
+
+    def traced(step: FakeRun, samples: int) -> tuple[int, AllocationTrace]:
+        inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+        with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
+            _hold_networks(step, trace)
+            held = len(trace.allocations)
+            step.evaluate(_calling(trace), samples)
+        return held, trace
+
+    return scored_singly(step, traced)
+
+
+def _calling(trace: AllocationTrace) -> Callable[[Batch], None]:
+    def see(batch: Batch) -> None:
+        trace.call(tensors_in(batch.inputs, batch.targets), "batch")
+
+    return see
 
 
 def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again: Mapping[int, int]) -> StepTrace:
@@ -214,22 +247,34 @@ class Steps:
         small: One.
         large: Another one, of more samples.
         again: Does the step of a size that the two do not tell.
+        one_by_one: Whether the network is known to go through its samples in a loop.
+
+    Attributes:
+        is_linear: Whether the two make the same storages.
+        is_scaled: Whether another size's storages are taken to be those of one that was done, each larger or smaller.
     """
 
-    def __init__(self, small: StepTrace, large: StepTrace, again: Callable[[int], StepTrace]) -> None:
+    def __init__(
+        self, small: StepTrace, large: StepTrace, again: Callable[[int], StepTrace], *, one_by_one: bool = False
+    ) -> None:
         self._small, self._large, self._again = small, large, again
+        self.is_scaled = one_by_one
         self.is_linear = small.shape == large.shape
         self._done: dict[int, StepTrace] = {small.micro_batch: small, large.micro_batch: large}
 
     @property
     def goes_one_by_one(self) -> bool:
         """Whether there are the more storages the more samples: the network goes through them in a loop."""
-        return len(self._large.allocations) >= _MANY_MORE * len(self._small.allocations)
+        return self.is_scaled or len(self._large.allocations) >= _MANY_MORE * len(self._small.allocations)
 
     def __call__(self, micro_batch: int) -> StepTrace:
         """The step of so many samples."""
-        if micro_batch not in self._done:
-            self._done[micro_batch] = self._between(micro_batch) if self.is_linear else self._again(micro_batch)
+        if micro_batch in self._done:
+            return self._done[micro_batch]
+        if self.is_scaled and micro_batch >= _SMALLEST:
+            others = [each for each in self._done.values() if each.micro_batch >= _SMALLEST]
+            return _scaled(min(others, key=lambda each: abs(each.micro_batch - micro_batch)), micro_batch)
+        self._done[micro_batch] = self._between(micro_batch) if self.is_linear else self._again(micro_batch)
         return self._done[micro_batch]
 
     def done_again(self, micro_batch: int) -> StepTrace:
@@ -242,6 +287,9 @@ class Steps:
         if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
             return True
         self.is_linear = self.is_linear and done.shape == self._small.shape
+        if self.is_scaled:
+            self._done[micro_batch] = done
+            return False
         self._large = done
         self._done = {self._small.micro_batch: self._small, micro_batch: done}
         return False
@@ -256,12 +304,31 @@ class Steps:
         return replace(first, micro_batch=micro_batch, allocations=allocations)
 
 
+def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
+    """Another size of a step whose samples are gone through one by one: each storage of samples stands for more."""
+    share = micro_batch / trace.micro_batch
+    allocations = tuple(
+        replace(each, size=round(each.size * share)) if _is_of_samples(each) else each for each in trace.allocations
+    )
+    return replace(trace, micro_batch=micro_batch, allocations=allocations)
+
+
+def _is_of_samples(allocation: Allocation) -> bool:
+    if allocation.cause == "batch":
+        return allocation.phase != EVALUATION
+    return allocation.cause in ("activations", "temporary") and allocation.phase in ("forward", "backward")
+
+
 def trace_steps(step: FakeRun) -> Steps:
     """The steps of a fake run, at all sizes."""
+    scored = None
+    if step.goes_one_by_one and step.scored_samples:
+        with contextlib.suppress(ModelError):  # which each step will tell
+            scored = evaluation_of(step)
 
     def done(micro_batch: int) -> StepTrace:
         step.show(micro_batch)
-        return trace_step(step)
+        return trace_step(step, scored)
 
     given = max(step.micro_batch, 2 * _SMALLEST)
-    return Steps(done(given // 2), done(given), done)
+    return Steps(done(given // 2), done(given), done, one_by_one=step.goes_one_by_one)

@@ -23,6 +23,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.studies.launches import Launch, said
 from paceline.studies.memory.batch_trial import REFERENCE, Orders
 from paceline.telemetry.memory import peak_private_of
+from paceline.trainer.preparation import without_mirror
 from paceline.units import Duration, format_bytes, format_seconds
 
 # The first makes the optimizer's state, and the second has it.
@@ -100,7 +101,7 @@ class TrialGround:
         parts = 2 if micro_batch < self.share else 1
         recipe = shortened(self.recipe, micro_batch, micro_batch * self.processes * parts)
         path, run_dir = scratch / "trial.yaml", scratch / "run"
-        path.write_text(to_yaml(recipe), encoding="utf-8")
+        path.write_text(to_yaml(without_mirror(recipe)), encoding="utf-8")
         orders = Orders(
             task=self.recipe.task,
             samples=_STEPS * recipe.batch.global_size,

@@ -22,6 +22,7 @@ from paceline.studies.prove.notes import ORDERS_VARIABLE, Observed, Orders
 from paceline.studies.prove.witness import REFERENCE, Witness
 from paceline.tasks.build import build_task
 from paceline.trainer.bystander import torch_as_it_was
+from paceline.trainer.preparation import without_mirror
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 
@@ -261,5 +262,5 @@ class Runner:
 
     def _write(self, orders: Orders, recipe: Recipe) -> Path:
         path = Path(orders.folder) / "short.yaml"
-        path.write_text(to_yaml(recipe), encoding="utf-8")
+        path.write_text(to_yaml(without_mirror(recipe)), encoding="utf-8")
         return path

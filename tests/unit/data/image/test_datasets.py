@@ -161,7 +161,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_are_answered() -> None:
-    with pytest.raises(DataError, match=r"known are cifar10, digits, huggingface, .*Did you mean 'digits'"):
+    with pytest.raises(DataError, match=r"known are cifar10, cifar100, csv, digits, .*Did you mean 'digits'"):
         open_dataset(Data(dataset="digit"))
 
 

@@ -101,7 +101,7 @@ def test_the_column_of_the_labels(tmp_path: Path) -> None:
         open_dataset(Data(dataset="huggingface", path=str(root), label_column="coars"))
 
 
-def test_parquet_is_packed_and_not_trained_on(tmp_path: Path) -> None:
+def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     metadata = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
@@ -111,8 +111,8 @@ def test_parquet_is_packed_and_not_trained_on(tmp_path: Path) -> None:
             content = table(chosen, [number % 2 for number in chosen]).replace_schema_metadata(metadata)
             (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
             pq.write_table(content, tmp_path / "hub" / "data" / f"{split}-{part:05}-of-00002.parquet", row_group_size=2)
-    with pytest.raises(DataError, match=r"cannot be read in any order: run `paceline pack"):
-        open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hub")))
+    trained = open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hub")))
+    assert trained.reasons["path"].startswith("5 row groups of up to 2 images")
     opened = open_origin(str(tmp_path / "hub"))
     assert (opened.origin.kind, opened.classes) == ("huggingface", ("cat", "dog"))
     train = opened.splits["train"].source
@@ -122,6 +122,8 @@ def test_parquet_is_packed_and_not_trained_on(tmp_path: Path) -> None:
         assert bytes(train.encoded(sample)) == png(order[sample])
         assert np.array_equal(train.read(sample), decode(png(order[sample]), 3))
     assert train.labels.tolist() == [number % 2 for number in order]
+    assert np.array_equal(trained.train.read(7), train.read(7))
+    assert (len(trained.validation), trained.validation.labels.tolist()) == (3, [0, 0, 1])
     assert opened.splits["validation"].name(2) == "9.png"
 
 

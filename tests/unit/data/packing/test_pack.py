@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data.image.columns import Asked
 from paceline.data.image.decode import decode
 from paceline.data.image.folder import open_image_folder
 from paceline.data.image.packed import open_packed, packed_images
 from paceline.data.image.packed_layout import MANIFEST, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
+from paceline.data.packing.origins import Wanted
 from paceline.data.packing.pack import Packed, Request, pack
 from paceline.data.packing.verifying import verify
 from paceline.errors import DataError
@@ -334,7 +336,10 @@ def test_a_packed_dataset_can_be_packed_again(photos: Path, tmp_path: Path) -> N
         ({"mode": "raw", "quality": 10}, "--quality 10 has no effect with --mode raw: .* use --mode jpeg"),
         ({"mode": "jpeg", "size": 10}, "--size 10 has no effect with --mode jpeg: .* use --mode raw"),
         ({"mode": "raw", "size": 10, "max_side": 20}, "give one of them"),
-        ({"label_column": "x"}, "--label-column has no effect on a source of the kind image_folder"),
+        (
+            {"wanted": Wanted(columns=Asked(label="x"))},
+            "--label-column has no effect on a source of the kind image_folder",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(

@@ -1,0 +1,317 @@
+"""How does a copy of a run lie at an address, so that another host can go on with it?
+
+    checkpoints/step-00000120-3f2a…/…   the files of a checkpoint, named by its manifest's digest, never changed
+    records/…                           what the records of the run have grown by since the last copy
+    commits/00000012-9c1b….json         names all of these, with sizes and SHA-256; written last
+
+An object store has no rename, so what makes a checkpoint exist is its commit: one small object, which is there or is
+not. Whatever is not named by a commit is an upload that was broken off, is never read, and goes with the next pruning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.checkpoint.best import Best
+from paceline.checkpoint.manifest import FILE_NAME as MANIFEST
+from paceline.checkpoint.reading import read_manifest
+from paceline.errors import CheckpointError, StorageError
+from paceline.storage.remote import Remote
+
+_FORMAT_VERSION = 1
+_COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
+_PIECE_BYTES = 64 * 2**20
+# Of so many pieces a record is sent anew as one, so that a long run's copy has no endless row of them.
+_MOST_PIECES = 32
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One object at the address.
+
+    Attributes:
+        name: Relative to the address.
+        size_bytes: Its size.
+        sha256: Of its content.
+    """
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A checkpoint at the address, and the records that belong to it.
+
+    Attributes:
+        sequence: Commits of a run are counted; the highest is the newest, also where a run went back.
+        run: The run's own word, which no other run has.
+        step: Of the checkpoint.
+        files: The checkpoint's files by their names in it.
+        records: Files of the run directory by their names in it, each in pieces.
+        best: What ``best.json`` said.
+    """
+
+    sequence: int
+    run: str
+    step: int
+    files: Mapping[str, Piece]
+    records: Mapping[str, tuple[Piece, ...]]
+    best: Best | None = None
+
+    @property
+    def pieces(self) -> set[str]:
+        """The names of all objects that it needs."""
+        return {each.name for each in self.files.values()} | {
+            each.name for pieces in self.records.values() for each in pieces
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sendable:
+    """A whole checkpoint on this host, and what goes with it.
+
+    Attributes:
+        step: Its step.
+        path: Its directory.
+        growing: Record files of the run directory by their names in it, and how many of their bytes belong to it.
+        small: Files of the run directory that are sent as they are.
+        best: What ``best.json`` says.
+    """
+
+    step: int
+    path: Path
+    growing: Mapping[str, int]
+    small: tuple[str, ...]
+    best: Best | None = None
+
+
+class Mirror:
+    """The copy of one run at an address; one thread of one process writes it.
+
+    Args:
+        remote: Where it lies.
+        run: The run's own word.
+        commits: Those that are there, as :func:`read_commits` found them.
+    """
+
+    def __init__(self, remote: Remote, run: str, commits: Iterable[Commit]) -> None:
+        self._remote, self._run = remote, run
+        self._commits = {each.sequence: each for each in commits}
+        self._launch = secrets.token_hex(4)
+        self._last = max((number for number, _ in _commit_names(remote)), default=0)
+        # What this launch has sent of each record; what earlier ones sent may have been cut back since.
+        self._sent: dict[str, list[Piece]] = {}
+
+    def send(self, what: Sendable, root: Path) -> None:
+        """Copy a checkpoint and its records there; when this returns, the newest commit names them.
+
+        Args:
+            what: The checkpoint.
+            root: The run directory.
+
+        Raises:
+            CheckpointError: If the checkpoint is not there any more.
+            StorageError: If the address refuses, or another launch writes there.
+        """
+        if self._has(what):
+            return
+        files = self._send_files(what)
+        records = {name: self._send_growing(root / name, name, size) for name, size in what.growing.items()}
+        records |= {name: (self._send_small(root / name, name),) for name in what.small}
+        self._commit(what, files, records)
+
+    def _has(self, what: Sendable) -> bool:
+        newest = self._commits.get(max(self._commits, default=0))
+        digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
+        return newest is not None and newest.files[MANIFEST].sha256 == digest
+
+    def _send_files(self, what: Sendable) -> dict[str, Piece]:
+        before = _manifest_bytes(what.path)
+        manifest = read_manifest(what.path)
+        digest = hashlib.sha256(before).hexdigest()
+        folder = f"checkpoints/step-{what.step:08d}-{digest[:12]}"
+        files = {
+            name: Piece(f"{folder}/{name}", facts.size_bytes, facts.sha256)
+            for entry in manifest.components.values()
+            for name, facts in entry.files.items()
+        }
+        there = self._remote.listed(folder)
+        for name, piece in files.items():
+            # An upload that was broken off is gone on with.
+            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes:
+                self._upload(what.path / name, piece.name)
+        files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", len(before), digest)
+        self._remote.write(f"{folder}/{MANIFEST}", before)
+        if _manifest_bytes(what.path) != before:
+            # Directories of checkpoints are replaced as a whole: with the manifest the same, so was all before it.
+            raise CheckpointError(f"{what.path} was replaced while it was copied.")
+        there = self._remote.listed(folder)
+        for piece in files.values():
+            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes:
+                raise StorageError(f"{self._remote.path(piece.name)} does not have the size with which it was sent.")
+        return files
+
+    def _upload(self, source: Path, name: str) -> None:
+        if not source.is_file():
+            raise CheckpointError(f"{source} was deleted before it was copied.")
+        self._remote.upload(source, name)
+
+    def _send_growing(self, source: Path, name: str, size: int) -> tuple[Piece, ...]:
+        """The pieces of a record's first ``size`` bytes; what is new since the last time is sent."""
+        sent = self._sent.get(name, [])
+        begin = sum(each.size_bytes for each in sent)
+        if begin > size or len(sent) > _MOST_PIECES:
+            sent, begin = [], 0
+        sent = list(sent)
+        with _reading(source) as file:
+            file.seek(begin)
+            while begin < size:
+                content = file.read(min(_PIECE_BYTES, size - begin))
+                if not content:
+                    raise CheckpointError(f"{source} has become shorter than the {size} bytes that were recorded.")
+                sent.append(self._write(f"records/{self._launch}/{name}/{size:012d}-{begin:012d}", content))
+                begin += len(content)
+        self._sent[name] = sent
+        return tuple(sent)
+
+    def _send_small(self, source: Path, name: str) -> Piece:
+        with _reading(source) as file:
+            content = file.read()
+        digest = hashlib.sha256(content).hexdigest()
+        known = self._sent.get(name)
+        if known is None or known[0].sha256 != digest:
+            self._sent[name] = [self._write(f"records/{self._launch}/{name}/{digest[:12]}", content)]
+        return self._sent[name][0]
+
+    def _write(self, name: str, content: bytes) -> Piece:
+        self._remote.write(name, content)
+        return Piece(name, len(content), hashlib.sha256(content).hexdigest())
+
+    def _commit(self, what: Sendable, files: Mapping[str, Piece], records: Mapping[str, tuple[Piece, ...]]) -> None:
+        there = _commit_names(self._remote)
+        if any(number > self._last and not self._is_ours(name) for number, name in there):
+            raise TakenError(
+                f"another launch has written to {self._remote.address} since this one began; this one sends nothing "
+                "more."
+            )
+        # One of ours may have arrived although no answer came back.
+        sequence = max([self._last, *(number for number, _ in there)]) + 1
+        commit = Commit(sequence=sequence, run=self._run, step=what.step, files=files, records=records, best=what.best)
+        self._remote.write(f"commits/{sequence:08d}-{self._launch}.json", _to_bytes(commit))
+        self._commits[sequence], self._last = commit, sequence
+
+    def _is_ours(self, name: str) -> bool:
+        return name.endswith(f"-{self._launch}.json")
+
+    def prune(self, *, keep: int) -> None:
+        """Delete all but the newest commits of ``keep`` steps and that of the best one, and what none of them names.
+
+        Raises:
+            StorageError: If the address refuses; the next call goes on.
+        """
+        self._keep_only(kept_of(self._commits.values(), keep))
+
+    def discard_after(self, step: int) -> None:
+        """Delete the commits of later steps, for a run that goes back to ``step``; else they would be gone on with.
+
+        Raises:
+            StorageError: If the address refuses.
+        """
+        later = {number: commit for number, commit in self._commits.items() if commit.step > step}
+        if later:
+            self._keep_only({number: each for number, each in self._commits.items() if number not in later})
+
+    def _keep_only(self, kept: Mapping[int, Commit]) -> None:
+        # Names first: what is half deleted is not to be chosen.
+        there = _commit_names(self._remote)
+        self._remote.delete([name for number, name in there if number <= self._last and number not in kept])
+        self._commits = dict(kept)
+        needed: set[str] = set().union(*(each.pieces for each in kept.values()))
+        # What this launch has sent of its records, the next commit builds on.
+        needed |= {piece.name for pieces in self._sent.values() for piece in pieces}
+        present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
+        self._remote.delete([name for name in present if name not in needed])
+
+
+class TakenError(StorageError):
+    """Another launch writes to the same address: that does not pass."""
+
+
+def kept_of(commits: Iterable[Commit], keep: int) -> dict[int, Commit]:
+    """The newest commit of each of the ``keep`` steps that came last, and of the best step, by sequence."""
+    newest = sorted(commits, key=lambda each: each.sequence, reverse=True)
+    of_step: dict[int, Commit] = {}
+    for each in newest:
+        of_step.setdefault(each.step, each)
+    best = newest[0].best if newest else None
+    chosen = [*list(of_step.values())[:keep], *([of_step[best.step]] if best and best.step in of_step else [])]
+    return {each.sequence: each for each in chosen}
+
+
+def read_commits(remote: Remote) -> tuple[list[Commit], list[str]]:
+    """The commits at an address, newest first, and what is said of those that are no whole ones.
+
+    Raises:
+        StorageError: If the address cannot be read.
+    """
+    commits, damaged = [], []
+    for number, name in sorted(_commit_names(remote), reverse=True):
+        try:
+            commit = _from_bytes(remote.read(name))
+            if commit.sequence != number:
+                raise ValueError(f"it says that it is number {commit.sequence}")
+            commits.append(commit)
+        except (ValueError, KeyError, TypeError) as error:
+            damaged.append(f"{remote.path(name)} is no whole commit: {error}")
+    return commits, damaged
+
+
+def _commit_names(remote: Remote) -> list[tuple[int, str]]:
+    found = ((_COMMIT.fullmatch(name), name) for name in remote.listed("commits"))
+    return [(int(match[1]), name) for match, name in found if match]
+
+
+def _to_bytes(commit: Commit) -> bytes:
+    content = {"format_version": _FORMAT_VERSION, **asdict(commit)}
+    return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("utf-8")
+
+
+def _from_bytes(text: bytes) -> Commit:
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+        raise ValueError("its content does not match its own digest")
+    if content.pop("format_version", None) != _FORMAT_VERSION:
+        raise StorageError("the copy at checkpoint.mirror was written by another version of Paceline; go on with that.")
+    files = {name: Piece(**piece) for name, piece in content.pop("files").items()}
+    records = {name: tuple(Piece(**each) for each in pieces) for name, pieces in content.pop("records").items()}
+    for name in (*files, *records, *(each.name for each in files.values())):
+        if not _SAFE_NAME.fullmatch(name) or ".." in name:
+            raise ValueError(f"it names the file {name!r}, which is not allowed")
+    best = content.pop("best")
+    return Commit(files=files, records=records, best=None if best is None else Best(**best), **content)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def _manifest_bytes(checkpoint: Path) -> bytes:
+    with _reading(checkpoint / MANIFEST) as file:
+        return file.read()
+
+
+def _reading(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path} to copy it: {error.strerror or error}.") from error

@@ -1,0 +1,25 @@
+"""Where is pyarrow? It reads Hugging Face's files and parquet, and is an extra."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from paceline.errors import DataError
+
+
+def require_pyarrow() -> ModuleType:
+    """Return the library, which is an extra.
+
+    Raises:
+        DataError: If it is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"This needs pyarrow, which cannot be imported ({error}): run `pip install 'paceline[pack]'`."
+        ) from error
+    found: ModuleType = pa
+    return found

@@ -1,0 +1,213 @@
+"""Which part of a data set does the recipe ask for? Some classes, some training images, and who is held out.
+
+Here for every kind of data set alike. What is taken depends on the images' names and labels alone, and goes into the
+digest by which runs know their data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.image.dataset import ImageDataset
+from paceline.data.image.sample_names import hashed_names, sample_names
+from paceline.data.image.source import Ids, SampleSource, SubsetSource
+from paceline.data.image.split_file import keep_split
+from paceline.data.image.splits import hold_out, split_off, stratified_order, stratified_split
+from paceline.errors import RecipeError, did_you_mean
+from paceline.recipe.data import Data
+
+# Arbitrary, and fixed for good: another salt is another draw.
+_VALIDATION, _HOLDOUT, _SUBSET = b"validation", b"holdout", b"subset"
+_NAMED = 6
+
+
+def select(data: Data, dataset: ImageDataset) -> ImageDataset:
+    """Take what the recipe asks for of an opened data set.
+
+    The order matters: who is held out does not depend on the classes and the number of images that are taken.
+
+    Raises:
+        RecipeError: If nothing, or no image of a class, would be left.
+        DataError: If the file that keeps the split cannot be used.
+    """
+    dataset = _split_anew(data, dataset)
+    dataset = _with_holdout(data, dataset)
+    if data.only_classes is not None:
+        dataset = _with_classes(data.only_classes, dataset)
+    if data.subset is not None:
+        dataset = _with_subset(data.subset, dataset)
+    return dataset
+
+
+def part_of(source: SampleSource, ids: Ids, labels: Ids | None = None) -> SubsetSource:
+    """Some samples of a source, of other classes if ``labels`` says so; a part of a part is one of the whole."""
+    labels = source.labels[ids] if labels is None else labels
+    if isinstance(source, SubsetSource):
+        return SubsetSource(source.base, source.ids[ids], labels)
+    return SubsetSource(source, ids, labels)
+
+
+def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
+    """The numbers of the classes that are asked for by name or number, in the data's order.
+
+    A number stands for the class of that name, if there is one, else for the class at that place, from 0.
+
+    Raises:
+        RecipeError: If one is unknown or named twice, or there is one only.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    chosen: list[int] = []
+    for each in asked:
+        number = numbers.get(str(each), each)
+        if not isinstance(number, int) or number >= len(classes):
+            known = ", ".join(classes[:_NAMED]) + (", …" if len(classes) > _NAMED else "")
+            raise RecipeError(
+                f"{key} names {each!r}, but the data has the {len(classes)} classes {known}: give names of them, or "
+                f"their numbers from 0.{did_you_mean(str(each), classes)}"
+            )
+        if number in chosen:
+            raise RecipeError(f"{key} names the class {classes[number]!r} twice: name it once.")
+        chosen.append(number)
+    if len(chosen) < 2:
+        raise RecipeError(f"{key} names {len(chosen)} class, but a classifier needs at least two: name more.")
+    return sorted(chosen)
+
+
+def of_classes(source: SampleSource, chosen: Sequence[int], classes: int) -> SubsetSource:
+    """The images of some classes, numbered anew."""
+    numbers = np.full(classes, -1, dtype=np.int64)
+    numbers[list(chosen)] = np.arange(len(chosen))
+    labels = numbers[source.labels]
+    ids = np.flatnonzero(labels >= 0)
+    return part_of(source, ids, labels[ids])
+
+
+def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset") -> SubsetSource:
+    """So many images, or such a share of them, of each class alike; in the order that they have in the source.
+
+    Raises:
+        RecipeError: If there are fewer images, or a class would be left empty.
+    """
+    total = len(source)
+    wanted = round(total * float(part[:-1]) / 100) if isinstance(part, str) else part
+    present = len(np.unique(source.labels))
+    if wanted > total:
+        raise RecipeError(f"{key}={part}, but there are {total:,} images: ask for fewer, or for all with off.")
+    if wanted < present:
+        raise RecipeError(
+            f"{key}={part} is {wanted:,} of {total:,} images, which leaves some of the {present:,} classes empty: take "
+            f"at least {present:,}."
+        )
+    order = stratified_order(source.labels, hashed_names(sample_names(source), _SUBSET))
+    return part_of(source, np.sort(order[:wanted]))
+
+
+def digest_of(base: str, *parts: object) -> str:
+    """The digest of a data set of which a part was taken."""
+    told = [hashlib.sha256(each.tobytes()).hexdigest() if isinstance(each, np.ndarray) else each for each in parts]
+    return hashlib.sha256(json.dumps([base, *told]).encode()).hexdigest()
+
+
+def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
+    """Draw again who is held out, where the recipe asks for more than the draw by order."""
+    if not dataset.is_split_off:
+        why = dataset.reasons.get("validation_fraction", "the data has a split of its own")
+        return replace(dataset, reasons={**dataset.reasons, "split_by": why, "split_file": why})
+    if data.split_by == "order" and data.split_file is None:
+        return dataset
+    whole, fraction = _whole(dataset), data.validation_fraction
+    names = sample_names(whole)
+    hashes = hashed_names(names, _VALIDATION)
+    ids = stratified_split(whole.labels, fraction, hashes=hashes if data.split_by == "name" else None)
+    told = split_off(fraction) + (", drawn by the images' names (data.split_by)" if data.split_by == "name" else "")
+    kept: dict[str, object] = {}
+    if data.split_file is not None:
+        held_out = np.zeros(len(whole), dtype=bool)
+        held_out[ids[1]] = True
+        file = keep_split(Path(data.split_file), names, held_out, fraction)
+        held_out, told = file.places(names, hashes)
+        ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        kept = {"split_file_sha256": file.sha256}
+    return replace(
+        dataset,
+        train=part_of(whole, ids[0]),
+        validation=part_of(whole, ids[1]),
+        digest=digest_of(dataset.digest, "held out", ids[1]),
+        selection={**dataset.selection, **kept},
+        reasons={**dataset.reasons, "validation": told},
+    )
+
+
+def _whole(dataset: ImageDataset) -> SampleSource:
+    train, validation = dataset.train, dataset.validation
+    if not isinstance(train, SubsetSource) or not isinstance(validation, SubsetSource):
+        raise TypeError("a data set that was split off consists of two parts of one source")
+    return train.base
+
+
+def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
+    """Take away from the training images what a recipe holds out of them."""
+    if data.holdout_fraction == 0:
+        return dataset
+    hashes = hashed_names(sample_names(dataset.train), _HOLDOUT) if data.split_by == "name" else None
+    train, held_out = hold_out(dataset.train.labels, data.holdout_fraction, hashes)
+    if len(held_out) == 0:
+        raise RecipeError(
+            f"data.holdout_fraction={data.holdout_fraction} holds nothing out: no class has two training images; leave "
+            "it out."
+        )
+    return replace(dataset, train=SubsetSource(dataset.train, train), holdout=SubsetSource(dataset.train, held_out))
+
+
+def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDataset:
+    chosen = choose_classes(asked, dataset.classes)
+    names = tuple(dataset.classes[number] for number in chosen)
+    splits = {"training": dataset.train, "held-out": dataset.validation, "holdout": dataset.holdout}
+    parts = {
+        name: None if source is None else of_classes(source, chosen, len(dataset.classes))
+        for name, source in splits.items()
+    }
+    train, validation = parts["training"], parts["held-out"]
+    assert train is not None
+    assert validation is not None
+    for name, part in parts.items():
+        had = splits[name]
+        if part is not None and had is not None and len(part) == 0 < len(had):
+            raise RecipeError(
+                f"data.only_classes={list(asked)} leaves no {name} images: none is of these classes; take others."
+            )
+    if empty := sorted(set(range(len(chosen))) - set(train.labels.tolist())):
+        raise RecipeError(
+            f"data.only_classes names {names[empty[0]]!r}, of which there is no training image: leave it out."
+        )
+    taken = f"{len(names):,} of {len(dataset.classes):,} classes: {', '.join(names[:_NAMED])}"
+    return replace(
+        dataset,
+        train=train,
+        validation=validation,
+        holdout=parts["holdout"],
+        classes=names,
+        digest=digest_of(dataset.digest, "only classes", names, train.ids),
+        selection={**dataset.selection, "only_classes": list(names)},
+        reasons={**dataset.reasons, "only_classes": taken + (", …" if len(names) > _NAMED else "")},
+    )
+
+
+def _with_subset(part: int | str, dataset: ImageDataset) -> ImageDataset:
+    train = first_of_all(dataset.train, part)
+    return replace(
+        dataset,
+        train=train,
+        digest=digest_of(dataset.digest, "subset", train.ids),
+        selection={**dataset.selection, "subset": len(train)},
+        reasons={
+            **dataset.reasons,
+            "subset": f"{len(train):,} of {len(dataset.train):,} training images, of each class alike, always the same",
+        },
+    )

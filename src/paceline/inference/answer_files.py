@@ -1,0 +1,167 @@
+"""How do answers become a file, while they come, in memory that does not grow?
+
+What is written lies beside the file, under its name and ``.partial``, until the last answer is in it; then it is
+renamed. A file of answers is thus whole or not there. What a kill leaves is the partial one, in which all lines of full
+batches stand (but for Parquet, whose index is written last); the same command begins anew and writes over it.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from paceline.errors import DataError, PacelineError
+from paceline.records.run_directory import encode_json, sync_directory
+
+_AT_ONCE = 1024
+_SIDES = ("left", "top", "right", "bottom")
+
+Row = dict[str, Any]
+
+
+class AnswerWriter(Protocol):
+    """Takes rows, one for each image."""
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Add rows to the end, and hand them to the operating system."""
+        ...
+
+    def close(self) -> None:
+        """Finish the file."""
+        ...
+
+
+class _JsonLines:
+    """One JSON object for each image."""
+
+    def __init__(self, path: Path, *, boxes: bool) -> None:
+        del boxes
+        self._file: TextIO = path.open("w", encoding="utf-8", errors="surrogateescape")
+
+    def write(self, rows: Iterable[Row]) -> None:
+        self._file.writelines(f"{encode_json(row)}\n" for row in rows)
+        self._file.flush()
+
+    def close(self) -> None:
+        _close_durably(self._file)
+
+
+class _Csv:
+    """One line for each label of an image, or for each object in it; one without a label for an image without any."""
+
+    def __init__(self, path: Path, *, boxes: bool) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+        self._sides = _SIDES if boxes else ()
+        self._csv = csv.writer(self._file, lineterminator="\n")
+        self._csv.writerow(["path", "rank", "label", "probability", *self._sides, "error"])
+
+    def write(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            boxes = row.get("boxes") or [()] * len(row["labels"])
+            for rank, found in enumerate(zip(row["labels"], row["probabilities"], boxes, strict=True), start=1):
+                self._csv.writerow([row["path"], rank, found[0], found[1], *found[2], ""])
+            if not row["labels"]:
+                self._csv.writerow([row["path"], "", "", "", *("" for _ in self._sides), row["error"] or ""])
+        self._file.flush()
+
+    def close(self) -> None:
+        _close_durably(self._file)
+
+
+class _Parquet:
+    """One row for each image, with lists of labels and probabilities; needs the extra ``pack``."""
+
+    def __init__(self, path: Path, *, boxes: bool) -> None:
+        try:
+            import pyarrow as pa
+            from pyarrow import parquet
+        except ImportError as error:
+            raise DataError(
+                "--output=….parquet needs pyarrow, which is not installed; pip install 'paceline[pack]', or write "
+                ".jsonl or .csv."
+            ) from error
+        self._arrow = pa
+        columns = {
+            "path": pa.string(),
+            "labels": pa.list_(pa.string()),
+            "probabilities": pa.list_(pa.float64()),
+            **({"boxes": pa.list_(pa.list_(pa.float64(), 4))} if boxes else {}),
+            "error": pa.string(),
+        }
+        self._schema = pa.schema(list(columns.items()))
+        self._writer = parquet.ParquetWriter(path, self._schema)
+        self._rows: list[Row] = []
+
+    def write(self, rows: Iterable[Row]) -> None:
+        # A group of rows for each batch would make a slow file.
+        self._rows += [{**row, "path": os.fsencode(row["path"]).decode("utf-8", "replace")} for row in rows]
+        if len(self._rows) >= _AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
+            self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+
+_WRITERS: dict[str, Callable[..., AnswerWriter]] = {".jsonl": _JsonLines, ".csv": _Csv, ".parquet": _Parquet}
+ENDINGS = tuple(_WRITERS)
+
+
+def check_output(path: Path) -> None:
+    """Refuse a name that nothing can be written to, before anything is computed.
+
+    Raises:
+        DataError: If its ending is of no kind that is written, it exists, or its folder does not.
+    """
+    if path.suffix not in _WRITERS:
+        raise DataError(f"--output={path}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; change it.")
+    if path.exists():
+        raise DataError(f"--output={path} exists already and is not written over; give another name.")
+    if not path.parent.is_dir():
+        raise DataError(f"--output={path}: there is no folder '{path.parent}'; make it first.")
+
+
+@contextmanager
+def answer_file(path: Path, *, boxes: bool) -> Iterator[AnswerWriter]:
+    """Open a new file of answers, of the kind its ending names; it is there when everything has been written.
+
+    Args:
+        path: The new file.
+        boxes: Whether answers have boxes.
+
+    Raises:
+        DataError: As :func:`check_output`, or if the disk refuses.
+    """
+    check_output(path)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        writer = _WRITERS[path.suffix](partial, boxes=boxes)
+        try:
+            yield writer
+        except BaseException:
+            with suppress(OSError):
+                writer.close()  # what there is, is whole
+            raise
+        writer.close()
+        partial.replace(path)
+        sync_directory(path.parent)
+    except (PacelineError, BrokenPipeError):
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"Cannot write the answers to '{partial}': {reason}; check the path and the disk.") from error
+
+
+def _close_durably(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,0 +1,108 @@
+"""What can be asked about an image, whatever weights and whichever library answer?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+Prepared = Any
+"""One image as a predictor wants it; only the predictor that made it looks inside."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom edge, in pixels of the file's picture."""
+
+
+class Answer(Protocol):
+    """The answer for one image: labels, the most probable first, or the reason why there are none."""
+
+    @property
+    def path(self) -> Path:
+        """The image file, or its archive and its name in there."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Class names, the most probable first."""
+        ...
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """Of each, in [0, 1]."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no answer, if there is none."""
+        ...
+
+    def at(self, path: Path) -> Answer:
+        """The same answer, for that path."""
+        ...
+
+    def described(self) -> str:
+        """The answer as one line for people, without the path."""
+        ...
+
+    def row(self) -> dict[str, Any]:
+        """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, ``error``, and what else there is."""
+        ...
+
+    def drawn(self, prepared: Prepared, classes: Sequence[str]) -> Image.Image:
+        """A copy of the image that was prepared, with the answer drawn into it.
+
+        Args:
+            prepared: What the predictor made of the image.
+            classes: All class names; each has a colour of its own.
+
+        Raises:
+            DataError: If nothing in such an answer can be drawn.
+        """
+        ...
+
+
+class ImagePredictor(Protocol):
+    """Answers questions about images. Preparing is safe in several threads at once; answering in one at a time."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """All class names."""
+        ...
+
+    @property
+    def usual_top_k(self) -> int:
+        """Most labels of an image, unless told otherwise."""
+        ...
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Most images that are answered in one breath; None if that is the caller's choice."""
+        ...
+
+    @property
+    def finds_boxes(self) -> bool:
+        """Whether answers have boxes."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the weights, in hexadecimal."""
+        ...
+
+    def prepare(self, content: bytes) -> Prepared:
+        """Decode one image file and bring it to the size that is shown.
+
+        Raises:
+            BrokenImageError: If it cannot be read.
+        """
+        ...
+
+    def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
+        """One answer for each image, in order, without paths."""
+        ...
+
+    def unreadable(self, path: Path, reason: str) -> Answer:
+        """The answer for an image that cannot be read."""
+        ...

@@ -1,0 +1,235 @@
+"""What does a trained network take and give, for a program that is not Paceline?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.weights import SavedWeights
+from paceline.errors import ModelError, RecipeError
+from paceline.inference.clicks import ClickPredictor
+from paceline.inference.predict import Predictor, trained_task
+from paceline.inference.text import TextPredictor, is_text_model
+
+OUTPUT = "logits"
+TOLERANCE = 1e-4  # of the largest answer; what other arithmetic in fp32 may come to
+
+_CPU = torch.device("cpu")
+_TRIED = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a network takes.
+
+    Attributes:
+        name: What it is called.
+        sizes: Its dimensions: a number, or the name of one that may change. The first is ``batch``.
+        below: For whole numbers, one more than the largest (of each column, if there are several); None for floats.
+        says: What is in it, for people.
+    """
+
+    name: str
+    sizes: tuple[int | str, ...]
+    below: tuple[int, ...] | None
+    says: str
+
+    def example(self, changing: dict[str, int], seed: int = 0) -> Tensor:
+        """Made-up values, float32 or int64, with these sizes for the dimensions that change."""
+        draws = torch.Generator().manual_seed(seed)
+        shape = [changing[size] if isinstance(size, str) else size for size in self.sizes]
+        if self.below is None:
+            return torch.randn(shape, generator=draws)
+        return (torch.rand(shape, generator=draws, dtype=torch.float64) * torch.tensor(self.below)).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exportable:
+    """A trained network in evaluation on the CPU.
+
+    Attributes:
+        network: Takes the inputs in order, gives one tensor of ``logits``.
+        inputs: What it takes.
+        longest: The largest size of each dimension that changes, where there is a largest.
+        saved: Its weights and their description.
+        kind: What its inputs are: ``images``, ``tokens`` or ``clicks``.
+    """
+
+    network: nn.Module
+    inputs: tuple[Input, ...]
+    longest: dict[str, int]
+    saved: SavedWeights
+    kind: str
+
+    def examples(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
+        """Made-up inputs; dimensions other than the batch are a little shorter for larger batches."""
+        changing = {name: max(2, largest - batch) for name, largest in self.longest.items()} | {"batch": batch}
+        return tuple(each.example(changing, seed) for each in self.inputs)
+
+    @property
+    def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
+        """The dimensions that change, as torch.export wants them."""
+        named = {
+            name: torch.export.Dim(name, max=self.longest.get(name))
+            for name in dict.fromkeys(size for each in self.inputs for size in each.sizes if isinstance(size, str))
+        }
+        return tuple(
+            {place: named[size] for place, size in enumerate(each.sizes) if isinstance(size, str)}
+            for each in self.inputs
+        )
+
+    @torch.inference_mode()
+    def answers(self, inputs: Sequence[Tensor]) -> Tensor:
+        """What the network says, float32."""
+        found: Tensor = self.network(*inputs)
+        return found.float()
+
+    def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> float:
+        """Ask the network and something made of it the same, in batches of several sizes.
+
+        Args:
+            other: Takes a tuple of inputs, gives float32 logits.
+            what: Its name, for the message.
+            tolerance: Largest difference, in units of the largest answer if that is above 1.
+
+        Returns:
+            The largest difference, in logits.
+
+        Raises:
+            ModelError: If it differs by more.
+        """
+        largest = 0.0
+        for batch in _TRIED:
+            inputs = self.examples(batch, seed=batch)
+            expected, found = self.answers(inputs), other(inputs)
+            if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+                raise ModelError(
+                    f"{what} answers to a batch of {batch} with {tuple(found.shape)} numbers or with some that are "
+                    f"none, and the network with {tuple(expected.shape)}; nothing was written."
+                )
+            difference = float((found - expected).abs().max())
+            if difference > tolerance * max(1.0, float(expected.abs().max())):
+                raise ModelError(
+                    f"{what} answers otherwise than the network by up to {difference:.2g} (largest answer "
+                    f"{float(expected.abs().max()):.2g}); nothing was written. Use --format safetensors."
+                )
+            largest = max(largest, difference)
+        return largest
+
+
+class _TokensOnly(nn.Module):
+    """A language model that is asked about whole rows, so that its places and documents need not be said."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Ids [N, T] to logits [N, T, vocabulary]."""
+        logits: Tensor = self.network(tokens)
+        return logits
+
+
+def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Exportable:
+    """Build the network of saved weights and say what it takes.
+
+    Args:
+        saved: The weights.
+        trust_code: Whether their recipe may name code to import.
+        wanted: The format that is asked for, for the message.
+
+    Raises:
+        PacelineError: If it is not known what the network takes.
+    """
+    data = saved.described("data")
+    if "detects" in data:
+        raise RecipeError(
+            f"{saved.path} holds a detector: it takes pictures of any sizes and answers with as many boxes as it "
+            f"finds, which --format {wanted} cannot say; use --format safetensors."
+        )
+    if is_text_model(saved):
+        return _tokens(saved, data, trust_code=trust_code)
+    if "table_rows" in data:
+        return _clicks(saved, data, trust_code=trust_code)
+    if "class_names" in data:
+        return _images(saved, data, trust_code=trust_code)
+    raise RecipeError(
+        f"{saved.path} does not say what its network takes (task {data.get('task')}); --format {wanted} is for images, "
+        "text and clicks; use --format safetensors."
+    )
+
+
+def _images(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
+    predictor = Predictor(saved, _CPU, trained_task(saved, trust_code=trust_code))
+    says = "normalised images, float32"
+    # Of one view, where a run was evaluated by several.
+    side = int(data.get("evaluation_size", data["image_size"]))
+    return Exportable(
+        network=_still(predictor.network),
+        inputs=(Input("images", ("batch", int(data["channels"]), side, side), None, says),),
+        longest={},
+        saved=saved,
+        kind="images",
+    )
+
+
+def _tokens(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
+    predictor = TextPredictor(saved, _CPU, trust_code=trust_code)
+    vocabulary, context = int(data["vocabulary"]), int(data["context"])
+    says = f"token ids in [0, {vocabulary}), int64, at most {context} in a row"
+    return Exportable(
+        network=_still(_TokensOnly(predictor.network)),
+        inputs=(Input("tokens", ("batch", "length"), (vocabulary,), says),),
+        longest={"length": context},
+        saved=saved,
+        kind="tokens",
+    )
+
+
+def _clicks(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
+    predictor = ClickPredictor(saved, _CPU, trust_code=trust_code)
+    rows = tuple(int(each) for each in data["table_rows"])
+    numbers = int(data["dense_features"])
+    return Exportable(
+        network=_still(predictor.network),
+        inputs=(
+            Input("dense", ("batch", numbers), None, "numbers as the network was trained on them, float32"),
+            Input("categories", ("batch", len(rows)), rows, "a row of each table, int64"),
+        ),
+        longest={},
+        saved=saved,
+        kind="clicks",
+    )
+
+
+def _still(network: nn.Module) -> nn.Module:
+    """The network in evaluation, with nothing to be trained: what is exported need not keep gradients."""
+    for parameter in network.parameters():
+        parameter.requires_grad = False
+    return network.eval()
+
+
+def parameter_bytes(network: nn.Module) -> int:
+    """What its parameters and buffers take."""
+    return sum(each.nbytes for each in itertools.chain(network.parameters(), network.buffers()))
+
+
+def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
+    """What must happen to a sample before a network sees it, in words."""
+    data = saved.described("data")
+    taken = "; ".join(f"{each.name}: {each.says}, [{', '.join(map(str, each.sizes))}]" for each in inputs)
+    if "evaluation_crop" not in data:
+        return taken
+    size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
+    mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
+    colours = "one grey channel" if data["channels"] == 1 else "RGB"
+    return (
+        f"{taken}. Decode to {colours}; if the image is not {size}x{size} already, resize its shorter side to "
+        f"{round(size / crop)} pixels ({data.get('interpolation', 'bilinear')}, antialiased) and keep the centre "
+        f"{size}x{size}; (value / 255 - mean) / std with mean {mean} and std {std}; channels first."
+    )

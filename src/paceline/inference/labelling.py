@@ -1,0 +1,180 @@
+"""How does an image become the most probable labels? The same around a network of torch's and one of ONNX Runtime's."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from paceline.data.image.decode import decode, upright_size
+from paceline.data.image.shapes import rectangle
+from paceline.data.image.transforms import evaluation_image
+from paceline.errors import DataError
+from paceline.inference.ahead import BATCH, answers_ahead
+from paceline.inference.answers import Answer
+from paceline.inference.sources import PictureFile
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer for one image.
+
+    Attributes:
+        path: The image file.
+        labels: Class names, the most probable first; empty if the image could not be read.
+        probabilities: Their probabilities, in [0, 1].
+        error: Why there is no answer, if there is none.
+    """
+
+    path: Path
+    labels: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    error: str | None = None
+
+    def at(self, path: Path) -> Prediction:
+        """The same answer, for that path."""
+        return replace(self, path=path)
+
+    def described(self) -> str:
+        """The answer as one line for people, without the path."""
+        if self.error is not None:
+            return f"unreadable: {self.error}"
+        pairs = zip(self.labels, self.probabilities, strict=True)
+        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
+
+    def row(self) -> dict[str, Any]:
+        """The answer as a row of a file."""
+        return {
+            "path": self.path,
+            "labels": self.labels,
+            "probabilities": self.probabilities,
+            "error": self.error,
+        }
+
+    def drawn(self, prepared: torch.Tensor, classes: Sequence[str]) -> Image.Image:
+        """Refuse: labels are nowhere in an image."""
+        raise DataError("--draw draws the objects that a detector finds, and these weights label images.")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How images are shown to a network, as in its evaluation.
+
+    Attributes:
+        size: Height and width of square images, in pixels.
+        channels: 1 or 3.
+        crop: Share of the resized image's side that the centre crop keeps, in (0, 1].
+        interpolation: How images are resized, ``bilinear`` or ``bicubic``.
+        mean: Of each channel, in [0, 1].
+        std: Of each channel.
+        multiple: Where images keep their aspect ratio: what their sides are multiples of.
+    """
+
+    size: int
+    channels: int
+    crop: float
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    multiple: int | None = None
+
+    @classmethod
+    def described(cls, data: Mapping[str, Any]) -> Shown:
+        """As the description in a weights file has it."""
+        return cls(
+            size=data.get("evaluation_size", data["image_size"]),
+            channels=data["channels"],
+            crop=data["evaluation_crop"],
+            interpolation=data.get("interpolation", "bilinear"),
+            mean=tuple(data["mean"]),
+            std=tuple(data["std"]),
+            multiple=data.get("evaluation_multiple"),
+        )
+
+    def image(self, content: bytes) -> torch.Tensor:
+        """Decode a file and bring it to the size that is shown, uint8 [C, H, W].
+
+        Raises:
+            BrokenImageError: If it cannot be read.
+        """
+        pixels = decode(content, self.channels)
+        shape = (self.size, self.size)
+        if self.multiple is not None and (found := upright_size(io.BytesIO(content))) is not None:
+            shape = rectangle(*found, size=self.size, multiple=self.multiple)
+        return evaluation_image(pixels, shape, self.crop, self.interpolation)
+
+
+def class_names(data: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The names of the classes; their numbers where a file has none, and None where it is about no classes."""
+    if "class_names" in data:
+        return tuple(data["class_names"])
+    return tuple(map(str, range(data["classes"]))) if data.get("classes") else None
+
+
+class ImageLabeller(ABC):
+    """A network with the preprocessing it was evaluated with.
+
+    Attributes:
+        classes: Names, in the order of the network's outputs.
+        shown: How images are shown.
+    """
+
+    usual_top_k = 3
+    largest_batch: int | None = None
+    finds_boxes = False
+
+    classes: tuple[str, ...]
+    shown: Shown
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """SHA-256 of the weights, in hexadecimal."""
+
+    @abstractmethod
+    def probabilities(self, images: torch.Tensor) -> torch.Tensor:
+        """The probabilities of the classes, float32 [N, classes].
+
+        Args:
+            images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
+        """
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width at which square images are shown."""
+        return self.shown.channels, self.shown.size, self.shown.size
+
+    def predict(self, paths: Sequence[Path], *, top_k: int = 5, batch_size: int = BATCH) -> Iterator[Answer]:
+        """Yield one answer per file, in order; an unreadable file is an answer too."""
+        pictures = (PictureFile.at(path) for path in paths)
+        return answers_ahead(self, pictures, top_k=top_k, batch_size=batch_size)
+
+    def prepare(self, content: bytes) -> torch.Tensor:
+        """Decode one image file and bring it to the size that is shown, uint8 [C, H, W].
+
+        Raises:
+            BrokenImageError: If it cannot be read.
+        """
+        return self.shown.image(content)
+
+    @torch.inference_mode()
+    def answer(self, prepared: Sequence[torch.Tensor], top_k: int) -> list[Prediction]:
+        """One answer for each image, in order, without paths; images of one shape are answered together."""
+        answers: list[Prediction | None] = [None] * len(prepared)
+        for shape in dict.fromkeys(image.shape for image in prepared):
+            alike = [number for number, image in enumerate(prepared) if image.shape == shape]
+            scores = self.probabilities(torch.stack([prepared[number] for number in alike]))
+            values, labels = scores.topk(min(top_k, len(self.classes)), dim=1)
+            for number, sure, best in zip(alike, values.tolist(), labels.tolist(), strict=True):
+                answers[number] = Prediction(Path(), tuple(self.classes[label] for label in best), tuple(sure))
+        return [each for each in answers if each is not None]
+
+    def unreadable(self, path: Path, reason: str) -> Prediction:
+        """The answer for an image that cannot be read."""
+        return Prediction(path, error=reason)

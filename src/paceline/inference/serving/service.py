@@ -1,0 +1,128 @@
+"""How is one request answered: read, taken apart, decoded, asked about, within its limits?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from starlette.requests import Request
+
+from paceline.data.image.decode import BrokenImageError, image_header
+from paceline.inference.answers import Answer, ImagePredictor, Prepared
+from paceline.inference.serving.batching import Batcher
+from paceline.inference.serving.limits import Limits, RefusedError
+from paceline.inference.serving.metrics import Metrics
+from paceline.inference.serving.uploads import Desk, Upload, uploads_of
+from paceline.machine import available_cores
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar."""
+
+
+class Service:
+    """What lies behind the address.
+
+    Args:
+        predictor: Answers.
+        limits: Where to stop.
+        metrics: Told of what happens.
+    """
+
+    def __init__(self, predictor: ImagePredictor, limits: Limits, metrics: Metrics) -> None:
+        self.predictor = predictor
+        self.limits = limits
+        self.metrics = metrics
+        self.is_stopping = False
+        self._desk = Desk(limits)
+        self._batcher = Batcher(predictor, limits, metrics)
+        self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answers are given within."""
+        self._batcher.start()
+        try:
+            yield
+        finally:
+            self.is_stopping = True
+            await self._batcher.stop()
+            self._decoders.shutdown(cancel_futures=True)
+
+    async def answered(self, request: Request, top_k: int) -> list[tuple[Upload, Answer]]:
+        """Answer for every image of a request, in its order.
+
+        Args:
+            request: With a body as :func:`~paceline.inference.serving.uploads.uploads_of` takes apart.
+            top_k: Most labels of each.
+
+        Raises:
+            RefusedError: If it breaks a limit, is malformed, or none of its images can be read.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.limits.request_seconds
+        content_type = request.headers.get("content-type", "")
+        is_uploaded = False
+        try:
+            async with asyncio.timeout_at(deadline), self._desk.body(request) as body:
+                is_uploaded = True
+                uploads = await loop.run_in_executor(self._decoders, uploads_of, content_type, body, self.limits)
+                del body
+                return await self._answer_for(uploads, top_k)
+        except TimeoutError:
+            most = f"{self.limits.request_seconds:g} seconds"
+            if is_uploaded:
+                raise RefusedError(503, "overdue", f"there was no answer within {most}; come back later") from None
+            raise RefusedError(408, "slow_upload", f"the request was not whole within {most}") from None
+
+    async def _answer_for(self, uploads: Sequence[Upload], top_k: int) -> list[tuple[Upload, Answer]]:
+        loop = asyncio.get_running_loop()
+        with self._queued(len(uploads)):
+            decoding = (loop.run_in_executor(self._decoders, self._prepared, upload.content) for upload in uploads)
+            outcomes = await asyncio.gather(*decoding, return_exceptions=True)
+            readable = [each for each in outcomes if not isinstance(each, BaseException)]
+            answers = iter(await self._batcher.answers(readable, top_k))
+        told = [(upload, self._told(outcome, answers)) for upload, outcome in zip(uploads, outcomes, strict=True)]
+        self.metrics.images(answered=len(readable), unreadable=len(uploads) - len(readable))
+        if not readable:
+            reasons = "; ".join(f"{upload.name[:50] or 'an image'}: {answer.error}" for upload, answer in told[:3])
+            raise RefusedError(422, "unreadable", f"none of the images can be read: {reasons}")
+        return told
+
+    def _told(self, outcome: Prepared | BaseException, answers: Iterator[Answer]) -> Answer:
+        if isinstance(outcome, BrokenImageError):
+            return self.predictor.unreadable(Path(), outcome.reason)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return next(answers)
+
+    def _prepared(self, content: bytes) -> Prepared:
+        check_picture(content, self.limits.pixels)
+        return self.predictor.prepare(content)
+
+    @contextmanager
+    def _queued(self, images: int) -> Iterator[None]:
+        metrics = self.metrics
+        if metrics.queue_images + images > self.limits.queue_images:
+            raise RefusedError(503, "queue_full", f"{metrics.queue_images} images wait already; come back in a second")
+        metrics.queue_images += images
+        try:
+            yield
+        finally:
+            metrics.queue_images -= images
+
+
+def check_picture(content: bytes, most: int) -> None:
+    """Refuse what is in no format for uploads, or would be too large decoded, by its head.
+
+    Raises:
+        BrokenImageError: Saying so.
+    """
+    head = image_header(content, FORMATS)
+    if head is None:
+        raise BrokenImageError("", f"not an image in any of these formats: {', '.join(FORMATS)}")
+    (height, width), _ = head
+    if height * width > most:
+        raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")

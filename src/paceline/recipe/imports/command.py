@@ -1,0 +1,145 @@
+"""What was typed to start another trainer: which words are its options, and how many processes does it have?"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.errors import RecipeError
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_PER_NODE = ("--nproc_per_node", "--nproc-per-node")
+_NODES = ("--nnodes",)
+_TREES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a conversion starts from.
+
+    Attributes:
+        title: What to call it, for the recipe's head.
+        script: The program that is started, its file's name; empty for a file of arguments.
+        words: The words after it.
+        tree: A file of arguments, in place of words.
+        processes: How many processes train; None where it is not said.
+    """
+
+    title: str
+    script: str = ""
+    words: tuple[str, ...] = ()
+    tree: dict[str, Any] | None = field(default=None)
+    processes: int | None = None
+
+
+def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence[str] = ()) -> Source:
+    """Read a file of arguments, a file that holds a command, or a command's words.
+
+    Args:
+        words: What the user gave.
+        scripts: File names of the programs whose options are known.
+        wrappers: File names of programs that take a number of processes and start the first script.
+
+    Raises:
+        RecipeError: If it is none of these.
+    """
+    if len(words) == 1 and Path(words[0]).is_file():
+        path = Path(words[0])
+        text = _text(path)
+        tree = _tree(path, text)
+        if tree is not None:
+            return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
+        return _command(_only_command(text, path, (*scripts, *wrappers)), scripts, wrappers)
+    if len(words) == 1 and Path(words[0]).suffix in _TREES and " " not in words[0]:
+        raise RecipeError(f"there is no file '{words[0]}'; give a file of arguments, or a command after --.")
+    split = _split(words[0], "the command") if len(words) == 1 else list(words)
+    return _command(split, scripts, wrappers)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not readable as text: {' '.join(str(error).split())}") from None
+
+
+def _tree(path: Path, text: str) -> dict[str, Any] | None:
+    """A file of arguments, or None if it holds a command."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        if path.suffix in _TREES:
+            raise RecipeError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+        return None
+    if isinstance(tree, dict):
+        return tree
+    if path.suffix in _TREES:
+        raise RecipeError(f"{path}: found no names with values in it, but a file of arguments has one on each line.")
+    return None
+
+
+def _split(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError as error:
+        raise RecipeError(f"{where} cannot be read as a shell would ({error}): look for a quote without end.") from None
+
+
+def _only_command(text: str, path: Path, programs: Sequence[str]) -> list[str]:
+    lines = text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines()
+    commands = [words for words in (_split(line, str(path)) for line in lines) if _place(words, programs) is not None]
+    if len(commands) != 1:
+        raise RecipeError(
+            f"{path} has {len(commands) or 'no'} commands that start {' or '.join(programs)}; give a file with one."
+        )
+    return commands[0]
+
+
+def _place(words: Sequence[str], programs: Sequence[str]) -> int | None:
+    return next((at for at, word in enumerate(words) if Path(word).name in programs), None)
+
+
+def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) -> Source:
+    title = shlex.join(words)
+    while words and _ASSIGNMENT.match(words[0]):
+        words = words[1:]
+    wrapped = _place(words, wrappers)
+    if wrapped is not None:
+        count = _count(words[wrapped + 1] if len(words) > wrapped + 1 else None)
+        if count is None:
+            name = Path(words[wrapped]).name
+            raise RecipeError(f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`.")
+        return Source(title, scripts[0], tuple(words[wrapped + 2 :]), processes=count)
+    at = _place(words, scripts)
+    if at is not None:
+        return Source(title, Path(words[at]).name, tuple(words[at + 1 :]), processes=_processes(words[:at]))
+    if words and words[0].startswith("-"):
+        return Source(title, scripts[0], tuple(words), processes=1)
+    raise RecipeError(
+        f"found '{' '.join(words)[:80]}', which is no file, and no command that starts "
+        f"{' or '.join((*scripts, *wrappers))}; give one of them."
+    )
+
+
+def _processes(words: Sequence[str]) -> int | None:
+    """How many processes the words before a script start; None where they ask the machine."""
+    said = {"per_node": "1", "nodes": "1"}
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        for key, names in (("per_node", _PER_NODE), ("nodes", _NODES)):
+            if name in names:
+                said[key] = value if equals else words[number + 1] if len(words) > number + 1 else ""
+    per_node, nodes = _count(said["per_node"]), _count(said["nodes"])
+    return None if per_node is None or nodes is None else per_node * nodes
+
+
+def _count(said: object) -> int | None:
+    """A number of processes, or None."""
+    text = str(said)
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None

@@ -1,0 +1,140 @@
+"""Is this text an address, may it stand in a recipe, and which library speaks its protocol?
+
+An address is ``PROTOCOL://PLACE/PATH``. It never holds a credential: recipes, plans, events and messages show it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import StorageError
+
+# The protocol's library, and the extra that brings it.
+_LIBRARIES = {
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "az": ("adlfs", "azure"),
+    "http": ("aiohttp", "http"),
+    "https": ("aiohttp", "http"),
+    "file": ("fsspec", "http"),
+    "memory": ("fsspec", "http"),
+}
+_HIDDEN = "***"
+_FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_USER = re.compile(r"(://)[^\s@'\"]+@")
+_QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\"]+")
+_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SIGNATURE")
+_SHORTEST_SECRET = 8
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place that fsspec reaches.
+
+    Attributes:
+        protocol: One of those known, in lower case.
+        place: What follows ``://``, without a slash at its end.
+    """
+
+    protocol: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.protocol}://{self.place}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.place.rsplit("/", 1)[-1]
+
+    @property
+    def can_write(self) -> bool:
+        """Whether files can be put there."""
+        return self.protocol not in ("http", "https")
+
+
+def is_address(text: object) -> bool:
+    """Whether a text is meant as an address, and not as a path."""
+    return isinstance(text, str) and "://" in text
+
+
+def parse_address(text: str, *, key: str = "the address") -> Address:
+    """Read an address.
+
+    Args:
+        text: What was given.
+        key: What it was given as, for the message.
+
+    Raises:
+        StorageError: If its protocol is unknown, it names no place, or a credential stands in it, which the message
+            does not repeat.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise StorageError(f"{key}={without_secrets(text)} is no address; one looks like s3://bucket/path.")
+    protocol, place = found[1].lower(), found[2].rstrip("/")
+    if protocol not in _LIBRARIES:
+        raise StorageError(
+            f"{key}={without_secrets(text)} begins with {protocol}://, which is not known here; addresses begin with "
+            f"{', '.join(f'{each}://' for each in _LIBRARIES)}."
+        )
+    _refuse_credentials(protocol, place, key)
+    if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
+        example = "file:///data/photos" if protocol == "file" else f"{protocol}://bucket/path"
+        raise StorageError(f"{key}={text} names no place; write it as {example}.")
+    return Address(protocol, place)
+
+
+def _refuse_credentials(protocol: str, place: str, key: str) -> None:
+    authority = place.split("/", 1)[0]
+    has_port = protocol in ("http", "https") and re.fullmatch(r"[^:@]*:\d+|\[[0-9a-fA-F:]+\](:\d+)?", authority)
+    # A secret may hold slashes, so the '@' after it need not stand in what looks like the authority.
+    has_user = "@" in authority or (":" in authority and not has_port)
+    if has_user and protocol not in ("file", "memory"):
+        raise StorageError(
+            f"{key} is an address of {protocol}:// with a user or password in it, which is not shown here. Credentials "
+            "come from the environment only (docs/guide/object-storage.md), since recipes and records are shared: take "
+            "it out, and change the password if the command line was recorded."
+        )
+    if "?" in place or "#" in place:
+        raise StorageError(
+            f"{key} is an address of {protocol}:// with a query ('?' or '#'), which is not shown here: such addresses "
+            "are signed with a credential as a rule. Give one without, and credentials by the environment."
+        )
+
+
+def check_library(address: Address) -> None:
+    """See to it that the protocol's library is there.
+
+    Raises:
+        StorageError: Naming the extra that brings it.
+    """
+    library, extra = _LIBRARIES[address.protocol]
+    for module in ("fsspec", library):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise StorageError(
+                f"{address.protocol}:// needs {module}, which is not installed ({error}): "
+                f"pip install 'paceline[{extra}]'"
+            ) from None
+
+
+def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """A text without users and passwords in addresses, their queries, and what the environment keeps as a secret.
+
+    Args:
+        text: What is to be shown or recorded.
+        environment: Whose secrets are meant; this process's by default.
+    """
+    values = os.environ if environment is None else environment
+    secrets = [value for name, value in values.items() if _SECRET_NAME.search(name.upper())]
+    for secret in sorted(secrets, key=len, reverse=True):
+        # A path to a file of credentials is no secret, and a short value would stand in every text by chance.
+        if len(secret) >= _SHORTEST_SECRET and not secret.startswith("/"):
+            text = text.replace(secret, _HIDDEN)
+    return _QUERY.sub(rf"\1?{_HIDDEN}", _USER.sub(rf"\1{_HIDDEN}@", text))

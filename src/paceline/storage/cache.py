@@ -1,0 +1,279 @@
+"""Which copies of remote files lie on this host, whole and up to date, and which go when there is no more room?
+
+Each copy is a folder of its own under ``copies``, named by its address and by a digest of what the address listed
+(names, sizes, ETags). It is filled under a hidden name, and renamed when all of it is there. Locks of the system keep
+processes from filling it twice and from evicting what another one reads; they go with the process, even after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import StorageError
+from paceline.storage.addresses import Address
+from paceline.storage.remote import Remote, RemoteFile, fingerprint
+from paceline.units import format_bytes
+
+_AT_ONCE = 8
+_TOLD_EVERY_SECONDS = 10.0
+_FACTS = "copy.json"
+_PARTIAL = ".part-"
+_GOING = ".going-"
+
+# Descriptors whose shared locks say that this process reads a copy; they stay open as long as it lives.
+_held: dict[Path, int] = {}
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Copies of remote files in a folder of this host; any number of processes may use it.
+
+    Attributes:
+        root: The folder, made when it is needed.
+        limit_bytes: How much all copies may take; None: half of what is free and what they take now.
+    """
+
+    root: Path
+    limit_bytes: int | None = None
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str] | None = None) -> Cache:
+        """The cache that ``PACELINE_CACHE`` (folder) and ``PACELINE_CACHE_GB`` (limit) ask for.
+
+        Raises:
+            StorageError: If the limit is no number above 0.
+        """
+        values = os.environ if environment is None else environment
+        base = values.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        root = Path(values.get("PACELINE_CACHE") or Path(base) / "paceline" / "storage")
+        asked = values.get("PACELINE_CACHE_GB")
+        if not asked:
+            return Cache(root)
+        try:
+            limit = float(asked)
+        except ValueError:
+            limit = 0.0
+        if not 0 < limit < float("inf"):
+            raise StorageError(f"PACELINE_CACHE_GB={asked}, but it is a number of gigabytes above 0.")
+        return Cache(root, int(limit * 1e9))
+
+    @property
+    def copies(self) -> Path:
+        """The folder of copies."""
+        return self.root / "copies"
+
+    def copy_of(self, remote: Remote, say: Callable[[str], None]) -> Path:
+        """The local copy of a file or folder, fetched if it is not here; it stays as long as this process lives.
+
+        Args:
+            remote: Where it lies.
+            say: Takes lines about what goes on.
+
+        Raises:
+            StorageError: If there is nothing, it cannot be read or has changed meanwhile, or there is no room for it.
+        """
+        address = remote.address
+        files = listing_of(remote)
+        name = f"{_digest(str(address))[:12]}-{fingerprint(files)[:12]}"
+        try:
+            (self.root / "locks").mkdir(parents=True, exist_ok=True)
+            self.copies.mkdir(exist_ok=True)
+            with _locked(self._lock(name), lambda: say(f"{address}: another process is copying it, waiting …")):
+                copy = self.copies / name
+                if not _is_whole(copy, address, files):
+                    shutil.rmtree(copy, ignore_errors=True)
+                    self._fill(name, remote, files, say)
+                _hold(self._lock(name, reading=True))
+                os.utime(copy)
+        except OSError as error:
+            raise StorageError(
+                f"cannot keep a copy of {address} in {self.root}: {error.strerror or error}; free some space there, or "
+                "name another folder with PACELINE_CACHE."
+            ) from error
+        return copy / address.name
+
+    def _lock(self, name: str, *, reading: bool = False) -> Path:
+        return self.root / "locks" / f"{name}.{'read' if reading else 'fill'}"
+
+    def _fill(self, name: str, remote: Remote, files: Mapping[str, RemoteFile], say: Callable[[str], None]) -> None:
+        partial = self.copies / f"{_PARTIAL}{name}"
+        size = _size(files)
+        present = sum(_local_size(partial / remote.address.name / each) for each in files) if partial.exists() else 0
+        self._make_room(size - present, keep=name, address=remote.address, whole=size)
+        _download(remote, files, partial / remote.address.name, say)
+        if fingerprint(listing_of(remote)) != fingerprint(files):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise StorageError(f"{remote.address} changed while it was copied; try again when nobody writes there.")
+        # A power cut may leave empty files under a whole name: their sizes are looked at before every use.
+        facts = {"address": str(remote.address), "size_bytes": size, "files": len(files)}
+        (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(partial, self.copies / name)
+
+    def _make_room(self, needed: int, *, keep: str, address: Address, whole: int) -> None:
+        """Evict what was not used for longest until there is room.
+
+        Raises:
+            StorageError: If there is not.
+        """
+        present = {path: _copy_size(path) for path in self.copies.iterdir() if not path.name.endswith(keep)}
+        taken = sum(present.values())
+        free = shutil.disk_usage(self.copies).free
+        limit = (free + taken) // 2 if self.limit_bytes is None else self.limit_bytes
+        for path in sorted(present, key=_used_at):
+            if taken + needed <= limit and needed <= free:
+                break
+            if self._evict(path):
+                taken -= present[path]
+                free += present[path]
+        if taken + needed > limit or needed > free:
+            raise StorageError(
+                f"{address} takes {format_bytes(whole)}, and its copy would not fit in {self.root}: "
+                f"{format_bytes(max(limit - taken, 0))} of the {format_bytes(limit)} that copies may take are not in "
+                f"use, and {format_bytes(free)} of the disk are free. Raise PACELINE_CACHE_GB, or name a folder on a "
+                "larger disk with PACELINE_CACHE."
+            )
+
+    def _evict(self, path: Path) -> bool:
+        """Remove a copy that nobody reads or fills; False if somebody does."""
+        name = path.name.removeprefix(_PARTIAL)
+        if path.name.startswith(_GOING):
+            shutil.rmtree(path, ignore_errors=True)
+            return True
+        with contextlib.ExitStack() as locks:
+            for lock in (self._lock(name), self._lock(name, reading=True)):
+                descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+                locks.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return False
+            going = path.with_name(f"{_GOING}{path.name}-{os.getpid()}")
+            os.replace(path, going)
+            shutil.rmtree(going, ignore_errors=True)
+        return True
+
+
+def listing_of(remote: Remote) -> dict[str, RemoteFile]:
+    """The files of a folder by relative name; a single file has the empty name.
+
+    Raises:
+        StorageError: If there is nothing.
+    """
+    single = remote.single()
+    if single is not None:
+        return {"": single}
+    files = remote.listed() if remote.address.can_write else {}
+    if not files:
+        folders = "" if remote.address.can_write else " (of a web server, single files can be read, and no folders)"
+        raise StorageError(f"there is nothing at {remote.address}{folders}; check the address.")
+    return files
+
+
+def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say: Callable[[str], None]) -> None:
+    total, begun = _size(files), time.monotonic()
+    missing = {name: file for name, file in files.items() if _local_size(target / name) != file.size_bytes}
+    where = f"{remote.address}: {len(files)} file{'s' * (len(files) > 1)}, {format_bytes(total)}"
+    say(f"copying {where}, to this host" + (", once …" if len(missing) == len(files) else ", what is missing …"))
+    done, told, lock = 0, begun, threading.Lock()
+
+    def fetch(item: tuple[str, RemoteFile]) -> None:
+        nonlocal done, told
+        _fetch(remote, item[0], item[1], target / item[0])
+        with lock:
+            done += 1
+            if time.monotonic() - told > _TOLD_EVERY_SECONDS:
+                told = time.monotonic()
+                say(f"copying {remote.address}: {done} of {len(missing)} files")
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="storage") as pool:
+        tasks = [pool.submit(fetch, item) for item in missing.items()]
+        try:
+            for task in tasks:
+                task.result()
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+    say(f"copied {where}, in {time.monotonic() - begun:.1f} s")
+
+
+def _fetch(remote: Remote, name: str, file: RemoteFile, target: Path) -> None:
+    """One file: under another name until it is as long as it should be."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.part")
+
+    remote.download(name, partial, file.size_bytes)
+    os.replace(partial, target)
+
+
+def _is_whole(copy: Path, address: Address, files: Mapping[str, RemoteFile]) -> bool:
+    if not (copy / _FACTS).is_file():
+        return False
+    root = copy / address.name
+    return all(file.size_bytes in (-1, _local_size(root / name)) for name, file in files.items())
+
+
+def _size(files: Mapping[str, RemoteFile]) -> int:
+    return sum(max(file.size_bytes, 0) for file in files.values())
+
+
+def _local_size(path: Path) -> int:
+    """A file's size; -2 if there is none, which is no size of a listing."""
+    try:
+        return path.stat().st_size if path.is_file() else -2
+    except OSError:
+        return -2
+
+
+def _copy_size(copy: Path) -> int:
+    try:
+        return int(json.loads((copy / _FACTS).read_text(encoding="utf-8"))["size_bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return sum(max(_local_size(path), 0) for path in copy.rglob("*"))
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hold(path: Path) -> None:
+    """Say that this process, and those forked from it, read a copy."""
+    if path in _held:
+        return
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    # A file system without locks evicts nothing: there the exclusive lock cannot be taken either.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    _held[path] = descriptor
+
+
+@contextlib.contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,169 @@
+"""How are files at an address listed, read, written and deleted, with patience for what passes?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import StorageError
+from paceline.storage.addresses import Address, check_library, parse_address
+from paceline.storage.retries import Retries
+
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """What a listing says of one file.
+
+    Attributes:
+        size_bytes: Its size.
+        tag: What changes when the file does: its ETag, or the time of its last change.
+    """
+
+    size_bytes: int
+    tag: str
+
+
+class Remote:
+    """The files at an address and beneath it; safe to use from several threads.
+
+    Args:
+        address: Where.
+        retries: How patiently.
+
+    Raises:
+        StorageError: If the protocol's library is missing; later, if a request fails for good.
+    """
+
+    def __init__(self, address: Address | str, retries: Retries | None = None) -> None:
+        self.address = parse_address(address) if isinstance(address, str) else address
+        self.retries = retries or Retries()
+        check_library(self.address)
+        self._files = self.retries(f"open {self.address}", self._open)
+
+    def _open(self) -> Any:
+        import fsspec
+
+        # What was listed a minute ago is not what lies there now.
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        protocol = self.address.protocol
+        configured = fsspec.config.conf.get(protocol, {})
+        if protocol == "s3" and "config_kwargs" not in configured:
+            # The library's own tries are for hiccups; what lasts longer is told, by ours.
+            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
+        if protocol == "file":
+            options = {"auto_mkdir": True}
+        if protocol == "memory":
+            options = {}
+        return fsspec.filesystem(protocol, **options)
+
+    def path(self, name: str = "") -> str:
+        """The whole address of a file beneath, or of the place itself."""
+        return f"{self.address}/{name}" if name else str(self.address)
+
+    def listed(self, folder: str = "") -> dict[str, RemoteFile]:
+        """All files beneath the address or one of its folders, by name relative to the address; empty if there is none.
+
+        Raises:
+            StorageError: If a name would lead out of a folder that it is copied to.
+        """
+        where = self.path(folder)
+        found = self.retries(f"list {where}", lambda: self._find(where))
+        prefix = self._files._strip_protocol(self.path()) + "/"  # noqa: SLF001  # fsspec's own way to say it
+        files = {}
+        for path, info in sorted(found.items()):
+            name = str(path).removeprefix(prefix)
+            if info.get("type") == "directory" or name.endswith("/") or not str(path).startswith(prefix):
+                continue
+            if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
+                raise StorageError(f"{where} holds the name {name!r}, which is none that a file can have here.")
+            files[name] = _facts(info)
+        return files
+
+    def _find(self, where: str) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = self._files.find(where, detail=True)
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def single(self) -> RemoteFile | None:
+        """What is known of the file at the address itself; None if it is a folder, or there is nothing."""
+        info = self.retries(f"look at {self.address}", lambda: self._info(self.path()))
+        return None if info is None or info.get("type") == "directory" else _facts(info)
+
+    def size_of(self, name: str) -> int | None:
+        """The size of a file beneath the address; None if there is none."""
+        where = self.path(name)
+        info = self.retries(f"look at {where}", lambda: self._info(where))
+        return None if info is None or info.get("type") == "directory" else _facts(info).size_bytes
+
+    def _info(self, where: str) -> Mapping[str, Any] | None:
+        try:
+            info: Mapping[str, Any] = self._files.info(where)
+        except FileNotFoundError:
+            return None
+        return info
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file."""
+        where = self.path(name)
+        content: bytes = self.retries(f"read {where}", lambda: self._files.cat_file(where))
+        return content
+
+    def download(self, name: str, target: Path, size_bytes: int = -1) -> None:
+        """Copy a file to a local one; nobody may take ``target`` for whole before this returns.
+
+        Args:
+            name: Relative to the address.
+            target: The local file; what it holds is replaced.
+            size_bytes: How long it should be; -1 if that is not known.
+        """
+        where = self.path(name)
+        self.retries(f"read {where}", partial(self._download, where, target, size_bytes))
+
+    def _download(self, where: str, target: Path, size_bytes: int) -> None:
+        self._files.get_file(where, str(target))
+        found = target.stat().st_size
+        if size_bytes not in (-1, found):
+            raise OSError(f"{found} bytes came of {size_bytes}")
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a local file there; it is whole or absent where the protocol says so (S3, GCS, Azure), and not else."""
+        where = self.path(name)
+        self.retries(f"write {where}", lambda: self._files.put_file(str(source), where))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        where = self.path(name)
+        self.retries(f"write {where}", lambda: self._files.pipe_file(where, content))
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete files; those that are gone already are no matter."""
+        for name in names:
+            self.retries(f"delete {self.path(name)}", partial(self._delete, name))
+
+    def _delete(self, name: str) -> None:
+        try:
+            self._files.rm_file(self.path(name))
+        except FileNotFoundError:
+            return
+
+
+def fingerprint(files: Mapping[str, RemoteFile]) -> str:
+    """A digest of names, sizes and tags: another one says that something has changed."""
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\0{file.size_bytes}\0{file.tag}\n".encode())
+    return digest.hexdigest()
+
+
+def _facts(info: Mapping[str, Any]) -> RemoteFile:
+    tags = [str(info[key]) for key in _TAGS if info.get(key) is not None]
+    size = info.get("size")
+    return RemoteFile(-1 if size is None else int(size), tags[0] if tags else "")

@@ -1,0 +1,136 @@
+"""The service's page in a real browser: an image is chosen by keyboard, and shown with what is said of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+for _library in ("fastapi", "uvicorn", "python_multipart"):
+    pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'paceline[serve]'")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SOURCES = Path(__file__).parents[2] / "src"
+TINY = ("model.options={width: 4, stages: 1}", "data.augment=null", "train.duration=4 steps", "evaluate.every=off")
+QUIET = ("telemetry.trackers=[]", "telemetry.report=false", "parallel.device=cpu", "parallel.threads=1")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a service of a tiny run answers."""
+    folder = tmp_path_factory.mktemp("page")
+    program = (sys.executable, "-m", "paceline")
+    train = (*program, "train", "digits", *TINY, *QUIET, "--run-dir", "a-run")
+    done = subprocess.run(train, cwd=folder, capture_output=True, check=False, env=ENVIRONMENT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    serve = (*program, "serve", "a-run", "--port", "0", "--json", "--max-images", "3")
+    with subprocess.Popen(
+        serve, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+    ) as service:
+        assert service.stdout is not None
+        yield json.loads(service.stdout.readline())["url"]
+        service.terminate()
+        assert service.wait(60) == 0
+
+
+def picture(seed: int) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(content, "PNG")
+    return content.getvalue()
+
+
+@pytest.fixture
+def opened(browser: Any, url: str) -> Iterator[Callable[..., Any]]:
+    """``opened(scheme, width)`` opens the page; in the end nothing was complained of, and nothing asked of others."""
+    contexts, complaints, asked = [], [], []
+
+    def open_page(scheme: str = "light", width: int = 1100) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(90_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert [each for each in asked if not each.startswith((url, "blob:", "data:"))] == []
+
+
+def choose(page: Any, *names: str) -> None:
+    page.set_input_files(
+        "#files",
+        [{"name": name, "mimeType": "image/png", "buffer": picture(number)} for number, name in enumerate(names)],
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_and_bars(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened(scheme)
+    choose(page, "cat & <b>dog.png", "x.png")
+    page.wait_for_selector("#answers > li:nth-child(2) [role=meter]")
+    assert page.text_content("#status") == "2 images answered."
+    assert page.text_content("#answers h2") == "cat & <b>dog.png"
+    assert page.evaluate("document.querySelector('#answers img').naturalWidth") == 64
+    values = page.eval_on_selector_all(
+        "#answers > li:first-child [role=meter]", "all => all.map(each => +each.ariaValueNow)"
+    )
+    assert len(values) == 10
+    assert values == sorted(values, reverse=True)
+    assert sum(values) == pytest.approx(1, abs=1e-3)
+    shown = page.eval_on_selector("body", "each => getComputedStyle(each).backgroundColor")
+    assert (sum(map(int, shown[4:-1].split(","))) > 3 * 128) == (scheme == "light")
+    if folder := os.environ.get("PACELINE_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/serve-{scheme}.png", full_page=True)
+
+
+def test_by_keyboard(opened: Callable[..., Any]) -> None:
+    page = opened()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "files"
+    outline = page.eval_on_selector("#drop", "each => getComputedStyle(each).outlineStyle")
+    assert outline == "solid"
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Space")
+    chooser.value.set_files([{"name": "x.png", "mimeType": "image/png", "buffer": picture(0)}])
+    page.wait_for_selector("#answers [role=meter]")
+    page.keyboard.press("Tab")
+    page.keyboard.type("2")
+    page.keyboard.press("Tab")  # 102 labels, of 10 classes
+    page.wait_for_selector("#status:has-text('One image answered')")
+
+
+def test_what_cannot_be_answered_is_said(opened: Callable[..., Any]) -> None:
+    page = opened(width=400)
+    choose(page, "1.png", "2.png", "3.png", "4.png")
+    page.wait_for_selector("#status.bad")
+    assert page.text_content("#status") == "4 images; at most 3 are answered at once."
+    page.set_input_files(
+        "#files",
+        [
+            {"name": "x.png", "mimeType": "image/png", "buffer": picture(0)},
+            {"name": "broken.png", "mimeType": "image/png", "buffer": b"no image"},
+        ],
+    )
+    page.wait_for_selector("#answers .bad")
+    assert "not an image" in page.text_content("#answers .bad")
+    # On a narrow screen nothing sticks out.
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    if folder := os.environ.get("PACELINE_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/serve-narrow.png", full_page=True)

@@ -1,0 +1,404 @@
+"""`paceline serve` as clients meet it: a real process, real HTTP, and everything that one should not send."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from PIL import Image
+
+for _library in ("fastapi", "uvicorn", "python_multipart"):
+    pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'paceline[serve]'")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SOURCES = Path(__file__).parents[2] / "src"
+BOUNDARY = "of-a-kind"
+FORM = f"multipart/form-data; boundary={BOUNDARY}"
+_PATIENCE_SECONDS = 120
+
+
+class Serving:
+    """A service in a process of its own."""
+
+    def __init__(self, target: Path, folder: Path, *options: object) -> None:
+        self.log = folder / "serve.err"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paceline", "serve", str(target), "--port", "0", "--json", *map(str, options)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        self.said = json.loads(line)
+        self.address = (urlsplit(self.said["url"]).hostname, urlsplit(self.said["url"]).port)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """The status, the answer, and its headers."""
+        connection = http.client.HTTPConnection(*self.address, timeout=_PATIENCE_SECONDS)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {key.replace("_", "-"): value for key, value in headers.items()})
+            response = connection.getresponse()
+            content = response.read()
+            kind = response.headers.get_content_type()
+            return (
+                response.status,
+                json.loads(content) if kind == "application/json" else content,
+                dict(response.headers),
+            )
+
+    def predict(self, *images: bytes, query: str = "") -> tuple[int, Any, dict[str, str]]:
+        return self.ask("POST", f"/predict{query}", form(*images), Content_Type=FORM)
+
+    def metric(self, name: str) -> float:
+        """One figure of /metrics."""
+        text = self.ask("GET", "/metrics")[1].decode()
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return 0.0 if found is None else float(found[1])
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=_PATIENCE_SECONDS)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(_PATIENCE_SECONDS)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+def head(length: int) -> bytes:
+    """Of a request with a body of so many bytes."""
+    return f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: {FORM}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def form(*images: bytes, field: str = "images") -> bytes:
+    """Images as a multipart body."""
+    parts = (
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{field}"; filename="{number}.png"\r\n'
+        "Content-Type: image/png\r\n\r\n".encode()
+        + image
+        + b"\r\n"
+        for number, image in enumerate(images)
+    )
+    return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
+
+
+def picture(seed: int, file_format: str = "PNG", size: int = 8) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, file_format)
+    return content.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of so many white pixels, in a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])
+    packed = zlib.compress(bytes(1000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Serving]]:
+    """``start(target, …)`` starts a service; all are stopped in the end."""
+    services: list[Serving] = []
+
+    def begin(target: Path, *options: object) -> Serving:
+        services.append(Serving(target, tmp_path_factory.mktemp("serve"), *options))
+        return services[-1]
+
+    yield begin
+    for each in services:
+        each.stop()
+
+
+@pytest.fixture(scope="module")
+def service(start: Callable[..., Serving], finished: Path) -> Serving:
+    limits = ("--max-request-mb", 0.1, "--max-images", 4, "--max-pixels", 30_000, "--max-seconds", 60)
+    return start(finished, *limits, "--max-wait-ms", 20)
+
+
+def test_it_answers_as_predict_does(
+    service: Serving, finished: Path, tmp_path: Path, paceline_here: Callable[..., Any]
+) -> None:
+    images = [picture(seed) for seed in range(3)]
+    for number, image in enumerate(images):
+        (tmp_path / f"{number}.png").write_bytes(image)
+    expected = json.loads(paceline_here("predict", finished, "0.png", "1.png", "2.png", "--top-k", 10, "--json").out)
+    status, told, headers = service.predict(*images, b"no image", query="?top_k=10")
+    assert status == 200
+    assert headers["x-content-type-options"] == "nosniff"
+    assert [each["name"] for each in told["predictions"]] == [f"{number}.png" for number in range(4)]
+    for found, wanted in zip(told["predictions"], expected, strict=False):
+        assert found["labels"] == wanted["labels"]
+        assert found["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-6)
+    assert told["predictions"][3]["labels"] == []
+    assert "not an image" in told["predictions"][3]["error"]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert told["weights_sha256"] == summary["ema_sha256"] == service.said["weights_sha256"]
+    assert [len(each["labels"]) for each in service.predict(*images)[1]["predictions"]] == [3, 3, 3]
+
+
+def test_what_watches_it(service: Serving) -> None:
+    before = service.metric('paceline_images_total{outcome="answered"}')
+    assert service.predict(picture(1), picture(2))[0] == 200
+    assert service.metric('paceline_images_total{outcome="answered"}') == before + 2
+    assert service.metric("paceline_queue_images") == 0
+    status, health, _ = service.ask("GET", "/health")
+    assert (status, health["live"], health["ready"]) == (200, True, True)
+    text = service.ask("GET", "/metrics")[1].decode()
+    line = re.compile(r'(# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [0-9.e+-]+)')
+    assert all(line.fullmatch(each) for each in text.splitlines())
+
+
+def test_the_page_needs_nothing_from_elsewhere(service: Serving) -> None:
+    status, page, headers = service.ask("GET", "/")
+    assert status == 200
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert b"//" not in page.replace(b"http://www.w3.org/2000/svg", b"")
+
+
+REFUSED = {
+    "too long, and says so": (lambda: form(bytes(200_000)), {}, 413, "larger than 104,857 bytes"),
+    "too many": (lambda: form(*[picture(0)] * 5), {}, 413, "more than 4 images"),
+    "too many pixels": (lambda: form(bomb(301, 100)), {}, 422, "301x100 pixels; at most 30,000"),
+    "a bomb": (lambda: form(bomb(2**31 - 1, 2**31 - 1)), {}, 422, "0.png"),
+    "a program": (lambda: form(picture(0, "EPS")), {}, 422, "not an image in any of these formats"),
+    "another format": (lambda: form(picture(0, "ICO", 32)), {}, 422, "not an image in any of these formats"),
+    "cut off": (lambda: form(picture(0))[:-20], {}, 400, "last boundary"),
+    "no form": (lambda: b"{}", {"Content_Type": "application/json"}, 415, "multipart/form-data"),
+    "no boundary": (lambda: form(picture(0)), {"Content_Type": "multipart/form-data"}, 415, "boundary"),
+    "nonsense": (lambda: b"\r\nxyz" * 50, {}, 400, "last boundary"),
+    "no image": (form, {}, 422, "no image"),
+    "an unknown field": (lambda: form(picture(0), field="image"), {}, 422, "'image' is unknown"),
+    "long headers": (lambda: b"--of-a-kind\r\n" + b"x" * 50_000, {}, 400, "multipart"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(service: Serving, case: str) -> None:
+    body, headers, expected, words = REFUSED[case]
+    status, told, _ = service.ask("POST", "/predict", body(), **{"Content_Type": FORM, **headers})
+    assert (status, set(told)) == (expected, {"error"})
+    assert words in told["error"]
+    assert service.predict(picture(0))[0] == 200
+
+
+def test_a_body_without_a_length_is_counted(service: Serving) -> None:
+    """In chunks, and more of it than is held in memory."""
+
+    def pieces() -> Iterator[bytes]:
+        yield form(b"")[: -len(f"--{BOUNDARY}--\r\n") - 2]
+        for _ in range(100):
+            yield bytes(20_000)
+
+    status, told, headers = service.ask("POST", "/predict", pieces(), Content_Type=FORM)
+    assert (status, headers["connection"]) == (413, "close")
+    assert "104,857" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("POST", "/predict?top_k=0", 422),
+        ("POST", "/predict?top_k=x", 422),
+        ("GET", "/predict", 405),
+        ("GET", "/x", 404),
+    ],
+)
+def test_other_questions(service: Serving, method: str, path: str, expected: int) -> None:
+    status, told, _ = service.ask(method, path, form(picture(0)) if method == "POST" else None, Content_Type=FORM)
+    assert (status, set(told)) == (expected, {"error"})
+
+
+def test_the_log_names_no_contents(service: Serving) -> None:
+    service.ask("GET", "/secret-path?secret-query")
+    service.predict(b"secret-content")
+    assert service.ask("POST", "/predict", b"", Content_Type=FORM.replace("of-a-kind", "secret-boundary"))[0] == 400
+    log = service.log.read_text()
+    assert re.search(r"^\S+Z POST /predict 422 \S+ .* ms [\d,]+ bytes$", log, re.MULTILINE)
+    assert "GET other 404" in log
+    assert "secret" not in log
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    pieces = []
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def test_slow_clients_are_let_go(start: Callable[..., Serving], finished: Path) -> None:
+    """Of one that sends nothing, half a head, a body that drips, and one that nobody wants."""
+    service = start(finished, "--max-seconds", 1, "--max-request-mb", 0.1)
+    begins = {
+        "nothing": b"",
+        "half a head": b"POST /predict HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+        "a body": head(5000) + b"x",
+    }
+    with contextlib.ExitStack() as stack:
+        open_ones = {name: stack.enter_context(service.connect()) for name in begins}
+        for name, begin in begins.items():
+            open_ones[name].sendall(begin)
+        stopped = threading.Event()
+
+        def drip() -> None:
+            while not stopped.wait(0.1):
+                for name in ("half a head", "a body"):
+                    with contextlib.suppress(OSError):
+                        open_ones[name].sendall(b"y")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            answers = {name: answer_of(each) for name, each in open_ones.items()}
+        finally:
+            stopped.set()
+            dripping.join()
+    assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers.values()), answers
+    assert service.predict(picture(0))[0] == 200
+    assert service.metric('paceline_refusals_total{reason="slow_upload"}') == 1
+
+
+def test_a_full_queue_says_when_to_come_back(start: Callable[..., Serving], finished: Path) -> None:
+    service = start(finished, "--max-queue", 1)
+    status, told, headers = service.predict(picture(0), picture(1))
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert "come back" in told["error"]
+    assert service.predict(picture(0))[0] == 200
+
+
+def takes_connections(service: Serving) -> bool:
+    try:
+        service.connect().close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_finishes_what_it_took(start: Callable[..., Serving], finished: Path, number: int) -> None:
+    """A request whose body is not whole yet when the signal comes is answered; new ones find nobody."""
+    service = start(finished)
+    body = form(picture(0))
+    with service.connect() as begun:
+        begun.sendall(head(len(body)) + body[:50])
+        assert service.predict(picture(1))[0] == 200  # so that the first one has been taken
+        service.process.send_signal(number)
+        while takes_connections(service):
+            time.sleep(0.05)
+        begun.sendall(body[50:])
+        answer = answer_of(begun)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"labels"' in answer
+    assert service.stop() == 0
+    assert "Traceback" not in service.log.read_text()
+
+
+def test_five_hundred_requests_at_once_and_no_memory(service: Serving) -> None:
+    """At concurrency 32; images of several requests are answered together. Each is 30 kB, so that none can stay."""
+    images = [picture(seed, "BMP", 170) for seed in range(8)]
+    wanted = [service.predict(image)[1]["predictions"][0]["labels"] for image in images]
+
+    def client(number: int) -> list[bool]:
+        return [
+            service.predict(images[number % 8])[1]["predictions"][0]["labels"] == wanted[number % 8] for _ in range(16)
+        ]
+
+    with ThreadPoolExecutor(32) as pool:
+        assert all(all(each) for each in pool.map(client, range(32)))
+        settled = service.metric("process_resident_memory_bytes")
+        batches, answered = (service.metric(f"paceline_batch_images_{name}") for name in ("count", "sum"))
+        assert all(all(each) for each in pool.map(client, range(32)))
+        grown = service.metric("process_resident_memory_bytes") - settled
+        batches = service.metric("paceline_batch_images_count") - batches
+        answered = service.metric("paceline_batch_images_sum") - answered
+    assert answered == 512
+    assert batches < 512
+    assert grown < 12 * 2**20, f"{grown / 2**20:.1f} MiB after 512 requests more"
+
+
+@pytest.mark.thorough
+def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
+    """Everything that the service's own description allows, and much that it does not: no 5xx, nothing undescribed."""
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    checks = (
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_headers_conformance",
+        "response_schema_conformance",
+        "unsupported_method",
+        "allow_header_conformance",
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"),
+            *(f"{service.said['url']}/openapi.json", "--checks", ",".join(checks), "--max-examples", "60"),
+            *("--seed", "1", "--request-timeout", "60", "--suppress-health-check", "all", "--continue-on-failure"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    generated = re.search(r"(\d+) generated", done.stdout)
+    assert generated is not None, done.stdout
+    assert int(generated[1]) >= 100
+    assert service.predict(picture(0))[0] == 200
+
+
+def test_places_that_cannot_be_had(paceline_here: Callable[..., Any], finished: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = paceline_here("serve", finished, "--port", taken.getsockname()[1])
+    assert (done.code, done.out) == (2, "")
+    assert "cannot be listened at" in done.err
+    assert paceline_here("serve", finished, "--host", "nowhere.invalid").code == 2
+
+
+def test_addresses_beyond_this_machine_are_known() -> None:
+    from paceline.inference.serving.server import bind
+
+    for host, is_loopback in {"127.0.0.1": True, "localhost": True, "0.0.0.0": False}.items():
+        address = bind(host, 0)  # bound, and never listened at
+        with address.socket:
+            assert address.is_loopback is is_loopback
+
+
+def test_without_the_extra(paceline: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "fastapi.py").write_text("raise ModuleNotFoundError('No module', name='fastapi')")
+    done = paceline("serve", finished)
+    assert (done.code, done.out) == (2, "")
+    assert "pip install 'paceline[serve]'" in done.err

@@ -1,0 +1,169 @@
+"""A copy of a checkpoint is chosen only when all of it is there; what was broken off or damaged never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint.best import Best
+from paceline.checkpoint.fetched import fetch_newest
+from paceline.checkpoint.mirror import Commit, Mirror, Sendable, TakenError, read_commits
+from paceline.checkpoint.store import CheckpointStore, read_components
+from paceline.errors import CheckpointError, StorageError
+from paceline.storage.remote import Remote
+from paceline.storage.retries import Retries
+
+
+class Home:
+    """A run directory with a few checkpoints and growing records."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store = root, CheckpointStore(root / "checkpoints")
+        (root / "ledger").mkdir(parents=True)
+        (root / "recipe.yaml").write_text("seed: 1\n")
+
+    def save(self, step: int, *, best: Best | None = None) -> Sendable:
+        with (self.root / "events.jsonl").open("a") as events:
+            events.write(f'{{"event": "checkpoint", "step": {step}}}\n')
+        with (self.root / "ledger/rank-00000.ids").open("ab") as ledger:
+            ledger.write(bytes([step]) * 100)
+        components = {"model": {"weight": torch.full((3, 4), float(step))}, "progress": {"step": step}}
+        saved = self.store.save(step, components, {"position": step}, replace=True)
+        sizes = {name: (self.root / name).stat().st_size for name in ("events.jsonl", "ledger/rank-00000.ids")}
+        return Sendable(step=step, path=saved.path, growing=sizes, small=("recipe.yaml",), best=best)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> str:
+    return f"s3://bucket/{request.node.name}"
+
+
+def mirror_at(address: str) -> Mirror:
+    remote = Remote(address, Retries(patience_seconds=1.0))
+    return Mirror(remote, "a run", read_commits(remote)[0])
+
+
+def fetched(address: str, root: Path, beyond: int = -1) -> Commit | None:
+    remote = Remote(address)
+    return fetch_newest(remote, read_commits(remote)[0], root, beyond=beyond, say=lambda _: None)
+
+
+def weight_in(root: Path) -> float:
+    path, _ = CheckpointStore(root / "checkpoints").newest_whole()
+    assert path is not None
+    return float(read_components(path)["model"]["weight"][0, 0])
+
+
+def test_there_and_back(s3: Any, home: Home, address: str, tmp_path: Path) -> None:
+    mirror = mirror_at(address)
+    for step in (1, 2, 3):
+        mirror.send(home.save(step, best=Best(2, "loss", 0.5)), home.root)
+        mirror.prune(keep=1)
+    commit = fetched(address, tmp_path / "away")
+    assert commit is not None
+    assert commit.step == 3
+    away = tmp_path / "away"
+    assert weight_in(away) == 3.0
+    for name in ("events.jsonl", "ledger/rank-00000.ids", "recipe.yaml"):
+        assert (away / name).read_bytes() == (home.root / name).read_bytes()
+    # The newest and the best, as here; nothing else is left there.
+    store = CheckpointStore(away / "checkpoints")
+    assert (store.steps(), store.read_best()) == ([2, 3], Best(2, "loss", 0.5))
+    assert {each.step for each in read_commits(Remote(address))[0]} == {2, 3}
+    assert {name.split("/")[1][:13] for name in Remote(address).listed("checkpoints")} == {
+        "step-00000002",
+        "step-00000003",
+    }
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "manifest.json", "recipe.yaml", "commits/"])
+def test_what_was_broken_off_is_never_chosen(s3: Any, home: Home, address: str, tmp_path: Path, part: str) -> None:
+    address = f"s3://bucket/broken-off-{part.strip('/')}"
+    mirror_at(address).send(home.save(1), home.root)
+    (home.root / "recipe.yaml").write_text("seed: 2\n")
+    second = home.save(2)
+    s3.share, s3.only, s3.fates = 1.0, f"PUT .*{part}", ("dropped", "refused")
+    with pytest.raises(StorageError):
+        mirror_at(address).send(second, home.root)
+    assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
+    assert weight_in(tmp_path / "away") == 1.0
+    s3.share = 0.0
+    mirror_at(address).send(second, home.root)
+    assert fetched(address, tmp_path / "later").step == 2  # type: ignore[union-attr]
+    assert weight_in(tmp_path / "later") == 2.0
+
+
+@pytest.mark.parametrize("damage", ["shorter", "flipped", "missing", "commit"])
+def test_what_is_damaged_is_never_chosen(
+    s3: Any, put: Callable[[str, bytes], None], home: Home, address: str, tmp_path: Path, damage: str
+) -> None:
+    address = f"s3://bucket/damage-{damage}"
+    mirror = mirror_at(address)
+    for step in (1, 2):
+        mirror.send(home.save(step), home.root)
+    remote = Remote(address)
+    newest = read_commits(remote)[0][0]
+    name = newest.files["model.safetensors"].name
+    content = remote.read(name)
+    if damage == "shorter":
+        remote.write(name, content[:-1])
+    elif damage == "flipped":
+        remote.write(name, content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "missing":
+        remote.delete([name])
+    else:
+        commit = next(each for each in remote.listed("commits") if each.startswith("commits/00000002"))
+        remote.write(commit, remote.read(commit)[:-20])
+    assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
+    assert weight_in(tmp_path / "away") == 1.0
+    # The next launch sends it again.
+    mirror_at(address).send(home.save(3), home.root)
+    assert fetched(address, tmp_path / "later").step == 3  # type: ignore[union-attr]
+
+
+def test_two_launches_do_not_write_over_one_another(s3: Any, home: Home, address: str) -> None:
+    first, second = mirror_at(address), mirror_at(address)
+    first.send(home.save(1), home.root)
+    with pytest.raises(TakenError):
+        second.send(home.save(2), home.root)
+    first.send(home.save(3), home.root)
+    assert [each.step for each in read_commits(Remote(address))[0]] == [3, 1]
+
+
+def test_a_run_that_goes_back_is_not_overtaken_by_its_past(s3: Any, home: Home, address: str, tmp_path: Path) -> None:
+    mirror = mirror_at(address)
+    for step in (1, 2, 3):
+        mirror.send(home.save(step), home.root)
+    mirror_at(address).discard_after(1)
+    assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -> None:
+    mirror, first = mirror_at(address), home.save(1)
+    home.save(2)
+    home.store.prune(keep=1)
+    with pytest.raises(CheckpointError):
+        mirror.send(first, home.root)
+    assert read_commits(Remote(address))[0] == []
+
+
+def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.checkpoint.mirror._MOST_PIECES", 3)
+    mirror = mirror_at(address)
+    for step in range(1, 8):
+        mirror.send(home.save(step), home.root)
+        mirror.prune(keep=1)
+    commit = read_commits(Remote(address))[0][0]
+    assert 1 <= len(commit.records["events.jsonl"]) <= 4
+    assert (
+        sum(piece.size_bytes for piece in commit.records["events.jsonl"]) == (home.root / "events.jsonl").stat().st_size
+    )

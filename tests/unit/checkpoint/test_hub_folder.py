@@ -1,0 +1,108 @@
+"""Folders in timm's layout: what their config.json says, and what is not taken from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.checkpoint.hub_folder import read_hub_folder
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import CheckpointError
+
+SHOWN = {"input_size": [3, 32, 32], "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3, "std": [0.2] * 3}
+CONFIG = {"architecture": "resnet18", "num_classes": 2, "label_names": ["cat", "dog"], "pretrained_cfg": SHOWN}
+
+
+def folder(path: Path, config: Any = CONFIG, metadata: dict[str, str] | None = None) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    save_file({"w": torch.ones(2)}, path / "model.safetensors", metadata)
+    return path
+
+
+def test_what_a_config_says(tmp_path: Path) -> None:
+    found = read_hub_folder(folder(tmp_path / "hub"))
+    assert (found.architecture, found.classes, found.labels) == ("resnet18", 2, ("cat", "dog"))
+    assert (found.image_size, found.channels, found.interpolation) == (32, 3, "bicubic")
+    assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    assert round(32 / found.crop) == 35  # timm rounds 35.6 down
+    assert found.weights_file == tmp_path / "hub" / "model.safetensors"
+    saved = read_weights(tmp_path / "hub")
+    assert saved.described("data")["class_names"] == ["cat", "dog"]
+    assert saved.described("recipe")["model"] == {"name": "resnet18"}
+
+
+def test_ours_speak_for_themselves(tmp_path: Path) -> None:
+    path = folder(tmp_path / "hub", metadata={"recipe": '{"task": "mine"}', "weights": "ema"})
+    saved = read_weights(path)
+    assert saved.described("recipe") == {"task": "mine"}
+    assert saved.weights == "ema"
+
+
+def test_older_and_sparse_folders(tmp_path: Path) -> None:
+    flat = read_hub_folder(folder(tmp_path / "flat", {**SHOWN, "architecture": "resnet18", "labels": ["a"] * 1000}))
+    assert (flat.image_size, flat.classes, len(flat.labels)) == (32, 1000, 1000)
+    bare = read_hub_folder(folder(tmp_path / "bare", {"architecture": "resnet18"}))
+    assert (bare.image_size, bare.crop, bare.interpolation, bare.labels) == (224, 0.875, "bicubic", ())
+    numbered = {**CONFIG, "label_names": {"1": "dog", "0": "cat"}}
+    assert read_hub_folder(folder(tmp_path / "numbered", numbered)).labels == ("cat", "dog")
+    assert read_hub_folder(folder(tmp_path / "short", {**CONFIG, "label_names": ["cat"]})).labels == ()
+
+
+def test_a_network_built_for_a_size(tmp_path: Path) -> None:
+    fixed = {**CONFIG, "model_args": {"in_chans": 1, "num_classes": 2, "drop_rate": None}}
+    fixed["pretrained_cfg"] = {**SHOWN, "fixed_input_size": True, "mean": [0.5], "std": [0.2]}
+    found = read_hub_folder(folder(tmp_path / "hub", fixed))
+    assert found.options == {"img_size": 32}
+    assert found.channels == 1
+    assert not found.refusal
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("crop_mode", "squash", "crop_mode is 'squash'"),
+        ("interpolation", "lanczos", "interpolation is 'lanczos'"),
+        ("input_size", [3, 32, 64], "32x64"),
+        ("mean", [0.5], "mean and std have 1 and 3"),
+        ("crop_pct", 1.2, "crop_pct is 1.2"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    path = folder(tmp_path / "hub", {**CONFIG, "pretrained_cfg": {**SHOWN, key: value}})
+    saved = read_weights(path)  # the weights alone may be begun from
+    assert saved.state.keys() == {"w"}
+    with pytest.raises(CheckpointError, match=said):
+        saved.described("data")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "not readable as JSON"),
+        ("[1]", "names no timm architecture"),
+        ({"architectures": ["BertModel"]}, "names no timm architecture"),
+        ({"architecture": "os:system"}, "names no timm architecture"),
+        ({**CONFIG, "pretrained_cfg": {"input_size": [3]}}, "not as timm writes it"),
+        ({**CONFIG, "pretrained_cfg": 3}, "not as timm writes it"),
+        ({**CONFIG, "model_args": [1]}, "not as timm writes it"),
+    ],
+)
+def test_folders_of_others_are_refused(tmp_path: Path, config: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        read_weights(folder(tmp_path / "hub", config))
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    path = folder(tmp_path / "hub")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin only, a pickle"):
+        read_weights(path)
+    (path / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        read_weights(path)

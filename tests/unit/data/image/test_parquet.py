@@ -1,0 +1,172 @@
+"""Parquet tables of images, as pyarrow writes them, are read by row groups and give what was put in."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image import parquet_source
+from paceline.data.image.columns import Asked
+from paceline.data.image.datasets import open_dataset
+from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.source import encoded_source
+from paceline.data.packing.origins import Wanted, open_origin
+from paceline.errors import DataError
+from paceline.recipe.data import Data
+
+pa = pytest.importorskip("pyarrow", reason="tables of images need pyarrow")
+
+
+def png(value: int, channels: int = 3) -> bytes:
+    out = io.BytesIO()
+    shape = (6, 5 + value % 3, channels)
+    pixels = np.random.default_rng(value).integers(0, 256, shape, dtype=np.uint8)
+    Image.fromarray(pixels if channels == 3 else pixels[..., 0]).save(out, "PNG")
+    return out.getvalue()
+
+
+def write(path: Path, columns: dict[str, Any], group: int = 4, **options: Any) -> Path:
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=group, **options)
+    return path
+
+
+def data(path: Path, **keys: Any) -> Data:
+    return Data(dataset="parquet", path=str(path), **keys)
+
+
+def images(numbers: Sequence[int]) -> list[bytes]:
+    return [png(number) for number in numbers]
+
+
+def test_bytes_in_several_files_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, numbers in enumerate((range(10), range(10, 17))):
+        labels = ["cat" if number % 3 else "dog" for number in numbers]
+        write(tmp_path / f"{part}.parquet", {"img": images(numbers), "label": labels}, compression="zstd")
+    found = open_dataset(data(tmp_path, validation_fraction=0))
+    assert (found.classes, len(found.train), found.channels) == (("cat", "dog"), 17, 3)
+    assert found.train.labels.tolist() == [int(number % 3 == 0) for number in range(17)]
+    # Room for one group only: every group is let go of and read again.
+    monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 1)
+    files = encoded_source(found.train)
+    assert files is not None
+    for number in np.random.default_rng(0).permutation(17).tolist() * 2:
+        assert bytes(files.encoded(number)) == png(number)
+        assert np.array_equal(found.train.read(number), decode(png(number), 3))
+    assert found.train.path(11) == f"train[11] in {tmp_path / '1.parquet'}"
+
+
+def test_structs_splits_and_dictionaries(tmp_path: Path) -> None:
+    struct = [{"bytes": png(number), "path": f"{number}.png"} for number in range(9)]
+    columns = {
+        "picture": struct,
+        "class_name": pa.array(["b", "a", "b"] * 3).dictionary_encode(),
+        "split": ["train"] * 3 + ["test"] * 2 + ["train"] * 2 + ["val"] * 2,
+    }
+    path = write(tmp_path / "all.parquet", columns)
+    found = open_dataset(data(path, image_column="picture"))
+    assert (found.classes, found.train.labels.tolist()) == (("a", "b"), [1, 0, 1, 1, 1])
+    for sample, number in enumerate((0, 1, 2, 5, 6)):
+        assert np.array_equal(found.train.read(sample), decode(png(number), 3))
+    assert found.train.path(3) == f"5.png in {path}"
+    assert found.validation.labels.tolist() == [0, 1]
+    assert found.reasons["validation"] == "the rows whose split is val; 2 rows of test are not read"
+    packed = open_origin(str(path), "parquet", Wanted(columns=Asked(image="picture")))
+    assert [len(split.source) for split in packed.splits.values()] == [5, 2]
+
+
+def test_files_named_after_splits(tmp_path: Path) -> None:
+    for name, numbers in (("train-0", range(5)), ("train-1", range(5, 8)), ("test-0", range(8, 10))):
+        labels = [number % 2 for number in numbers]
+        write(tmp_path / "data" / f"{name}.parquet", {"image": images(numbers), "label": labels})
+    found = open_dataset(data(tmp_path))
+    assert (len(found.train), len(found.validation)) == (8, 2)
+    assert np.array_equal(found.validation.read(1), decode(png(9), 3))
+    assert "the files of test" in found.reasons["validation"]
+
+
+def test_paths_are_files_beside_the_table(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    path = write(tmp_path / "t.parquet", {"path": [f"{n}.png" for n in range(4)], "label": [0, 1, 0, 1]})
+    found = open_dataset(data(path, validation_fraction=0))
+    assert np.array_equal(found.train.read(3), decode(png(3), 3))
+    assert found.train.path(3) == str(tmp_path / "3.png")
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(
+        DataError, match=r"row 2 \(counted from 0\) of '.*t.parquet' names '2.png', but there is no file"
+    ):
+        open_dataset(data(path))
+
+
+def test_grey_images_have_one_channel(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", {"image": [png(n, 1) for n in range(6)], "label": [0, 1] * 3})
+    assert open_dataset(data(path)).channels == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"image": images(range(2)), "labl": [0, 1]}, "has the columns image, labl, and none .* column of labels"),
+        ({"image": [1, 2], "label": [0, 1]}, "column 'image' is of the type int64, but images are bytes"),
+        ({"image": [png(0), None, png(1)], "label": [0, 1, 0]}, r"row 1 \(counted from 0\) has no image"),
+        (
+            {
+                "image": pa.array(
+                    [{"bytes": None, "path": "a.png"}] * 2, pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+                ),
+                "label": [0, 1],
+            },
+            r"row 0 \(counted from 0\) names a file, 'a.png', in place of holding an image",
+        ),
+        ({"image": images(range(2)), "label": [0, None]}, r"row 1 .* has no label in column 'label' \(None\)"),
+        ({"image": images(range(2)), "label": [0.5, 1.0]}, "has the label 0.5"),
+        ({"image": images(range(2)), "label": [0, -3]}, "has the label -3, but labels are numbers from 0"),
+    ],
+)
+def test_what_is_wrong_is_told(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_dataset(data(write(tmp_path / "t.parquet", columns)))
+
+
+def test_damaged_and_missing_tables(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no \.parquet files in it"):
+        open_dataset(data(tmp_path))
+    with pytest.raises(DataError, match="there is no such file or folder"):
+        open_dataset(data(tmp_path / "x.parquet"))
+    path = write(tmp_path / "t.parquet", {"image": images(range(8)), "label": [0, 1] * 4}, compression="none")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
+        open_dataset(data(path))
+    write(tmp_path / "u.parquet", {"image": images(range(2)), "tag": [0, 1]})
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match=r"u.parquet' lacks the column 'label', which '.*t.parquet' has"):
+        open_dataset(data(tmp_path))
+
+
+def test_a_file_that_shrinks_breaks_its_images_and_nothing_else(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", {"image": images(range(8)), "label": [0, 1] * 4})
+    found = open_dataset(data(path, validation_fraction=0))
+    path.write_bytes(path.read_bytes()[:100])
+    found.train.base._kept.clear()  # type: ignore[attr-defined]  # what was probed is kept
+    with pytest.raises(BrokenImageError, match="it has changed since the run began"):
+        found.train.read(5)
+
+
+def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "t.parquet", {"image": images(range(8)), "label": [0, 1] * 4})
+    monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 300)
+    with pytest.raises(
+        DataError, match=r"has 4 images, .* in one row group, .* run `paceline pack .*row_group_size=100"
+    ):
+        open_dataset(data(path))
+    assert open_origin(str(path)).origin.kind == "parquet"

@@ -1,0 +1,158 @@
+"""Data sets of torchvision's by name give what torchvision hands out, through our own decoding where it lists files."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torchvision.datasets as known
+from PIL import Image
+
+from paceline.data.image.datasets import open_dataset
+from paceline.data.image.source import SampleSource, encoded_source
+from paceline.errors import DataError
+from paceline.recipe.data import Data
+
+
+def jpeg(path: Path, value: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(value).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, quality=90)
+
+
+def food(root: Path) -> Path:
+    """Food-101 as it is published, of three classes."""
+    splits: dict[str, dict[str, list[str]]] = {"train": {}, "test": {}}
+    for label, name in enumerate(("apple_pie", "bibimbap", "caviar")):
+        for number in range(5):
+            key = f"{name}/{number}"
+            jpeg(root / "food-101" / "images" / f"{key}.jpg", 10 * label + number)
+            splits["train" if number < 3 else "test"].setdefault(name, []).append(key)
+    (root / "food-101" / "meta").mkdir()
+    for split, keys in splits.items():
+        (root / "food-101" / "meta" / f"{split}.json").write_text(json.dumps(keys))
+    return root
+
+
+def idx(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(head + array.astype(np.uint8).tobytes())
+
+
+def mnist(raw: Path, prefixes: Sequence[str] = ("train", "t10k"), classes: int = 10) -> Path:
+    for seed, prefix in enumerate(prefixes):
+        draws = np.random.default_rng(seed)
+        idx(raw / f"{prefix}-images-idx3-ubyte", draws.integers(0, 256, (30, 28, 28)))
+        idx(raw / f"{prefix}-labels-idx1-ubyte", np.arange(30) % classes)
+    return raw
+
+
+def opened(name: str, root: Path | None, **keys: Any) -> Any:
+    return open_dataset(Data(dataset=f"torchvision:{name}", path=None if root is None else str(root), **keys))
+
+
+def same(source: SampleSource, theirs: Any, mode: str) -> bool:
+    """Whether a source has the images and labels that torchvision hands out."""
+    assert len(source) == len(theirs)
+    pairs = [theirs[sample] for sample in range(len(theirs))]
+    pixels = [np.asarray(image.convert(mode)).reshape(*image.size[::-1], -1) for image, _ in pairs]
+    images = all(np.array_equal(source.read(sample), each) for sample, each in enumerate(pixels))
+    return images and source.labels.tolist() == [int(label) for _, label in pairs]
+
+
+def test_files_are_decoded_as_all_files_are(tmp_path: Path) -> None:
+    found = opened("Food101", food(tmp_path))
+    assert found.classes == ("apple_pie", "bibimbap", "caviar")
+    assert same(found.train, known.Food101(tmp_path, "train"), "RGB")
+    assert same(found.validation, known.Food101(tmp_path, "test"), "RGB")
+    assert encoded_source(found.train) is not None
+    assert found.train.path(0) == str(tmp_path / "food-101" / "images" / "apple_pie" / "0.jpg")
+    assert found.reasons["validation"] == "torchvision's split test"
+    part = opened("Food101", tmp_path, only_classes=("caviar", "bibimbap"), subset=4)
+    assert (part.classes, part.train.labels.tolist(), len(part.validation)) == (("bibimbap", "caviar"), [0, 0, 1, 1], 4)
+
+
+def test_what_has_no_split_is_split(tmp_path: Path) -> None:
+    for label in range(2):
+        for number in range(5):
+            jpeg(tmp_path / "eurosat" / "2750" / f"class{label}" / f"{number}.jpg", 10 * label + number)
+    found = opened("EuroSAT", tmp_path, validation_fraction=0.4)
+    assert (found.classes, len(found.train), len(found.validation)) == (("class0", "class1"), 6, 4)
+    assert (
+        opened("ImageFolder", tmp_path / "eurosat" / "2750", validation_fraction=0).train.labels.tolist()
+        == [0] * 5 + [1] * 5
+    )
+
+
+def test_arrays_are_held_as_they_are(tmp_path: Path) -> None:
+    mnist(tmp_path / "MNIST" / "raw")
+    found = opened("MNIST", tmp_path)
+    assert (found.channels, found.image_size, found.native_size) == (1, 28, (28, 28))
+    assert same(found.train, known.MNIST(tmp_path, train=True), "L")
+    assert same(found.validation, known.MNIST(tmp_path, train=False), "L")
+    assert encoded_source(found.train) is None
+    assert same(opened("MNIST", tmp_path, channels=3).train, known.MNIST(tmp_path, train=True), "RGB")
+
+
+def test_options_are_handed_over(tmp_path: Path) -> None:
+    mnist(tmp_path / "EMNIST" / "raw", ("emnist-letters-train", "emnist-letters-test"), 27)
+    found = opened("EMNIST", tmp_path, options={"split": "letters"})
+    assert same(found.validation, known.EMNIST(tmp_path, "letters", train=False), "L")
+    assert len(found.classes) == 27
+    with pytest.raises(DataError, match=r"data.options names 'sise', but FakeData takes size, .*'size'"):
+        opened("FakeData", None, options={"sise": 3})
+
+
+def test_what_only_torchvision_knows_is_asked_of_it() -> None:
+    options = {"size": 40, "image_size": (3, 12, 10), "num_classes": 4}
+    found = opened("FakeData", None, options=options, validation_fraction=0)
+    theirs = known.FakeData(**options)
+    assert same(found.train, theirs, "RGB")
+    assert (len(found.classes), found.reasons["path"]) == (4, "torchvision hands the images out one by one")
+    assert (
+        opened("FakeData", None, options=options | {"random_offset": 1}, validation_fraction=0).digest != found.digest
+    )
+
+
+def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"torchvision.datasets has no data set 'Flowers'. Did you mean 'Flowers102'"):
+        opened("Flowers", tmp_path)
+    with pytest.raises(DataError, match=r"needs to know where the data lies: set data\.path"):
+        opened("SVHN", None)
+    with pytest.raises(DataError, match=r"Food101 cannot be opened in '.*' \(RuntimeError: Dataset not found"):
+        opened("Food101", tmp_path)
+    (tmp_path / "MNIST" / "processed").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"which are pickles, and loading those can run any code"):
+        opened("MNIST", tmp_path)
+    with pytest.raises(DataError, match=r"labels images by|hands out|cannot be opened"):
+        opened("VOCDetection", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["torchvision:EuroSAT", "cifar10", "cifar100", "mnist", "fashion_mnist"])
+def test_without_a_network_a_download_says_so(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(DataError, match=r"data.download=true, but .* cannot be downloaded into .*: download it where"):
+        open_dataset(Data(dataset=name, path=str(tmp_path / "new"), download=True))
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_what_is_there_is_not_downloaded(tmp_path: Path, name: str) -> None:
+    mnist(tmp_path / "MNIST" / "raw")
+    mnist(tmp_path / "FashionMNIST" / "raw")
+    idx(tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte", np.full(30, 7))
+    found = open_dataset(Data(dataset=name, path=str(tmp_path), download=True))
+    assert (set(found.train.labels.tolist()) == {7}) == (name == "mnist")
+    assert found.classes[0] == ("0" if name == "mnist" else "T-shirt/top")
+    assert found.reasons["validation"] == "the archive's test images"
+    grey = open_dataset(Data(dataset=name, path=str(tmp_path), channels=3))
+    assert (len(grey.mean), grey.mean[0]) == (3, found.mean[0])

@@ -1,0 +1,347 @@
+"""Are the answers the same, in the same order, however they are read, and does memory stay as it is?"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import paceline
+from paceline.checkpoint.weights import read_weights
+from paceline.cli.main import run as command
+from paceline.errors import CheckpointError, DataError
+from paceline.inference.ahead import answers_ahead
+from paceline.inference.answer_files import answer_file
+from paceline.inference.labelling import ImageLabeller
+from paceline.inference.predict import load_predictor, open_predictor
+from paceline.inference.sources import PictureFile
+
+TINY = {
+    "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1}},
+    "data": {"dataset": "synthetic", "image_size": 16, "channels": 3, "classes": 7, "augment": None},
+    "batch.global_size": 8,
+    "train.duration": "2 steps",
+    "evaluate.every": "off",
+    "parallel": {"device": "cpu", "threads": 1},
+    "telemetry.report": False,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a tiny network on noise; to be read only."""
+    folder = tmp_path_factory.mktemp("trained")
+    return paceline.train("digits", overrides=TINY, run_dir=folder / "run", quiet=True).run_dir
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 JPEG files of several sizes, two of them broken."""
+    folder = tmp_path_factory.mktemp("pictures")
+    draws = np.random.default_rng(0)
+    for number in range(150):
+        pixels = draws.integers(0, 256, (*draws.integers(8, 40, 2), 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03}.jpg")
+    (folder / "010.jpg").write_bytes(b"no image")
+    (folder / "099.jpg").write_bytes((folder / "098.jpg").read_bytes()[:60])
+    return folder
+
+
+def one_after_the_other(predictor: ImageLabeller, paths: list[Path]) -> Iterator[tuple[Any, ...]]:
+    """As it was before anything was read ahead: of 64 files in a row those that can be read, in one batch."""
+    from paceline.data.image.decode import BrokenImageError
+
+    for part in itertools.batched(paths, 64) if hasattr(itertools, "batched") else _batched(paths):
+        images: dict[Path, torch.Tensor] = {}
+        for path in part:
+            try:
+                images[path] = predictor.prepare(path.read_bytes())
+            except BrokenImageError:
+                continue
+        values, labels = predictor.probabilities(torch.stack(list(images.values()))).topk(3, dim=1)
+        told = dict(zip(images, zip(values.tolist(), labels.tolist(), strict=True), strict=True))
+        for path in part:
+            sure, best = told.get(path, ((), ()))
+            yield path, tuple(predictor.classes[label] for label in best), tuple(sure)
+
+
+def _batched(paths: list[Path]) -> Iterator[list[Path]]:
+    yield from (paths[start : start + 64] for start in range(0, len(paths), 64))
+
+
+@torch.inference_mode()
+def test_the_same_bits_in_the_same_order(trained: Path, pictures: Path) -> None:
+    predictor = load_predictor(trained)
+    paths = sorted(pictures.iterdir())
+    found = [(each.path, each.labels, each.probabilities) for each in predictor.predict(paths, top_k=3)]
+    assert found == list(one_after_the_other(predictor, paths))
+    assert [path.name for path, labels, _ in found if not labels] == ["010.jpg", "099.jpg"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_other_batches_say_the_same(trained: Path, pictures: Path, size: int) -> None:
+    predictor = load_predictor(trained)
+    paths = sorted(pictures.iterdir())
+    usual, other = (list(predictor.predict(paths, top_k=7, batch_size=each)) for each in (64, size))
+    assert [each.path for each in usual] == [each.path for each in other] == paths
+    for one, two in zip(usual, other, strict=True):
+        assert dict(zip(one.labels, one.probabilities, strict=True)) == pytest.approx(
+            dict(zip(two.labels, two.probabilities, strict=True)), abs=1e-5
+        )
+
+
+class Counting:
+    """Endless pictures, of which it is known how many were asked for, and are held."""
+
+    def __init__(self, content: bytes) -> None:
+        self.asked = 0
+        self._content = content
+
+    def __iter__(self) -> Iterator[PictureFile]:
+        while True:
+            self.asked += 1
+            yield PictureFile(Path(str(self.asked)), lambda: self._content)
+
+
+def test_no_more_is_read_ahead_than_two_batches(trained: Path) -> None:
+    content = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(content, "PNG")
+    counting = Counting(content.getvalue())
+    answers = answers_ahead(load_predictor(trained), counting, top_k=1, batch_size=8)
+    for number in range(1, 201):
+        assert next(answers).path == Path(str(number))
+        assert counting.asked - number <= 16 + 64  # two batches, and a picture for each thread
+    before = threading.active_count()
+    answers.close()
+    assert threading.active_count() < before
+
+
+def test_detectors_look_at_pictures_one_by_one(trained: Path) -> None:
+    class Alone:
+        largest_batch = 1
+        batches: tuple[int, ...] = ()
+
+        def __init__(self) -> None:
+            self._real = load_predictor(trained)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def answer(self, prepared: Any, top_k: int) -> Any:
+            self.batches += (len(prepared),)
+            return self._real.answer(prepared, top_k)
+
+    content = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(content, "PNG")
+    alone = Alone()
+    list(itertools.islice(answers_ahead(alone, Counting(content.getvalue()), top_k=1), 5))
+    assert set(alone.batches) == {1}
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def predicted(trained: Path, *more: object) -> int:
+    return command(["predict", str(trained), *map(str, more)])
+
+
+def test_json_lines(trained: Path, pictures: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted(trained, pictures, "--json") == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert predicted(trained, pictures, "--output", "answers.jsonl") == 1
+    told = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()] == rows
+    assert [line.partition("  ")[0] for line in told[:-1]] == [f"{pictures}/010.jpg", f"{pictures}/099.jpg"]
+    assert told[-1] == "150 images, 2 of them unreadable: answers.jsonl"
+    assert [each.name for each in here.iterdir()] == ["answers.jsonl"]
+
+
+def test_csv(trained: Path, pictures: Path, here: Path) -> None:
+    import csv
+
+    assert predicted(trained, pictures, "--output", "a.csv", "--top-k", 2) == 1
+    with open("a.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 148 * 2 + 2
+    assert list(rows[0]) == ["path", "rank", "label", "probability", "error"]
+    assert [(row["path"], row["rank"]) for row in rows[:2]] == [
+        (f"{pictures}/000.jpg", "1"),
+        (f"{pictures}/000.jpg", "2"),
+    ]
+    assert float(rows[0]["probability"]) >= float(rows[1]["probability"])
+    assert [Path(row["path"]).name for row in rows if row["error"]] == ["010.jpg", "099.jpg"]
+
+
+def test_parquet(trained: Path, pictures: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    assert predicted(trained, pictures, "--json") == 1
+    expected = json.loads(capsys.readouterr().out)
+    assert predicted(trained, pictures, "--output", "a.parquet") == 1
+    assert parquet.read_table("a.parquet").to_pylist() == expected
+
+
+def test_a_file_is_whole_or_not_there(here: Path) -> None:
+    rows = [{"path": Path("a.png"), "labels": ("x",), "probabilities": (1.0,), "error": None}]
+
+    def interrupted() -> None:
+        with answer_file(Path("a.jsonl"), boxes=False) as file:
+            file.write(rows)
+            assert not Path("a.jsonl").exists()
+            # What a kill would leave.
+            assert len(Path("a.jsonl.partial").read_text().splitlines()) == 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [each.name for each in here.iterdir()] == ["a.jsonl.partial"]
+    with answer_file(Path("a.jsonl"), boxes=False) as file:
+        file.write(rows)
+    assert [each.name for each in here.iterdir()] == ["a.jsonl"]
+    with pytest.raises(DataError, match="exists already"), answer_file(Path("a.jsonl"), boxes=False):
+        pass
+
+
+def test_boxes_in_csv(here: Path) -> None:
+    rows = [
+        {
+            "path": Path("a"),
+            "labels": ("x", "y"),
+            "probabilities": (1.0, 0.5),
+            "boxes": ((1, 2, 3, 4),) * 2,
+            "error": None,
+        },
+        {"path": Path("b"), "labels": (), "probabilities": (), "boxes": (), "error": None},
+    ]
+    with answer_file(Path("a.csv"), boxes=True) as file:
+        file.write(rows)
+    assert Path("a.csv").read_text().splitlines() == [
+        "path,rank,label,probability,left,top,right,bottom,error",
+        "a,1,x,1.0,1,2,3,4,",
+        "a,2,y,0.5,1,2,3,4,",
+        "b,,,,,,,,",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--output", "a.txt"), "must end in .jsonl, .csv or .parquet"),
+        (("--output", "nowhere/a.csv"), "no folder 'nowhere'"),
+        (("--stdin-image",), "--stdin-image is for the source - alone"),
+        (("--draw", "found"), "these weights label images"),
+    ],
+)
+def test_what_has_no_effect_is_refused(
+    trained: Path, pictures: Path, here: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+) -> None:
+    assert predicted(trained, pictures, *more) == 2
+    assert words in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------- ONNX
+
+
+@pytest.fixture(scope="module")
+def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``onnx_file(**metadata)`` writes the network of the run with these metadata besides its own."""
+    for library in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install 'paceline[onnx]'")
+    import onnx
+
+    folder = tmp_path_factory.mktemp("onnx")
+    predictor, batch = load_predictor(trained), torch.export.Dim("batch")
+    torch.onnx.export(
+        predictor.network,
+        (torch.zeros(2, 3, 16, 16),),
+        folder / "plain.onnx",
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: batch},),
+        dynamo=True,
+        verbose=False,
+    )
+    numbers = itertools.count()
+
+    def write(**metadata: str) -> Path:
+        model = onnx.load(folder / "plain.onnx")
+        onnx.helper.set_model_props(model, {**read_weights(trained).metadata, **metadata})
+        path = folder / f"{next(numbers)}.onnx"
+        onnx.save(model, path)
+        return path
+
+    return write
+
+
+def test_onnx_runtime_says_the_same(trained: Path, pictures: Path, onnx_file: Callable[..., Path]) -> None:
+    paths = sorted(pictures.iterdir())
+    device = torch.device("cpu")
+    ours, other = (
+        list(answers_ahead(open_predictor(each, device=device), map(PictureFile.at, paths), top_k=7))
+        for each in (trained, onnx_file())
+    )
+    for one, two in zip(ours, other, strict=True):
+        assert (one.path, one.error) == (two.path, two.error)
+        assert dict(zip(one.labels, one.probabilities, strict=True)) == pytest.approx(
+            dict(zip(two.labels, two.probabilities, strict=True)), abs=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"data": ""}, "how images are shown"),
+        ({"data": '{"tokenizer": {}}'}, "labels no images"),
+        ({"data": "[]"}, "how"),
+    ],
+)
+def test_onnx_files_that_are_not_ours(onnx_file: Callable[..., Path], metadata: dict[str, str], words: str) -> None:
+    with pytest.raises((CheckpointError, DataError), match=words):
+        open_predictor(onnx_file(**metadata), device=torch.device("cpu"))
+
+
+def test_what_is_no_onnx_file(here: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    Path("x.onnx").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="cannot be opened by ONNX Runtime"):
+        open_predictor(Path("x.onnx"), device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_predictor(Path("y.onnx"), device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="--best have no effect"):
+        open_predictor(Path("x.onnx"), best=True, device=torch.device("cpu"))
+
+
+# --------------------------------------------------------------------------------------------------- hub folders
+
+
+def test_a_folder_of_timms_own(here: Path, pictures: Path) -> None:
+    """Answered as timm's own transform and network answer."""
+    pytest.importorskip("paceline.checkpoint.hub_folder", reason="hub folders are not read yet")
+    import timm
+
+    made = timm.create_model("test_resnet", num_classes=3)
+    timm.models.save_for_hf(made, "hub", safe_serialization=True, model_config={"label_names": ["x", "y", "z"]})
+    made.eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(made), is_training=False)
+    path = pictures / "000.jpg"
+    with torch.inference_mode():
+        expected = made(transform(Image.open(path))[None]).softmax(dim=1)[0].tolist()
+    (found,) = open_predictor(Path("hub"), device=torch.device("cpu")).predict([path], top_k=3)
+    assert dict(zip(found.labels, found.probabilities, strict=True)) == pytest.approx(
+        dict(zip("xyz", expected, strict=True)), abs=0.01
+    )

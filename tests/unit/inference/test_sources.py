@@ -1,0 +1,183 @@
+"""Which pictures do files, patterns, archives and standard input mean, and what in an archive is refused?"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from paceline.data.image.decode import BrokenImageError
+from paceline.errors import DataError
+from paceline.inference import archives
+from paceline.inference.archives import members
+from paceline.inference.sources import PictureFile, pictures_of
+
+FILES = {"b/1.png": b"one", "a/2.JPG": b"two" * 400, "notes.txt": b"no picture", "c/3.jpeg": b"", "zz.png": b"z" * 512}
+PICTURES = ["b/1.png", "a/2.JPG", "c/3.jpeg", "zz.png"]
+
+
+def written_zip(path: Path, files: dict[str, bytes], **options: int) -> Path:
+    with zipfile.ZipFile(path, "w", **options) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def written_tar(path: Path, files: dict[str, bytes], kind: int = tarfile.GNU_FORMAT) -> Path:
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w", format=kind) as archive:
+        archive.add(path.parent, "folder", recursive=False)
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def read(picture: PictureFile) -> bytes | str:
+    try:
+        return picture.read()
+    except BrokenImageError as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz", "x.tgz"])
+def test_archives_are_read_in_their_order(tmp_path: Path, name: str) -> None:
+    write = written_zip if name.endswith("zip") else written_tar
+    archive = write(tmp_path / name, FILES)
+    found = list(members(archive))
+    assert [str(each.path.relative_to(archive)) for each in found] == PICTURES
+    # Read late and in another order, as threads do.
+    assert [read(each) for each in reversed(found)] == [FILES[each] for each in reversed(PICTURES)]
+    assert sorted(tmp_path.iterdir()) == [archive]
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_long_and_foreign_names_in_tars(tmp_path: Path, kind: int) -> None:
+    long = "d" * 90 + "/" + "n" * 90 + ".png"
+    files = {long: b"1"} | ({} if kind == tarfile.USTAR_FORMAT else {"größe/ñ.png": b"2"})
+    archive = written_tar(tmp_path / "x.tar", files, kind)
+    assert {str(each.path.relative_to(archive)): read(each) for each in members(archive)} == files
+
+
+def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
+    hostile = {
+        "../../etc/a.png": b"1",
+        "/etc/b.png": b"2",
+        "ok/../../c.png": b"3",
+        "..\\d.png": b"4",
+        "\x1b[2Je.png": b"5",
+    }
+    for archive in (written_zip(tmp_path / "x.zip", hostile), written_tar(tmp_path / "x.tar", hostile)):
+        found = list(members(archive))
+        assert [read(each) for each in found] == ["its name leads out of the archive"] * 4 + [b"5"]
+        assert all(str(each.path).isprintable() for each in found)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE)):
+            entry = tarfile.TarInfo(f"{number}.png")
+            entry.type, entry.linkname = kind, str(tmp_path / "secret.png")
+            archive.addfile(entry)
+    with pytest.raises(DataError, match="holds no image"):
+        list(members(tmp_path / "x.tar"))
+
+
+def test_members_are_no_larger_than_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "LARGEST_FILE_BYTES", 1000)
+    files = {"small.png": b"s" * 1000, "large.png": bytes(1001), "last.png": b"l"}
+    expected = [files["small.png"], "1,001 bytes; at most 1,000 are read", b"l"]
+    deflated = {"compression": zipfile.ZIP_DEFLATED}
+    assert [read(each) for each in members(written_zip(tmp_path / "x.zip", files, **deflated))] == expected
+    assert [read(each) for each in members(written_tar(tmp_path / "x.tar.gz", files))] == expected
+    # A header that lies: the content is longer than it says.
+    content = (tmp_path / "x.zip").read_bytes().replace((1001).to_bytes(4, "little"), (999).to_bytes(4, "little"))
+    (tmp_path / "x.zip").write_bytes(content)
+    assert "cannot be read from its archive" in str(read(list(members(tmp_path / "x.zip"))[1]))
+
+
+def test_a_name_cannot_fill_the_memory(tmp_path: Path) -> None:
+    """A header that only names the next member, and says that the name is 200 MB long."""
+    entry = tarfile.TarInfo("././@LongLink")
+    entry.type, entry.size = tarfile.GNUTYPE_LONGNAME, 200_000_000
+    first = io.BytesIO()
+    with tarfile.open(fileobj=first, mode="w") as archive:
+        one = tarfile.TarInfo("1.png")
+        one.size = 1
+        archive.addfile(one, io.BytesIO(b"1"))
+    with gzip.open(tmp_path / "x.tar.gz", "wb") as file:
+        file.write(first.getvalue()[:1024] + entry.tobuf(tarfile.GNU_FORMAT) + bytes(10_000))
+    found = list(members(tmp_path / "x.tar.gz"))
+    assert read(found[0]) == b"1"
+    assert "the archive is damaged" in str(read(found[1]))
+
+
+@pytest.mark.parametrize("cut", [100, 700, 1000])
+def test_what_comes_before_the_damage_is_read(tmp_path: Path, cut: int) -> None:
+    archive = written_tar(tmp_path / "x.tar", {"1.png": b"1" * 512, "2.png": b"2" * 512})
+    content = archive.read_bytes()
+    archive.write_bytes(content[: 512 + 1024 + cut])
+    found = [read(each) for each in members(archive)]
+    assert found[0] == b"1" * 512
+    assert "the archive is damaged" in str(found[1])
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
+def test_what_is_no_archive(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"this is no archive at all" * 100)
+    with pytest.raises(DataError, match="cannot be read as a"):
+        list(members(tmp_path / name))
+
+
+def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/1.png", "a/b/2.jpg", "a/b/notes.txt", "a/[odd].png"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(b"x")
+    written_zip(tmp_path / "a" / "x.zip", {"3.png": b"3"})
+
+    def names(*sources: str) -> list[str]:
+        return [str(each.path) for each in pictures_of([Path(source) for source in sources])]
+
+    assert names("a/**/*.jpg", "a/*.png") == ["a/b/2.jpg", "a/1.png", "a/[odd].png"]
+    assert names("a/**") == ["a/1.png", "a/[odd].png", "a/b/2.jpg", "a/x.zip/3.png"]
+    assert names("a/[odd].png") == ["a/[odd].png"]  # a file that is called so
+    assert names("a/x.zip", "a") == ["a/x.zip/3.png", "a/1.png", "a/[odd].png", "a/b/2.jpg"]
+    with pytest.raises(DataError, match="matches no image"):
+        names("a/b/*.txt")
+
+
+def test_all_sources_are_looked_at_first(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"nowhere.*does not exist"):
+        pictures_of([tmp_path / "1.png", tmp_path / "nowhere"])
+
+
+def test_paths_from_standard_input_are_asked_for_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "1.png").write_bytes(b"x")
+
+    class Lines:
+        asked = 0
+
+        @property
+        def buffer(self) -> Lines:
+            return self
+
+        def __iter__(self) -> Lines:
+            return self
+
+        def __next__(self) -> bytes:
+            self.asked += 1
+            return [f"{tmp_path}/1.png\n".encode(), b"\n", b"no such file.png\n"][self.asked % 3 - 1]
+
+    lines = Lines()
+    monkeypatch.setattr("sys.stdin", lines)
+    found = iter(pictures_of([Path("-")]))
+    assert read(next(found)) == b"x"
+    assert lines.asked == 1  # of lines without end
+    assert read(next(found)) == "no such file"

@@ -1,0 +1,272 @@
+"""Do presets and command lines of NVIDIA's ConvNets trainer become recipes? Does the guide say what the code does?"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe.imports.draft import Conversion, refusal
+from paceline.recipe.imports.nvidia import convert_nvidia, read_nvidia
+from paceline.recipe.imports.nvidia_options import LAUNCH, MAIN, ROWS
+from paceline.recipe.imports.nvidia_presets import MODELS, MODES, platforms
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
+
+ROOT = Path(__file__).parents[4]
+GUIDE = ROOT / "docs" / "guide" / "from-nvidia-convnets.md"
+THEIR_TABLE = Path("/work/shared/tables/nvidia_convnets_options.csv")
+TRAINED = ("resnet50", "resnext101-32x4d", "se-resnext101-32x4d", "efficientnet-b0", "efficientnet-b4")
+PRESETS = [(model, *place) for model in TRAINED for place in platforms(model)]
+
+
+def convert(command: str, **rest: object) -> Conversion:
+    return convert_nvidia(read_nvidia([command]), **rest)  # type: ignore[arg-type]  # as it is called below
+
+
+def launch(model: str, platform: str, precision: str, mode: str = "convergence", more: str = "") -> str:
+    asked = f"--model {model} --precision {precision} --mode {mode} --platform {platform}"
+    return f"python ./multiproc.py --nproc_per_node 8 ./launch.py {asked} /imagenet --raport-file raport.json {more}"
+
+
+def load(conversion: Conversion, folder: Path) -> LoadedRecipe:
+    path = folder / "recipe.yaml"
+    path.write_text(conversion.to_yaml(), encoding="utf-8")
+    return load_recipe(path)
+
+
+def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
+    data = DataFacts(train_samples=1281167, evaluation_samples=50000)
+    machine = MachineFacts(device="cuda", device_name="a GPU", fast_bf16=True, cores=8)
+    plan = make_plan(loaded.recipe, data, machine, world_size=processes, local_world_size=processes)
+    assert loaded.checked(plan.unused).notices == ()
+    return plan
+
+
+@pytest.mark.parametrize(("model", "platform", "precision"), PRESETS)
+def test_a_preset_converts_loads_and_plans(model: str, platform: str, precision: str, tmp_path: Path) -> None:
+    conversion = convert(launch(model, platform, precision))
+    assert conversion.refused == ()
+    loaded = load(conversion, tmp_path)
+    plan = plan_of(loaded, 8)
+    assert plan.global_batch_size == loaded.recipe.batch.global_size
+    assert loaded.recipe.train.precision == ("fp16" if precision == "AMP" else "fp32")
+    assert str(loaded.recipe.train.duration) == ("250 epochs" if model.startswith(("res", "se-")) else "400 epochs")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_trains_or_is_refused(mode: str, tmp_path: Path) -> None:
+    conversion = convert(launch("resnet50", "DGXA100", "AMP", mode))
+    if mode in ("evaluate", "benchmark_inference"):
+        assert [each.option for each in conversion.refused] == ["--evaluate"]
+        assert "paceline evaluate" in str(refusal(conversion))
+        return
+    recipe = load(conversion, tmp_path).recipe
+    benchmark = mode != "convergence"
+    assert (recipe.evaluate.every is None, recipe.checkpoint.every is None) == (benchmark, benchmark)
+    assert recipe.data.dataset == ("synthetic" if mode == "benchmark_training_short" else "image_folder")
+    plan_of(load(conversion, tmp_path), 8)
+
+
+def test_models_that_timm_does_not_have_are_refused() -> None:
+    for model in set(MODELS) - set(TRAINED):
+        conversion = convert(launch(model, "DGXA100", "AMP"))
+        assert [each.option for each in conversion.refused] == ["--arch"], model
+
+
+@pytest.mark.parametrize(
+    ("ours", "model", "precision", "more"),
+    [
+        ("resnet50", "resnet50", "AMP", "--epochs 90 --mixup 0.0"),
+        ("resnet50_250", "resnet50", "TF32", ""),
+        ("resnext101_32x4d", "resnext101-32x4d", "AMP", ""),
+        ("seresnext101_32x4d", "se-resnext101-32x4d", "AMP", ""),
+        ("efficientnet_b0", "efficientnet-b0", "AMP", ""),
+        ("efficientnet_b4", "efficientnet-b4", "TF32", ""),
+    ],
+)
+def test_a_preset_is_the_shipped_recipe_in_what_matters(
+    ours: str, model: str, precision: str, more: str, tmp_path: Path
+) -> None:
+    theirs, shipped = load(convert(launch(model, "DGXA100", precision, more=more)), tmp_path), load_recipe(ours)
+    mine, wanted = theirs.recipe, shipped.recipe
+    assert mine.model.name == wanted.model.name
+    assert mine.batch.global_size == wanted.batch.global_size
+    for key in ("image_size", "evaluation_crop", "interpolation", "augment"):
+        assert getattr(mine.data, key) == getattr(wanted.data, key), key
+    assert mine.data.mix.mixup == wanted.data.mix.mixup
+    assert mine.optimizer == wanted.optimizer
+    assert mine.schedule == wanted.schedule
+    assert (mine.train.duration, mine.train.label_smoothing) == (wanted.train.duration, wanted.train.label_smoothing)
+    assert plan_of(theirs, 8).learning_rates == plan_of(shipped, 8).learning_rates
+
+
+def test_a_command_of_main_py_with_its_defaults(tmp_path: Path) -> None:
+    conversion = convert(
+        "python ./main.py --arch resnet50 -c fanin --label-smoothing 0.1 --amp --static-loss-scale 256 /imagenet"
+    )
+    recipe = load(conversion, tmp_path).recipe
+    assert (recipe.batch.global_size, recipe.optimizer.lr, recipe.optimizer.weight_decay) == (256, 0.1, 1e-4)
+    assert (recipe.schedule.name, [str(each) for each in recipe.schedule.milestones]) == (
+        "step",
+        ["30 epochs", "60 epochs", "80 epochs"],
+    )
+    assert (recipe.train.precision, recipe.train.grad_scaler.init_scale) == ("fp16", 256)
+    assert recipe.model.options == {"zero_init_last": False}
+    assert recipe.seed == 0
+    assert plan_of(load(conversion, tmp_path), 1).total_steps == 90 * 5005
+
+
+def test_beginnings_of_options_are_read_as_their_scripts_have_them(tmp_path: Path) -> None:
+    command = (
+        "python ./multiproc.py --nproc_per_node 8 ./main.py /imagenet -j5 -p 100 --data-backend pytorch --lr 1.024 "
+        "--batch-size 128 --optimizer-batch-size 1024 --static-loss-scale 128 --warmup 8 --arch resnext101-32x4d "
+        "-c fanin --label-smoothing 0.1 --lr-schedule cosine --mom 0.875 --wd 6.103515625e-05 --workspace /results "
+        "--epochs 90 --run-epochs 30 --checkpoint c.tar"
+    )
+    recipe = load(convert(command), tmp_path).recipe
+    assert (recipe.optimizer.momentum, recipe.data.workers, str(recipe.train.until)) == (0.875, 5, "30 epochs")
+    with pytest.raises(RecipeError, match="what a shell fills in"):
+        convert(f"{command} $FLAGS")
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("--use-ema 0.999 --optimizer-batch-size 1024", {"train.ema": 0.996005996001, "batch.global_size": 1024}),
+        ("--optimizer rmsprop --rmsprop-eps 0.01", {"optimizer.name": "rmsprop", "optimizer.eps": 0.01}),
+        ("--bn-weight-decay --nesterov", {"optimizer.decay_norm_and_bias": True, "optimizer.nesterov": True}),
+        ("--data-backend dali-gpu", {"data.backend": "dali", "data.decode_on": "gpu"}),
+        ("--gpu-affinity socket_unique_interleaved", {"parallel.affinity": "interleaved"}),
+        ("--prof 50 --training-only", {"train.until": "50 steps", "evaluate.every": "off"}),
+        ("--arch efficientnet-b0 --survival_prob 0.9", {"model.options.drop_path_rate": 0.1, "data.image_size": 224}),
+        ("--memory-format nhwc --seed 7", {"model.channels_last": True, "seed": 7}),
+        ("--early-stopping-patience 3 --topk 3", {"evaluate.patience": 3, "evaluate.top_k": 3}),
+        ("--last_bn_0_init True --pretrained", {"model.options.zero_init_last": True, "model.pretrained": True}),
+    ],
+)
+def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: Path) -> None:
+    conversion = convert(f"python main.py /d {words}")
+    assert conversion.refused == ()
+    for dotted, wanted in keys.items():
+        found: object = conversion.tree
+        for part in dotted.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        assert found == wanted, dotted
+    load(conversion, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python classify.py --image a.jpg", "labels images"),
+        ("python quant_main.py /d --arch efficientnet-quant-b0", "trains for quantised numbers"),
+        ("python launch.py --model resnet50 /d", "launch.py needs --platform and --precision and --mode"),
+        (launch("resnet5", "DGXA100", "AMP"), "there are no presets of --model resnet5"),
+        (launch("resnet50", "DGXA100", "FP32"), "has no preset for --platform DGXA100 --precision FP32"),
+        (launch("resnet50", "DGXA100", "AMP", "convergance"), "Did you mean 'convergence'?"),
+    ],
+)
+def test_what_cannot_be_converted_says_why(command: str, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        convert(command)
+    assert says in str(caught.value)
+
+
+def test_presets_of_ones_own_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yml"
+    path.write_text(
+        "precision: {AMP: {amp: true, static_loss_scale: 64}}\nplatform: {HERE: {workers: 3}}\n"
+        "mode: {convergence: {save_checkpoints: false, epochs: 7}}\n"
+        "models: {resnet50: {HERE: {AMP: {arch: resnet50, lr: 0.5, batch_size: 32}}}}\n"
+    )
+    tree = convert(launch("resnet50", "HERE", "AMP", more=f"--cfg_file {path}")).tree
+    assert (tree["optimizer"]["lr"], tree["train"]["duration"], tree["batch"]["global_size"]) == (0.5, "7 epochs", 256)
+    assert tree["checkpoint"]["every"] == "off"
+    with pytest.raises(RecipeError, match="has no preset"):
+        convert(launch("resnet50", "THERE", "AMP", more=f"--cfg_file {path}"))
+
+
+def guide_rows() -> list[tuple[str, str, str]]:
+    """File, option and what is said of it, of every row of the guide's tables."""
+    rows, columns = [], 0
+    for line in GUIDE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if re.match(r"\| (option|file) \|", line):
+            columns = 1 if cells[0] == "option" else 2
+        elif line.startswith("| "):
+            rows.append(
+                ("main.py", cells[0].strip("`"), cells[1])
+                if columns == 1
+                else (cells[0], cells[1].strip("`"), cells[2])
+            )
+    return rows
+
+
+def test_the_guide_says_what_the_code_says() -> None:
+    assert guide_rows() == [(row.file, row.names, row.here) for row in ROWS]
+    assert len(ROWS) == 77
+
+
+def test_every_option_of_theirs_is_in_exactly_one_class() -> None:
+    seen = Counter((row.file, row.names) for row in ROWS)
+    assert set(seen.values()) == {1}
+    assert all(row.place in ("mapped", "listed", "refused") and row.here for row in ROWS)
+    for table in (MAIN, LAUNCH):
+        keys = [option.key for option in table.options]
+        assert len(keys) == len(set(keys))
+
+
+def test_a_mapped_rows_keys_are_those_that_are_set() -> None:
+    """The keys that the guide names for an option are among those its conversion sets."""
+    samples = {"int": "7", "float": "0.7", "text": "x", "switch": ""}
+    chosen = {
+        "--interpolation": "bicubic",
+        "--lr-schedule": "cosine",
+        "--optimizer": "rmsprop",
+        "--memory-format": "nhwc",
+    }
+    chosen |= {
+        "--gpu-affinity": "socket_single",
+        "--augmentation": "autoaugment",
+        "--end-lr": "0.7 --lr-schedule cosine",
+    }
+    chosen |= {
+        "--nesterov": "--nesterov",
+        "--data-backend": "dali-cpu",
+        "--static-loss-scale": "7 --amp",
+        "--arch": "resnet50",
+    }
+    chosen |= {"--optimizer-batch-size": "512", "--rmsprop-alpha": "0.7 --optimizer rmsprop", "--topk": "7"}
+    chosen |= {"--rmsprop-eps": "0.7 --optimizer rmsprop", "--last_bn_0_init": "True"}
+    for row in ROWS:
+        if row.file not in ("main.py", "resnet.py", "model.py") or row.place != "mapped":
+            continue
+        option = MAIN.find(row.names.split()[0] if row.names.startswith("--") else row.names.split()[-1])
+        assert option is not None
+        typed = "/d" if row.names == "data" else f"{option.shown} {chosen.get(option.shown, samples[row.kind])}"
+        conversion = convert(f"main.py {typed}")
+        entry = next(each for each in conversion.entries if each.option == option.shown)
+        named = {key.split("=")[0] for key in re.findall(r"`((?:[a-z]+\.)[a-z_.]+(?:=[^`]*)?)`", row.here)} - {
+            "summary.json"
+        }
+        if row.names == "--prof":
+            named -= {"telemetry.profile.steps"}  # which goes on afterwards
+        if row.names == "--image-size":
+            named -= {"data.evaluation_size"}  # auto is the same
+        if row.names == "--data-backend":
+            named |= {"data.decode_on"}
+        assert entry.place == "mapped", row.names
+        for key in named or {row.here.strip("`")}:
+            assert any(each.startswith(key) for each in re.split(r", |: ", entry.says)), (row.names, entry.says)
+
+
+@pytest.mark.skipif(not THEIR_TABLE.is_file(), reason="the table of their options is not on this machine")
+def test_the_rows_are_those_of_their_programs() -> None:
+    with THEIR_TABLE.open(encoding="utf-8") as lines:
+        theirs = [(Path(line["file"]).name, line["flags"]) for line in csv.DictReader(lines)]
+    assert Counter(theirs) == Counter((row.file, row.names) for row in ROWS)

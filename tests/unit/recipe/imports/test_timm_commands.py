@@ -1,0 +1,393 @@
+"""Do the published command lines of timm's train.py become recipes, and is every option of it in one class?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe.imports.draft import Conversion, refusal
+from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
+from paceline.recipe.imports.timm_options import CURRENT, TIMM
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
+
+# Every option of train.py, as of August 2026 (huggingface/pytorch-image-models, aa4b5850).
+OPTIONS = """
+    --aa --amp --amp-dtype --aug-repeats --aug-splits --batch-size --bce-loss --bce-pos-weight --bce-sum
+    --bce-target-thresh --bn-eps --bn-momentum --channels-last --checkpoint-hist --class-map --clip-grad
+    --clip-mode --color-jitter --color-jitter-prob --config --cooldown-epochs --crop-pct --cutmix
+    --cutmix-minmax --data-dir --dataset --dataset-download --dataset-trust-remote-code --decay-epochs
+    --decay-milestones --decay-rate --device --device-modules --dist-bn --distill-loss-weight --dr --drop
+    --drop-block --drop-connect --drop-path --epoch-repeats --epochs --eval-metric --experiment --fast-norm
+    --fuser --gaussian-blur-prob --gp --grad-accum-steps --grad-checkpointing --grayscale-prob --head-init-bias
+    --head-init-scale --hflip --img-size --in-chans --initial-checkpoint --input-img-mode --input-key
+    --input-size --interpolation --jsd-loss --kd-distill-type --kd-loss-type --kd-model-name
+    --kd-student-feature-dim --kd-teacher-feature-dim --kd-temperature --kd-token-distill-type --layer-decay
+    --layer-decay-min-scale --layer-decay-no-opt-scale --local_rank --log-interval --log-wandb --lr --lr-base
+    --lr-base-scale --lr-base-size --lr-cycle-decay --lr-cycle-limit --lr-cycle-mul --lr-k-decay --lr-noise
+    --lr-noise-pct --lr-noise-std --mean --min-lr --mixup --mixup-mode --mixup-off-epoch --mixup-prob
+    --mixup-switch-prob --model --model-dtype --model-ema --model-ema-decay --model-ema-force-cpu
+    --model-ema-warmup --model-kwargs --momentum --naflex-loader --naflex-loss-scale --naflex-max-seq-len
+    --naflex-patch-size-probs --naflex-patch-sizes --naflex-patchify-channels-first --naflex-train-seq-lens
+    --no-aug --no-ddp-bb --no-prefetcher --no-resume-opt --num-classes --opt --opt-betas --opt-eps --opt-kwargs
+    --output --patience-epochs --pin-mem --pretrained --pretrained-path --ratio --recount --recovery-interval
+    --remode --reprob --resplit --resume --save-images --scale --sched --sched-on-updates --seed --smoothing
+    --split-bn --start-epoch --std --sync-bn --synchronize-step --target-key --task-loss-weight --torchcompile
+    --torchcompile-mode --torchscript --train-batch-sizes --train-batches-per-epoch --train-crop-mode
+    --train-img-sizes --train-interpolation --train-num-samples --train-size-probs --train-size-random-mix
+    --train-size-schedule --train-size-schedule-spread --train-split --train-steps-per-epoch --tta
+    --use-multi-epochs-loader --val-interval --val-num-samples --val-split --validation-batch-size
+    --variable-batch-loss-scale --vflip --wandb-project --wandb-resume-id --wandb-tags --warmup-epochs
+    --warmup-lr --warmup-prefix --weight-decay --worker-seeding --workers -b -c -j -vb data
+    data
+"""
+
+# From timm's documentation (training_script), the paper "ResNet strikes back" (table 2), and who followed it.
+PUBLISHED = {
+    "seresnet34": (
+        "./distributed_train.sh 4 --data-dir /data/imagenet --model seresnet34 --sched cosine --epochs 150 "
+        "--warmup-epochs 5 --lr 0.4 --reprob 0.5 --remode pixel --batch-size 256 --amp -j 4 "
+    ),
+    "efficientnet_b2": (
+        "./distributed_train.sh 2 --data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs "
+        "450 --decay-epochs 2.4 --decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 "
+        "--weight-decay 1e-5 --drop 0.3 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
+        "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .016 "
+    ),
+    "mixnet_xl": (
+        "./distributed_train.sh 2 --data-dir /imagenet/ --model mixnet_xl -b 128 --sched step --epochs 450 "
+        "--decay-epochs 2.4 --decay-rate .969 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 "
+        "--weight-decay 1e-5 --drop 0.3 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
+        "rand-m9-mstd0.5 --remode pixel --reprob 0.3 --amp --lr .016 --dist-bn reduce "
+    ),
+    "seresnext26t": (
+        "./distributed_train.sh 2 --data-dir /imagenet/ --model seresnext26t_32x4d --lr 0.1 --warmup-epochs 5 "
+        "--epochs 160 --weight-decay 1e-4 --sched cosine --reprob 0.4 --remode pixel -b 112 "
+    ),
+    "efficientnet_b0": (
+        "./distributed_train.sh 2 --data-dir /imagenet/ --model efficientnet_b0 -b 384 --sched step --epochs "
+        "450 --decay-epochs 2.4 --decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 "
+        "--weight-decay 1e-5 --drop 0.2 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
+        "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .048 "
+    ),
+    "resnet50_jsd": (
+        "./distributed_train.sh 2 --data-dir /imagenet -b 64 --model resnet50 --sched cosine --epochs 200 "
+        "--lr 0.05 --amp --remode pixel --reprob 0.6 --aug-splits 3 --aa rand-m9-mstd0.5-inc1 --resplit "
+        "--split-bn --jsd --dist-bn reduce "
+    ),
+    "efficientnet_es": (
+        "./distributed_train.sh 8 --data-dir /imagenet --model efficientnet_es -b 128 --sched step --epochs "
+        "450 --decay-epochs 2.4 --decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 "
+        "--weight-decay 1e-5 --drop 0.2 --drop-path 0.2 --aa rand-m9-mstd0.5 --remode pixel --reprob 0.2 "
+        "--amp --lr .064 "
+    ),
+    "mobilenetv3": (
+        "./distributed_train.sh 2 --data-dir /imagenet --model mobilenetv3_large_100 -b 512 --sched step "
+        "--epochs 600 --decay-epochs 2.4 --decay-rate .973 --opt rmsproptf --opt-eps .001 -j 7 --warmup-lr "
+        "1e-6 --weight-decay 1e-5 --drop 0.2 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
+        "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .064 --lr-noise 0.42 0.9 "
+    ),
+    "resnext50": (
+        "./distributed_train.sh 8 --data-dir /imagenet --model resnext50_32x4d --lr 0.6 --warmup-epochs 5 "
+        "--epochs 240 --weight-decay 1e-4 --sched cosine --reprob 0.4 --recount 3 --remode pixel --aa "
+        "rand-m7-mstd0.5-inc1 -b 192 -j 6 --amp --dist-bn reduce "
+    ),
+    "rsb_a1": (
+        "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --epochs 600 --opt lamb --lr 5e-3 --sched cosine "
+        "--weight-decay 0.01 --warmup-epochs 5 --smoothing 0.1 --drop-path 0.05 --aug-repeats 3 --bce-loss "
+        "--bce-target-thresh 0.2 --aa rand-m7-mstd0.5-inc1 --mixup 0.2 --cutmix 1.0 --crop-pct 0.95 --amp "
+    ),
+    "rsb_a2": (
+        "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --epochs 300 --opt lamb --lr 5e-3 --sched cosine "
+        "--weight-decay 0.02 --warmup-epochs 5 --smoothing 0.0 --drop-path 0.05 --aug-repeats 3 --bce-loss "
+        "--bce-target-thresh 0.2 --aa rand-m7-mstd0.5-inc1 --mixup 0.1 --cutmix 1.0 --crop-pct 0.95 --amp "
+    ),
+    "rsb_a3": (
+        "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --img-size 160 --epochs 100 --opt lamb --lr 8e-3 "
+        "--sched cosine --weight-decay 0.02 --warmup-epochs 5 --smoothing 0.0 --bce-loss --bce-target-thresh 0.2 "
+        "--aa rand-m6-mstd0.5-inc1 --mixup 0.1 --cutmix 1.0 --crop-pct 0.95 --amp "
+    ),
+    "rsb_a2_by_others": (
+        "python -u -m torch.distributed.launch --nproc_per_node=8 --nnodes=1 --node_rank=0 ./train.py /data/imagenet/ "
+        "--amp -b=256 --epochs=300 --drop-path=0.05 --opt=lamb --weight-decay=0.02 --sched='cosine' --lr=4e-3 "
+        "--warmup-epochs=5 --model=resnet50 --aa=rand-m7-mstd0.5-inc1 --reprob=0.0 --remode='pixel' --mixup=0.1 "
+        "--cutmix=1.0 --aug-repeats 3 --bce-target-thresh 0.2 --smoothing=0 --bce-loss --train-interpolation=bicubic "
+    ),
+    "deit_small": (
+        "torchrun --nproc_per_node=8 train.py /imagenet --model deit_small_patch16_224 -b 128 --opt adamw --lr 1e-3 "
+        "--weight-decay 0.05 --sched cosine --epochs 300 --warmup-epochs 5 --warmup-lr 1e-6 --min-lr 1e-5 "
+        "--smoothing 0.1 --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1.0 --reprob 0.25 --remode pixel "
+        "--drop-path 0.1 --aug-repeats 3 --amp --model-ema --model-ema-decay 0.99996 "
+    ),
+}
+REFUSED = {
+    "resnet50_jsd": {"--aug-splits", "--resplit", "--split-bn", "--jsd-loss"},
+    "mobilenetv3": {"--lr-noise"},
+    "resnext50": {"--recount"},
+}
+# What timm says of the images of these networks, where it is not what it says of most.
+A_RECENT_RESNET = InputSettings(crop=0.95)
+
+
+def convert(command: str, settings: InputSettings = A_RECENT_RESNET, **rest: object) -> Conversion:
+    source, given = read_timm([command])
+    return convert_timm(source, given, settings, **rest)  # type: ignore[arg-type]  # as it is called below
+
+
+def load(conversion: Conversion, folder: Path) -> LoadedRecipe:
+    path = folder / "recipe.yaml"
+    path.write_text(conversion.to_yaml(), encoding="utf-8")
+    return load_recipe(path)
+
+
+def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
+    """On ImageNet's numbers, on machines with as many GPUs."""
+    data = DataFacts(train_samples=1281167, evaluation_samples=50000)
+    machine = MachineFacts(device="cuda", device_name="a GPU", fast_bf16=True, cores=8)
+    plan = make_plan(loaded.recipe, data, machine, world_size=processes, local_world_size=min(8, processes))
+    assert loaded.checked(plan.unused).notices == ()
+    return plan
+
+
+def test_every_option_of_train_py_is_in_exactly_one_class() -> None:
+    names = [name for option in CURRENT for name in option.names]
+    assert sorted(names) == sorted(set(OPTIONS.split()))
+    assert all(option.place in ("mapped", "listed", "refused") and option.says for option in TIMM.options)
+    keys = [option.key for option in TIMM.options]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_command_line_converts_loads_and_plans(name: str, tmp_path: Path) -> None:
+    conversion = convert(PUBLISHED[name])
+    refused = {each.option for each in conversion.refused}
+    assert refused == REFUSED.get(name, set())
+    if refused:
+        for option in refused:
+            assert option in str(refusal(conversion))
+        conversion = convert(PUBLISHED[name], skipped=refused)
+        assert set(conversion.left_out) == refused
+    words = [word for word in PUBLISHED[name].replace("=", " ").split() if word.startswith("-")]
+    launch = sum(word in ("-u", "-m", "--nproc_per_node", "--nnodes", "--node_rank") for word in words)
+    # One entry for each option, and for the folder where it is not one.
+    positional = "--data-dir" not in words
+    assert len(conversion.entries) + len(refused) == len(words) - launch + positional
+    loaded = load(conversion, tmp_path)
+    assert loaded.notices == ()
+    assert loaded.recipe.batch.global_size % loaded.recipe.batch.micro_size == 0  # type: ignore[operator]  # a number
+    plan = plan_of(loaded, conversion.processes)
+    assert plan.global_batch_size == loaded.recipe.batch.global_size
+
+
+@pytest.mark.parametrize("name", ["a1", "a2", "a3"])
+def test_the_strikes_back_recipes_are_ours_in_what_matters(name: str, tmp_path: Path) -> None:
+    theirs = load(convert(PUBLISHED[f"rsb_{name}"]), tmp_path).recipe
+    ours = load_recipe(f"resnet50_{name}").recipe
+    assert theirs.model.name == ours.model.name
+    dropped = ours.model.options["drop_path_rate"]
+    assert theirs.model.options.get("drop_path_rate", 0.0) == dropped
+    for key in ("image_size", "evaluation_crop", "interpolation", "augment"):
+        assert getattr(theirs.data, key) == getattr(ours.data, key), key
+    assert (theirs.data.mix.mixup, theirs.data.mix.cutmix) == (ours.data.mix.mixup, ours.data.mix.cutmix)
+    assert theirs.batch.global_size == ours.batch.global_size
+    for key in ("name", "lr", "weight_decay", "decay_norm_and_bias", "moment_decay", "denominator_eps", "clip_norm"):
+        assert getattr(theirs.optimizer, key) == getattr(ours.optimizer, key), key
+    assert (theirs.schedule.name, theirs.schedule.end_lr) == (ours.schedule.name, ours.schedule.end_lr)
+    for key in ("duration", "loss", "target_threshold", "label_smoothing"):
+        assert getattr(theirs.train, key) == getattr(ours.train, key), key
+    steps = [(plan.total_steps, plan.warmup_steps) for plan in (plan_of(load_recipe(f"resnet50_{name}"), 4),)]
+    plan = plan_of(load(convert(PUBLISHED[f"rsb_{name}"]), tmp_path), 4)
+    assert (plan.total_steps, plan.peak_lr) == (steps[0][0], ours.optimizer.lr)
+    assert abs(plan.warmup_steps - steps[0][1]) <= 1
+
+
+def test_what_train_py_does_by_default_is_written_out(tmp_path: Path) -> None:
+    conversion = convert("train.py --data-dir images")
+    recipe = load(conversion, tmp_path).recipe
+    assert (recipe.seed, recipe.batch.global_size, recipe.train.precision) == (42, 128, "fp32")
+    # 0.1 for 256 samples, linear in the batch for SGD.
+    assert (recipe.optimizer.name, recipe.optimizer.lr, recipe.optimizer.nesterov) == ("sgd", 0.05, True)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.decay_norm_and_bias) == (2e-5, False)
+    assert (recipe.schedule.name, str(recipe.schedule.warmup), recipe.schedule.warmup_from) == (
+        "cosine",
+        "5 epochs",
+        2e-4,
+    )
+    assert (str(recipe.train.duration), recipe.train.label_smoothing, recipe.train.ema) == ("300 epochs", 0.1, None)
+    jitter = recipe.data.augment.jitter
+    assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) == (0.4, 0.4, 0.4, 0.0)
+    assert (recipe.data.augment.flip, recipe.data.augment.erase, recipe.data.mix.mixup) == (0.5, 0.0, 0.0)
+    assert recipe.model.options == {"drop_rate": 0.0}
+    assert {each.option for each in conversion.differences} >= {"--train-interpolation", "--sched-on-updates", "--amp"}
+
+
+def test_the_rate_follows_the_batch_as_train_py_has_it(tmp_path: Path) -> None:
+    linear = load(convert("./distributed_train.sh 4 /d -b 256 --grad-accum-steps 2 --lr-base 0.1"), tmp_path).recipe
+    assert (linear.batch.global_size, linear.batch.micro_size, linear.optimizer.lr) == (2048, 256, 0.8)
+    root = load(convert("./distributed_train.sh 4 /d -b 256 --opt lamb --lr-base 0.004"), tmp_path).recipe
+    assert root.optimizer.lr == 0.008
+    given = load(convert("./distributed_train.sh 4 /d -b 256 --lr 0.3 --lr-base 0.1"), tmp_path).recipe
+    assert given.optimizer.lr == 0.3
+
+
+def test_an_arguments_file_says_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text(
+        "batch_size: 64\nlr: null\namp: true\namp_dtype: bfloat16\nopt_betas:\n- 0.9\n- 0.95\nopt: adamw\n"
+        "data_dir: /images\npin_mem: true\nworld_size: 2\nprefetcher: true\ncolor_jitter: 0.4\n"
+    )
+    conversion = convert(str(path))
+    recipe = load(conversion, tmp_path).recipe
+    assert (recipe.train.precision, recipe.optimizer.betas, recipe.batch.global_size) == ("bf16", (0.9, 0.95), 128)
+    assert [each.option for each in conversion.entries if each.place == "listed"] == ["--pin-mem"]
+    assert "--color-jitter" not in {each.option for each in conversion.entries}
+    assert conversion.notices == ()
+
+
+def test_how_many_processes_is_assumed_only_with_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text("data_dir: /images\nlr_base: 0.1\n")
+    assert "one is assumed" in convert(str(path)).notices[0]
+    told = convert(str(path), processes=8)
+    assert (told.notices, told.tree["batch"]["global_size"]) == ((), 1024)
+
+
+def test_a_config_lies_below_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "base.yaml"
+    path.write_text("opt: adamw\nlr: 0.001\nepochs: 10\n")
+    tree = convert(f"train.py /d -c {path} --epochs 20").tree
+    assert (tree["optimizer"]["name"], tree["optimizer"]["lr"], tree["train"]["duration"]) == (
+        "adamw",
+        0.001,
+        "20 epochs",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--sched tanh", "--sched"),
+        ("--sched plateau", "--sched"),
+        ("--opt adabelief", "--opt"),
+        ("--opt adam", "--opt"),
+        ("--cooldown-epochs 10", "--cooldown-epochs"),
+        ("--lr-cycle-limit 3", "--lr-cycle-limit"),
+        ("--mixup 0.2 --mixup-mode elem", "--mixup-mode"),
+        ("--aa rand-m9-tweights", "--aa"),
+        ("--aa 3a", "--aa"),
+        ("--train-crop-mode rkrc", "--train-crop-mode"),
+        ("--dataset tfds/imagenet2012", "--dataset"),
+        ("--resume last.pth.tar", "--resume"),
+        ("--sync-bn", "--sync-bn"),
+        ("--kd-model-name resnet152", "--kd-model-name"),
+        ("--input-size 3 224 192", "--input-size"),
+        ("--in-chans 4", "--in-chans"),
+        ("--val-split minival", "--val-split"),
+        ("--lr 1e-6", "--warmup-epochs"),
+    ],
+)
+def test_a_value_that_nothing_here_does_is_refused_by_name(words: str, refused: str) -> None:
+    conversion = convert(f"train.py /d {words}" + (" --warmup-epochs 4" if refused == "--warmup-epochs" else ""))
+    assert [each.option for each in conversion.refused] == [refused]
+    assert f"--skip {refused.lstrip('-')}" in str(refusal(conversion))
+    assert convert(f"train.py /d {words}", skipped=[refused.lstrip("-"), *(["lr"] * ("1e-6" in words))]).refused == ()
+
+
+def test_every_refused_option_is_refused_where_it_is_given() -> None:
+    samples = {"switch": "", "int": "7", "float": "0.7", "text": "x", "ints": "7 8", "floats": "0.1 0.9"}
+    for option in CURRENT:
+        if option.place == "refused":
+            conversion = convert(f"train.py /d --reprob 0.5 {option.shown} {samples[option.kind]}")
+            assert option.shown in {each.option for each in conversion.refused}, option.shown
+
+
+def test_a_refused_option_at_its_default_is_none() -> None:
+    conversion = convert("train.py /d --reprob 0.5 --recount 1 --aug-splits 0 --tta 0 --lr-k-decay 1")
+    assert conversion.refused == ()
+    assert len(conversion.entries) == 6
+
+
+def test_an_option_names_each_of_its_keys_once() -> None:
+    for entry in convert(PUBLISHED["deit_small"]).entries:
+        keys = entry.says.split(", ")
+        assert len(keys) == len(set(keys)), entry
+
+
+def test_what_is_left_out_must_be_an_option() -> None:
+    with pytest.raises(RecipeError, match="--skip nosuch"):
+        convert("train.py /d", skipped=["nosuch"])
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("--no-aug", {"data.augment.crop": "none", "data.augment.flip": 0.0}),
+        (
+            "--aug-repeats 3 --epochs 300 --mixup 0.1 --mixup-off-epoch 270",
+            {"train.duration": "100 epochs", "data.mix.epochs": 90},
+        ),
+        ("--hflip 0 --vflip 0.5", {"data.augment.flip": 0.0, "data.augment.vertical_flip": 0.5}),
+        ("--aa original", {"data.augment.policy": "autoaugment", "data.augment.learned_on": "imagenet"}),
+        ("--aa augmix-m5", {"data.augment.policy": "augmix", "data.augment.severity": 5}),
+        ("--aa rand-m9-n3-mstd0.5", {"data.augment.operations": 3, "data.augment.magnitude": 27}),
+        ("--color-jitter 0", {"data.augment.jitter.brightness": None}),
+        ("--bce-loss --smoothing 0", {"train.loss": "cross_entropy"}),
+        ("--bce-loss", {"train.loss": "bce", "train.label_smoothing": 0.1}),
+        ("--amp --amp-dtype bfloat16", {"train.precision": "bf16"}),
+        ("--native-amp", {"train.precision": "fp16"}),
+        ("--opt rmsproptf", {"optimizer.name": "rmsprop", "optimizer.eps_inside_sqrt": True, "optimizer.eps": 1e-10}),
+        ("--opt momentum", {"optimizer.name": "sgd", "optimizer.nesterov": False}),
+        ("--opt lamb --clip-grad 0.5", {"optimizer.clip_norm": 0.5}),
+        ("--opt lamb --clip-grad 2", {"optimizer.clip_norm": 1.0}),
+        ("--clip-grad 0.01 --clip-mode agc", {"optimizer.clip_adaptive": 0.01}),
+        (
+            "--opt adamw --opt-kwargs betas=(0.9,0.95) amsgrad=True",
+            {"optimizer.betas": [0.9, 0.95], "optimizer.options": {"amsgrad": True}},
+        ),
+        ("--model-ema --model-ema-decay 0.999", {"train.ema": 0.999}),
+        (
+            "--model-kwargs act_layer=relu --drop-block 0.1 --gp max",
+            {
+                "model.options.act_layer": "relu",
+                "model.options.drop_block_rate": 0.1,
+                "model.options.global_pool": "max",
+            },
+        ),
+        (
+            "--torchcompile --grad-checkpointing",
+            {"model.compile": True, "model.compile_backend": "inductor", "model.activation_checkpointing": "full"},
+        ),
+        ("--dataset torch/cifar10", {"data.dataset": "cifar10"}),
+        ("--dataset hfds/user/set --target-key fine", {"data.dataset": "huggingface", "data.label_column": "fine"}),
+        ("--val-split ''", {"evaluate.every": "off"}),
+        ("--input-size 1 32 32", {"data.channels": 1, "data.image_size": 32}),
+        ("--device cpu", {"parallel.device": "cpu"}),
+        ("--log-interval 100 --grad-accum-steps 4", {"telemetry.log_every": "25 steps"}),
+        ("--mean 0.5 --std 0.5", {"data.mean": [0.5, 0.5, 0.5], "data.std": [0.5, 0.5, 0.5]}),
+        (
+            "--dr 0.5 --sched multistep --decay-milestones 30 60 --warmup-epochs 0",
+            {"schedule.milestones": ["29 epochs", "59 epochs"], "schedule.gamma": 0.5},
+        ),
+    ],
+)
+def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: Path) -> None:
+    conversion = convert(f"train.py /d {words}")
+    assert conversion.refused == ()
+    for dotted, wanted in keys.items():
+        found: object = conversion.tree
+        for part in dotted.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        assert found == wanted, dotted
+    load(conversion, tmp_path)
+
+
+def test_the_file_says_where_each_value_came_from() -> None:
+    text = convert("train.py /d --opt adamw --lr 0.001 --aa rand-m9-mstd0.5").to_yaml()
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines() if not line.startswith("#")}
+    assert lines["lr"].endswith("# --lr 0.001")
+    assert lines["weight_decay"].endswith("# --weight-decay 2e-05 (default)")
+    assert "27 " not in lines["seed"]
+    assert "# Nearly: --aa:" in text
+    assert text.startswith("# Converted from: train.py /d --opt adamw")

@@ -1,0 +1,136 @@
+"""Folders that timm wrote are scored as timm scores them, and begun from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import paceline
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import PacelineError
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+
+CLASSES = ("cat", "dog", "owl")
+SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of the size that the network sees, so that nothing is resized."""
+    root = tmp_path_factory.mktemp("photos")
+    draws = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for number, label in enumerate(CLASSES):
+            (root / split / label).mkdir(parents=True)
+            for index in range(7):
+                colours = np.roll((200, 80, 60), number) + draws.integers(0, 50, (SIZE, SIZE, 3))
+                Image.fromarray(colours.astype(np.uint8)).save(root / split / label / f"{index}.png")
+    return root
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    def save(crop: float = 1.0, names: tuple[str, ...] | None = CLASSES, **options: Any) -> tuple[Path, Any]:
+        torch.manual_seed(1)
+        network = timm.create_model("test_resnet", num_classes=3).eval()
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                torch.nn.init.uniform_(module.running_var, 0.5, 1.5)
+        # As timm's own validation would be told.
+        shown = {"input_size": (3, SIZE, SIZE), "crop_pct": crop, "interpolation": "bilinear"}
+        network.pretrained_cfg.update(shown, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25), test_input_size=None)
+        config = {} if names is None else {"label_names": list(names)}
+        timm.models.save_for_hf(
+            network, tmp_path / "hub", model_config=config, **{"safe_serialization": True, **options}
+        )
+        return tmp_path / "hub", network
+
+    return save
+
+
+def score(target: Path, photos: Path, *more: str, predictions: Path | None = None) -> Any:
+    overrides = [f"data.path={photos}", "data.workers=0", "parallel.device=cpu", "parallel.threads=1", *more]
+    return evaluate_target(EvaluationRequest(target=target, overrides=overrides, predictions=predictions))
+
+
+def test_scored_as_timm_does(save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path) -> None:
+    hub, _ = save()
+    network = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
+    config = timm.data.resolve_model_data_config(network)
+    transform = timm.data.create_transform(**config, is_training=False)
+    files = sorted((photos / "val").glob("*/*.png"))
+    labels = [CLASSES.index(file.parent.name) for file in files]
+    images = []
+    for file in files:
+        with Image.open(file) as image:
+            images.append(transform(image))
+    with torch.inference_mode():
+        logits = network(torch.stack(images))
+    expected = {
+        "loss": float(torch.nn.functional.cross_entropy(logits, torch.tensor(labels))),
+        "top1_accuracy": 100 * float((logits.argmax(1) == torch.tensor(labels)).double().mean()),
+    }
+    report = score(hub, photos, predictions=tmp_path / "answers.jsonl")
+    assert report.samples == 21
+    assert report.metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert report.metrics["top1_accuracy"] == pytest.approx(expected["top1_accuracy"])
+    said = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    probabilities = logits.softmax(dim=1).max(dim=1)
+    assert [each["prediction"] for each in said] == probabilities.indices.tolist()
+    assert [each["probability"] for each in said] == pytest.approx(probabilities.values.tolist(), abs=1e-5)
+    assert len(set(probabilities.indices.tolist())) > 1 or probabilities.values.std() > 1e-4
+
+
+def test_what_would_be_shown_otherwise_is_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:
+    hub, _ = save(crop=0.875)
+    with pytest.raises(PacelineError, match=r"32x32 already.*resized to 36 and cropped"):
+        score(hub, photos)
+    assert score(hub, photos, "data.evaluation_crop=1").samples == 21
+
+
+def test_classes_without_names(save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path) -> None:
+    hub, _ = save(names=None)
+    assert score(hub, photos).samples == 21
+    for split in ("train", "val"):
+        (tmp_path / "four" / split).mkdir(parents=True)
+        for label in (*CLASSES, "yak"):
+            (tmp_path / "four" / split / label).symlink_to(photos / split / CLASSES[0])
+    with pytest.raises(PacelineError, match="know 3 classes, but the data has the 4 classes"):
+        score(hub, tmp_path / "four")
+
+
+def test_other_classes_are_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:
+    hub, _ = save(names=("cow", "dog", "owl"))
+    with pytest.raises(PacelineError, match="know the 3 classes cow, dog, owl, but the data has the 3 classes cat"):
+        score(hub, photos)
+
+
+def test_a_run_begins_from_it(
+    save: Callable[..., tuple[Path, Any]], photos: Path, tiny_recipe: Path, runs: Path
+) -> None:
+    hub, network = save()
+    overrides = {
+        "model": {"name": "test_resnet", "initialize_from": str(hub), "frozen": ["*", "!fc.*"]},
+        "data": {"dataset": "image_folder", "path": str(photos), "image_size": SIZE, "workers": 0},
+        "train.duration": "1 steps",
+    }
+    result = paceline.train(tiny_recipe, overrides=overrides, run_dir=runs / "from", quiet=True)
+    state = read_weights(result.run_dir).state
+    assert all(torch.equal(state[key], each) for key, each in network.state_dict().items() if "fc." not in key)
+    assert not torch.equal(state["fc.weight"], network.fc.weight)
+    assert load_file(hub / "model.safetensors").keys() == state.keys()
+
+
+def test_a_pickle_alone_is_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:
+    hub, _ = save(safe_serialization=False)
+    with pytest.raises(PacelineError, match=r"pytorch_model\.bin only, a pickle.*never opened"):
+        score(hub, photos)
