@@ -77,7 +77,12 @@ class Extra:
 
 
 _DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-cuda120")
-_MLFLOW = Library("mlflow-skinny", "mlflow")
+# The other two keep its runs in a database.
+_MLFLOW = (
+    Library("alembic", "alembic"),
+    Library("mlflow-skinny", "mlflow"),
+    Library("sqlalchemy", "sqlalchemy"),
+)
 _WANDB = Library("wandb", "wandb")
 
 # In the order in which a user meets them. What only developers need (dev, ci) is not among them.
@@ -95,9 +100,9 @@ EXTRAS = (
     ),
     Extra("detection", "masks of data.dataset=coco", (Library("pycocotools", "pycocotools"),)),
     Extra("fp8", "train.precision=fp8", (Library("torchao", "torchao"),)),
-    Extra("mlflow", "telemetry.trackers=[mlflow]", (_MLFLOW,)),
+    Extra("mlflow", "telemetry.trackers=[mlflow]", _MLFLOW),
     Extra("wandb", "telemetry.trackers=[wandb]", (_WANDB,)),
-    Extra("tracking", "both of these trackers", (_MLFLOW, _WANDB)),
+    Extra("tracking", "both of these trackers", (*_MLFLOW, _WANDB)),
     Extra(
         "onnx",
         "ONNX files written, checked and used for predictions",

@@ -66,6 +66,11 @@ NEEDS = {
     "transformers": ["train", "gpt-small-docs", "model.name=transformers:gpt2", "model.options=null", "--plan-only"],
     "detection": ["train", "shapes-maskrcnn", "data.dataset=coco", "data.path=objects", "--plan-only"],
     "mlflow": ["train", "digits", "--run-dir", "told", *TINY, "telemetry.trackers=[mlflow]"],
+    "onnx": ["export", "run", "--format", "onnx", "--output", "digits.onnx"],
+    "serve": ["serve", "run", "--port", "0"],
+    "s3": ["train", "image_folder", "data.path=s3://bucket/photos", "--plan-only"],
+    "gcs": ["train", "image_folder", "data.path=gs://bucket/photos", "--plan-only"],
+    "azure": ["train", "image_folder", "data.path=az://container/photos", "--plan-only"],
     "wandb": ["train", "digits", "--run-dir", "told", *TINY, "telemetry.trackers=[wandb]"],
 }
 
@@ -129,7 +134,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     write_photos(folder / "photos")
     write_objects(folder / "objects")
     modules = sorted({library.module for extra in EXTRAS for library in extra.libraries})
-    commands = {**NEEDS, "environment": ["environment", "--json"], "for people": ["environment"]}
+    commands = {
+        "a run": ["train", "digits", "--run-dir", "run", *TINY],
+        **NEEDS,
+        "environment": ["environment", "--json"],
+        "for people": ["environment"],
+    }
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, json.dumps(modules)],
         input=json.dumps(list(commands.values())),

@@ -101,6 +101,7 @@ _OFFERS: dict[tuple[str, str], Offer] = {
     ("", "runs"): runs,
     ("", "run_dir"): runs,
     ("", "target"): targets,
+    ("mlperf", "targets"): runs,
     ("noise-scale", "target"): _recipe_or_run,
     ("recipes", "action"): _action,
     ("recipes", "name"): _recipe_names,
