@@ -118,6 +118,14 @@ def test_what_paceline_does_itself_is_no_finding() -> None:
     assert (dict(calls.reads), dict(calls.made)) == ({}, {})
 
 
+def test_what_torchvision_does_itself_is_no_finding() -> None:
+    from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
+
+    sampler = BalancedPositiveNegativeSampler(4, 0.5)
+    assert not watched(lambda x: sampler([x.flatten()])).reads
+    assert watched(lambda x: torch.where(x > 0)).reads
+
+
 def test_operations_on_single_numbers_in_a_row() -> None:
     def slow_gelu(x: Tensor) -> Tensor:
         return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
