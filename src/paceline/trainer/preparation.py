@@ -155,6 +155,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         lengths=task.sample_lengths(),
         balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),
+        sizes=task.sample_sizes(),
     )
 
 

@@ -41,6 +41,14 @@ def shown_areas(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np
     return shown
 
 
+def largest_sizes(sizes: NDArray[np.int64], boxes: Boxes) -> NDArray[np.int64]:
+    """Height and width of each picture with the largest short side that may be drawn, [N, 2]."""
+    if boxes.short_sides is None:
+        return sizes
+    scales = np.minimum(max(boxes.short_sides) / sizes.min(axis=1), boxes.long_side / sizes.max(axis=1))
+    return np.maximum(1, np.rint(sizes * scales[:, None])).astype(np.int64)
+
+
 class TrainingView:
     """Flips and resizes the pictures of a batch, with their boxes and masks, as drawn for each."""
 
