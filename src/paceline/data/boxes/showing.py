@@ -46,7 +46,8 @@ def largest_sizes(sizes: NDArray[np.int64], boxes: Boxes) -> NDArray[np.int64]:
     if boxes.short_sides is None:
         return sizes
     scales = np.minimum(max(boxes.short_sides) / sizes.min(axis=1), boxes.long_side / sizes.max(axis=1))
-    return np.maximum(1, np.rint(sizes * scales[:, None])).astype(np.int64)
+    shown: NDArray[np.int64] = np.maximum(1, np.rint(sizes * scales[:, None])).astype(np.int64)
+    return shown
 
 
 class TrainingView:
