@@ -111,8 +111,8 @@ def audit_run(run_dir: Path) -> Audit:
 
 
 def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:
-    counts = plan.get("data", {}).items()
-    return {name.removesuffix("_left_out"): each for name, each in counts if name.endswith("_left_out") and each}
+    counts = {name: each for name, each in plan.get("data", {}).items() if isinstance(each, int) and each}
+    return {name.removesuffix("_left_out"): each for name, each in counts.items() if name.endswith("_left_out")}
 
 
 def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:
