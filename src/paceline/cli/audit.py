@@ -37,6 +37,12 @@ def command(run: Path, as_json: bool) -> int:
         for one in audit.epochs
     ]
     print_table(("epoch", "used", "duplicates", "missing", "broken", ""), rows, indent="")
+    for name, count in audit.left_out.items():
+        words = name.replace("_", " ")
+        click.echo(
+            f"left out: {format_count(count)} {words.removesuffix('s') if count == 1 else words}, of which no sample "
+            "was made"
+        )
     for objection in audit.objections:
         click.echo(f"objection: {objection}")
     if audit.passed:

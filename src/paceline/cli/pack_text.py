@@ -50,6 +50,7 @@ def command(source: str, destination: Path, tokenizer: str, validation_fraction:
         print_json({"destination": str(destination), **dataclasses.asdict(packed)})
         return 0
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
-    documents = sum(packed.documents.values())
-    click.echo(f"{destination}: {counts} tokens of {documents:,} documents, {format_bytes(packed.size_bytes)}")
+    number = sum(packed.documents.values())
+    documents = f"{number:,} document{'s' * (number != 1)}"
+    click.echo(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
     return 0

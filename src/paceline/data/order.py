@@ -84,6 +84,7 @@ class StepGeometry:
         in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
             gather their weights together in each; what is missing is phantoms.
         lengths: How long each sample is; None where that makes no difference.
+        sizes: Height and width of each sample, [samples, 2], where a micro-batch is padded to its tallest and widest.
         balanced: Whether steps and micro-batches are to cost about the same, where samples are of unequal length.
     """
 
@@ -96,6 +97,7 @@ class StepGeometry:
     growth: tuple[tuple[int, int, int], ...] = ()
     weights: SampleWeights | None = field(default=None, repr=False, compare=False)
     lengths: SampleLengths | None = field(default=None, repr=False, compare=False)
+    sizes: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
     balanced: bool = True
     sort_key: NDArray[Any] | None = field(default=None, repr=False, compare=False)
 
@@ -144,14 +146,21 @@ class StepGeometry:
 
         None where there are no such steps, and where all are alike: samples have no lengths, or are padded to one.
         """
-        if self.lengths is None or not self.lengths.is_ragged:
+        if self.sizes is None and (self.lengths is None or not self.lengths.is_ragged):
             return None
         found = (
             Costliest(positions=cost, step=step, logical_rank=rank)
             for step in range(first, min(last, first + _LOOKED_AT))
-            for rank, cost in enumerate(self._costs(step, self.lengths))
+            for rank, cost in enumerate(self._areas(step) if self.lengths is None else self._costs(step, self.lengths))
         )
         return max(found, default=None)
+
+    def _areas(self, step: int) -> list[int]:
+        """Pixels, padding included, in the micro-batch of each logical rank: as tall and as wide as any of it."""
+        assert self.sizes is not None
+        ids, bounds = self._cut(step)
+        sizes = self.sizes[ids]
+        return [(end - begin) * int(sizes[begin:end].max(axis=0, initial=0).prod()) for begin, end in pairwise(bounds)]
 
     def _costs(self, step: int, lengths: SampleLengths) -> list[int]:
         """Places for tokens, padding included, in the micro-batch of each logical rank."""
@@ -197,6 +206,11 @@ class StepGeometry:
         """Have a long epoch's order ready before it begins: sorting a million samples takes longer than some steps."""
         if self.samples >= _ORDERED_AHEAD and self.epochs.place(last_step - 1)[0] >= epoch:
             threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
+
+    @property
+    def largest_part(self) -> int:
+        """Samples in the first epoch's micro-batches, which even parts have at most."""
+        return -(-self.global_batch_size // self.logical_ranks)
 
     def smallest_part(self, steps: int) -> int:
         """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""

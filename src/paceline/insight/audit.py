@@ -9,7 +9,7 @@ directory too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Audit:
         samples_per_epoch: Training samples.
         epochs: The count of each epoch.
         objections: What is wrong, one sentence each; empty if every promise was kept.
+        left_out: What of the data never became a sample, as the run's plan counts it: wrong lines, by name.
     """
 
     run_dir: Path
@@ -46,6 +47,7 @@ class Audit:
     samples_per_epoch: int
     epochs: tuple[EpochCount, ...]
     objections: tuple[str, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -60,6 +62,7 @@ class Audit:
             "passed": self.passed,
             "steps": self.steps,
             "objections": list(self.objections),
+            "left_out": dict(self.left_out),
             **counted.to_json(),
         }
 
@@ -103,7 +106,13 @@ def audit_run(run_dir: Path) -> Audit:
         samples_per_epoch=geometry.samples,
         epochs=epochs,
         objections=tuple(objections),
+        left_out=_left_out(plan),
     )
+
+
+def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:
+    counts = {name: each for name, each in plan.get("data", {}).items() if isinstance(each, int) and each}
+    return {name.removesuffix("_left_out"): each for name, each in counts.items() if name.endswith("_left_out")}
 
 
 def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:

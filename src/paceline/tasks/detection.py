@@ -17,7 +17,7 @@ from paceline.data.boxes.coco import open_coco
 from paceline.data.boxes.objects import BoxDataset
 from paceline.data.boxes.pipeline import BoxPipeline
 from paceline.data.boxes.shapes import open_shapes
-from paceline.data.boxes.showing import shown_areas
+from paceline.data.boxes.showing import shown_sizes
 from paceline.data.boxes.stand_in import REFERENCE, stand_in
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.random_draws import seed_of
@@ -115,7 +115,11 @@ class Detection(Task):
 
     def sample_costs(self) -> NDArray[np.float64]:
         """Pixels of each picture as it is shown."""
-        return shown_areas(self.dataset.train.sizes, self.recipe.data.boxes, self.recipe.seed)
+        return self.sample_sizes().prod(axis=1).astype(np.float64)
+
+    def sample_sizes(self) -> NDArray[np.int64]:
+        """Height and width of each picture as the first epoch shows it."""
+        return shown_sizes(self.dataset.train.sizes, self.recipe.data.boxes, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
         """Class names, and that these are boxes' and no pictures'."""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -86,6 +87,13 @@ class Task(ABC):
         after :meth:`data_facts`.
         """
         return self.sample_weights()
+
+    def sample_sizes(self) -> NDArray[np.int64] | None:
+        """Height and width of each training sample, [samples, 2], where a micro-batch is padded to its largest ones.
+
+        By default None: all are alike. The largest micro-batch is then known before it is read, and tried out first.
+        """
+        return None
 
     def description(self) -> dict[str, Any]:
         """Further facts, beside the plan's, that a weights file should carry to be of use (class names, say)."""

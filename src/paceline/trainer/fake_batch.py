@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, TypeGuard
 
@@ -110,14 +111,45 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
 
         few, more = read(_FEW), read(2 * _FEW)
     lengths, make = task.sample_lengths(), _like(few, more)
+    if task.sample_sizes() is not None:
+        return partial(_of_sizes, task, plan, make)
     return make if lengths is None or not lengths.is_ragged else _as_large(make, more, lengths, plan)
+
+
+def largest_together(task: Task, count: int, global_size: int) -> SampleIds | None:
+    """The samples of the largest micro-batch of about so many, the tallest and the widest one first; None if alike.
+
+    It depends on what shares a micro-batch: of pictures that are sorted by their shape, few are with much taller ones.
+    """
+    sizes = task.sample_sizes()
+    if sizes is None:
+        return None
+    ranks = max(1, min(global_size, len(sizes)) // count)
+    steps = StepGeometry(
+        seed=task.recipe.seed,
+        samples=len(sizes),
+        global_batch_size=min(count * ranks, len(sizes)),
+        logical_ranks=ranks,
+        sort_key=task.sample_keys(),
+        sizes=sizes,
+    )
+    largest = steps.costliest(0, steps.epochs.first_step(1))
+    assert largest is not None
+    [part] = [each for each in steps.slices(largest.step, World()) if each.logical_rank == largest.logical_rank]
+    tallest, widest = part.ids[sizes[part.ids].argmax(axis=0)]
+    return np.array(list(dict.fromkeys((int(tallest), int(widest), *part.ids.tolist()))))
+
+
+def given_batch(seed: int, ids: SampleIds) -> StepGeometry:
+    """The geometry of a single batch of these samples."""
+    return _Given(seed=seed, samples=len(ids), global_batch_size=len(ids), logical_ranks=1, ids=ids)
 
 
 def one_batch(seed: int, count: int, weights: NDArray[Any] | None = None) -> StepGeometry:
     """The geometry of a single batch of so many samples: the first ones, or those that weigh most."""
     # Stable: of equal ones the first. Their order does not matter, but that those of fewer are among those of more.
     heaviest = np.arange(count) if weights is None else np.argsort(-weights, kind="stable")[:count]
-    return _Given(seed=seed, samples=count, global_batch_size=count, logical_ranks=1, ids=heaviest)
+    return given_batch(seed, heaviest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +253,25 @@ def _empty(small: Tensor, large: Tensor, sizes: tuple[int, int], count: int) -> 
     channels_last = large.ndim == 4 and large.is_contiguous(memory_format=torch.channels_last)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=large.dtype).to(memory_format=memory_format)
+
+
+def _of_sizes(task: Task, plan: Plan, plain: BatchMaker, count: int) -> Batch:
+    """A batch of pictures as large as those of the run's largest with so many, and with what was read in them."""
+    ids, sizes, batch = largest_together(task, count, plan.global_batch_size), task.sample_sizes(), plain(count)
+    assert ids is not None
+    assert sizes is not None
+    inputs, targets = [], []
+    for image, target, sample in zip(batch.inputs, batch.targets, cycle(ids), strict=False):
+        before, now = image.shape[-2:], tuple(map(int, sizes[sample]))
+
+        def shown(tensor: Tensor, before: Any = before, now: Any = now) -> Tensor:
+            if tensor.ndim < 2 or tensor.shape[-2:] != before:
+                return tensor
+            return torch.empty((*tensor.shape[:-2], *now), dtype=tensor.dtype)
+
+        inputs.append(shown(image))
+        targets.append(mapped(shown, target))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: Plan) -> BatchMaker:

@@ -125,7 +125,8 @@ def _left_out(plan: Plan) -> tuple[str, ...]:
     """What of the data is not trained on, as the task's facts count it (``lines_left_out``)."""
     ending = "_left_out"
     counts = {name: count for name, count in plan.data.items() if name.endswith(ending) and isinstance(count, int)}
-    return tuple(f"{count:,} {name.removesuffix(ending).replace('_', ' ')} left out" for name, count in counts.items())
+    named = ((name.removesuffix(ending).replace("_", " "), count) for name, count in counts.items())
+    return tuple(f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
 
 
 def _weights_of(task: Task) -> SampleWeights | None:
@@ -157,6 +158,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         lengths=task.sample_lengths(),
         balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),
+        sizes=task.sample_sizes(),
     )
 
 

@@ -21,7 +21,7 @@ from paceline.studies.memory.measured import measured_peaks
 from paceline.studies.memory.replay import peak_of
 from paceline.studies.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
 from paceline.tasks.build import build_task
-from paceline.trainer.fake_batch import one_batch, with_stand_in_data
+from paceline.trainer.fake_batch import given_batch, largest_together, with_stand_in_data
 from paceline.trainer.fake_run import fake_run
 from paceline.world import World
 
@@ -69,7 +69,9 @@ def real_flops(recipe: Recipe, samples: int) -> int:
     torch.manual_seed(0)
     network = task.build_model()
     pipeline = task.open_pipeline(Placement(device=CPU, channels_last=False))
-    batch = next(iter(pipeline.train_batches(one_batch(0, samples, task.sample_costs()), 0, 1, World())))
+    ids = largest_together(task, samples, recipe.batch.global_size)
+    assert ids is not None
+    batch = next(iter(pipeline.train_batches(given_batch(recipe.seed, ids), 0, 1, World())))
     with FlopCounterMode(display=False) as counted:
         task.loss(network, batch).backward()
     return counted.get_total_flops()

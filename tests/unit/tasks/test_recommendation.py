@@ -240,6 +240,8 @@ def test_lines_that_were_left_out_are_told(recipe: Path, tmp_path: Path, capsys:
     paceline.train(recipe, overrides={"data": data, "train.duration": "1 steps"}, run_dir=tmp_path / "run")
     printed = capsys.readouterr()
     assert "2 lines left out" in printed.out + printed.err
+    assert command(["audit", str(tmp_path / "run")]) == 0
+    assert "left out: 2 lines, of which no sample was made" in capsys.readouterr().out
 
 
 def test_sparse_gradients_are_not_proved(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,15 +29,14 @@ def shown_size(height: int, width: int, short_side: int, long_side: int) -> tupl
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-def shown_areas(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.float64]:
-    """Pixels of each picture as the first epoch shows it, [N]; ``sizes`` are heights and widths, [N, 2]."""
-    areas: NDArray[np.float64] = sizes.prod(axis=1).astype(np.float64)
+def shown_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.int64]:
+    """Height and width of each picture as the first epoch shows it, [N, 2]; ``sizes`` are as they are read."""
     if boxes.short_sides is None:
-        return areas
+        return sizes
     draws = uniforms(seed, 0, np.arange(len(sizes)), 2)[:, 1]
     short_sides = np.array(boxes.short_sides)[(draws * len(boxes.short_sides)).astype(np.int64)]
     scales = np.minimum(short_sides / sizes.min(axis=1), boxes.long_side / sizes.max(axis=1))
-    shown: NDArray[np.float64] = areas * scales**2
+    shown: NDArray[np.int64] = np.maximum(1, np.rint(sizes * scales[:, None])).astype(np.int64)
     return shown
 
 

@@ -13,7 +13,7 @@ from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.folder import open_unread_test, unread_entries
 from paceline.data.image.source import Ids, SampleSource, as_array
 from paceline.data.packing.origins import detect
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
@@ -104,7 +104,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     if data.dataset == "synthetic":
         raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
     layout = Sentences()
-    dataset = open_dataset(data, layout.add)
+    dataset = _opened(recipe, layout)
     splits = {"train": dataset.train, "validation": dataset.validation}
     if dataset.holdout is not None:
         splits["holdout"] = dataset.holdout
@@ -117,6 +117,18 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         for entry in unread_entries(root):
             unread.add(entry)
     return Subject(source, dataset, splits, layout, unread, root)
+
+
+def _opened(recipe: Recipe, layout: Sentences) -> ImageDataset:
+    try:
+        return open_dataset(recipe.data, layout.add)
+    except PacelineError as error:
+        if is_reference(recipe.task):
+            raise DataError(
+                f"task={recipe.task} may read its data itself, and check-data looks at sets of images only, not at "
+                f"data.dataset={recipe.data.dataset} ({str(error).rstrip('.')}); nothing was checked."
+            ) from error
+        raise
 
 
 def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:

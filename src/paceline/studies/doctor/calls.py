@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,8 +23,17 @@ from torch.overrides import TorchFunctionMode
 import paceline
 from paceline.studies.doctor.findings import Place
 
+
+def _folders(package: str) -> list[str]:
+    """Where an installed package lies, which is not imported for it."""
+    found = find_spec(package)
+    return list(found.submodule_search_locations or ()) if found is not None else []
+
+
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(paceline.__file__).parent) + os.sep
+# Its detectors wait for what they find, which none of their users could change.
+_TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
 _GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))
 
 # What a value is needed for on the host; each waits until the device has come so far.
@@ -183,9 +193,9 @@ class CallWatcher(TorchFunctionMode):
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """The line outside torch that a call came from; None if it is one of Paceline's own."""
+    """The line outside torch that a call came from; None if it is one of Paceline's or torchvision's own."""
     found = _outside_torch(frame)
-    if found is None or found.f_code.co_filename.startswith(OURS):
+    if found is None or found.f_code.co_filename.startswith((OURS, *_TORCHVISION)):
         return None
     return Place(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch, Progress
@@ -27,7 +26,7 @@ from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Model, Task
-from paceline.trainer.fake_batch import one_batch
+from paceline.trainer.fake_batch import given_batch, largest_together, one_batch
 from paceline.world import World
 
 REFERENCE = "paceline.studies.memory.batch_trial:task"
@@ -90,7 +89,7 @@ class TrialTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """The task's, of which a few samples are read."""
-        return _Repeated(self.inner.open_pipeline(placement), self._orders, self.inner.sample_costs())
+        return _Repeated(self.inner, placement, self._orders)
 
     def build_model(self) -> nn.Module:
         """The task's."""
@@ -127,10 +126,10 @@ class TrialTask(Task):
 class _Repeated:
     """A pipeline whose batches are a few samples, repeated; the next one is made before this one is done with."""
 
-    def __init__(self, inner: Pipeline, orders: Orders, costs: NDArray[Any] | None) -> None:
-        self._inner = inner
+    def __init__(self, task: Task, placement: Placement, orders: Orders) -> None:
+        self._inner: Pipeline = task.open_pipeline(placement)
+        self._task = task
         self._orders = orders
-        self._costs = costs
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         self._inner.start(training=training, evaluation=evaluation)
@@ -139,7 +138,12 @@ class _Repeated:
         self._inner.load(report)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        few = one_batch(geometry.seed, _FEW, self._costs)
+        # Padded to each other, a tall and a wide picture take more than two of those that are shown largest.
+        largest = largest_together(self._task, geometry.largest_part, geometry.global_batch_size)
+        if largest is None:
+            few = one_batch(geometry.seed, _FEW, self._task.sample_costs())
+        else:
+            few = given_batch(geometry.seed, largest[:_FEW])
         example = next(iter(self._inner.train_batches(few, 0, 1, World())))
         ready: Batch | None = None
         for part in geometry.stream(first, last, world):

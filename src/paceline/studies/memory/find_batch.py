@@ -193,7 +193,9 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
             job = Job(step, steps, machine, ways=processes, allocator=allocator)
     except ModelError as error:
         return None, str(error)
-    return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps of different sizes do different things")
+    return (
+        (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps of different sizes do different things")
+    )
 
 
 def _start(job: Job | None, memory: int | None, share: int) -> int:

@@ -28,7 +28,7 @@ from paceline.studies.memory.trace import EVALUATION, FIRST, STEP
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task
-from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
+from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, given_batch, largest_together
 from paceline.trainer.fake_network import random_states_kept
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
@@ -156,8 +156,10 @@ def _batch_of(task: Task, plan: Plan, placement: Placement, count: int) -> Batch
     if not isinstance(task, Detection):
         return _filled(batch_maker(task, plan, placement)(count), placement.device)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
-        heaviest = one_batch(task.recipe.seed, count, task.sample_costs())
-        return next(iter(pipeline.train_batches(heaviest, 0, 1, World())))
+        ids = largest_together(task, count, plan.global_batch_size)
+        assert ids is not None
+        geometry = given_batch(task.recipe.seed, ids)
+        return next(iter(pipeline.train_batches(geometry, 0, 1, World())))
 
 
 def _scored_of(task: Task, plan: Plan, placement: Placement, count: int) -> Batch:

@@ -111,6 +111,10 @@ class Witness(Task):
         """The task's, of the samples that there are."""
         return _first(self.task.sample_costs(), self._orders.samples)
 
+    def sample_sizes(self) -> NDArray[Any] | None:
+        """The task's, of the samples that there are."""
+        return _first(self.task.sample_sizes(), self._orders.samples)
+
     def description(self) -> dict[str, Any]:
         """The task's."""
         return self.task.description()

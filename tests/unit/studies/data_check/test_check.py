@@ -194,6 +194,13 @@ def test_what_cannot_be_checked_is_refused(
         check(source, *overrides)
 
 
+def test_a_task_of_one_s_own_whose_data_are_no_images_is_told(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("task: mine:Boxes\ndata: {dataset: shapes}\n")
+    with pytest.raises(DataError, match=r"task=mine:Boxes may read its data itself.*data.dataset=shapes"):
+        check(recipe)
+
+
 def test_a_limit_looks_at_a_spread_of_images(clean: Path) -> None:
     report = check(clean, limit=10)
     assert {name: split["checked"] for name, split in report.splits.items()} == {"train": 8, "validation": 2}

@@ -118,6 +118,14 @@ def test_what_paceline_does_itself_is_no_finding() -> None:
     assert (dict(calls.reads), dict(calls.made)) == ({}, {})
 
 
+def test_what_torchvision_does_itself_is_no_finding() -> None:
+    from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
+
+    sampler = BalancedPositiveNegativeSampler(4, 0.5)
+    assert not watched(lambda x: sampler([x.flatten()])).reads
+    assert watched(lambda x: torch.where(x > 0)).reads
+
+
 def test_operations_on_single_numbers_in_a_row() -> None:
     def slow_gelu(x: Tensor) -> Tensor:
         return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
@@ -168,5 +176,5 @@ def test_libraries_whose_names_begin_like_torch_are_others() -> None:
 
     assert from_file(f"{TORCH}nn/functional.py") == __file__  # whoever called it
     assert from_file(f"{OURS}tasks/task.py") is None
-    for path in (f"{TORCH.rstrip('/')}vision/ops.py", f"{OURS.rstrip('/')}_extras/task.py"):
+    for path in (f"{TORCH.rstrip('/')}audio/ops.py", f"{OURS.rstrip('/')}_extras/task.py"):
         assert from_file(path) == path
