@@ -49,7 +49,7 @@ def test_a_part_of_a_table_counts_each_image_once(
     assert summary["ledger"] == {**summary["ledger"], "epochs_complete": 2, "duplicates": 0, "missing": 0}
     assert "Passed: over " in paceline_here("audit", "run").out
     again = paceline_here(*run, "data.subset=12")
-    assert (again.code, "in another --run-dir" in again.err) == (2, True)
+    assert (again.code, "data.subset was 13 and is now 12" in again.err) == (2, True)
     # What is scored elsewhere need not have as many images as were trained on.
     write(tables / "few.csv", list(range(8)))
     where = ("data.dataset=csv", "data.path=few.csv", "data.validation_fraction=0.5")
