@@ -1,0 +1,77 @@
+"""Parts of data sets as commands see them: trained on, audited, scored elsewhere, packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.image.packed_layout import read_manifest
+
+pa = pytest.importorskip("pyarrow", reason="tables of images need pyarrow")
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """Pictures of two classes, and tables of them: paths in CSV, and the pictures in parquet, in row groups of five."""
+    import pyarrow.parquet as pq
+
+    files, labels = [tmp_path / f"{number:02}.jpg" for number in range(28)], ["cat", "dog"] * 14
+    for number, file in enumerate(files):
+        pixels = np.random.default_rng(number).integers(0, 256, (17, 20 + number % 3, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file)
+    write(tmp_path / "all.csv", list(range(28)))
+    table = pa.table({"image": [file.read_bytes() for file in files], "label": labels})
+    pq.write_table(table, tmp_path / "all.parquet", row_group_size=5)
+    return tmp_path
+
+
+def write(path: Path, numbers: list[int]) -> None:
+    rows = [f"{number:02}.jpg,{('cat', 'dog')[number % 2]}" for number in numbers]
+    path.write_text("\n".join(["path,label", *rows]))
+
+
+def test_a_part_of_a_table_counts_each_image_once(
+    paceline: Callable[..., Any], paceline_here: Callable[..., Any], tables: Path, tiny: tuple[str, ...]
+) -> None:
+    run = ["train", "digits", *tiny, "data.dataset=parquet", "data.path=all.parquet", "data.image_size=16"]
+    run += ["batch.global_size=6", "train.duration=2 epochs", "evaluate.every=1 epochs", "checkpoint.every=1 epochs"]
+    run += ["data.split_by=name", "data.backend=pytorch", "--run-dir=run"]
+    done = paceline(*run, "data.subset=13", "--processes=2", cwd=tables)
+    assert done.code == 0, done.err
+    summary = json.loads((tables / "run" / "summary.json").read_text())
+    assert summary["details"]["data"]["subset"] == 13
+    assert summary["ledger"] == {**summary["ledger"], "epochs_complete": 2, "duplicates": 0, "missing": 0}
+    assert "Passed: over " in paceline_here("audit", "run").out
+    again = paceline_here(*run, "data.subset=12")
+    assert (again.code, "data.subset was 13 and is now 12" in again.err) == (2, True)
+    # What is scored elsewhere need not have as many images as were trained on.
+    write(tables / "few.csv", list(range(8)))
+    where = ("data.dataset=csv", "data.path=few.csv", "data.validation_fraction=0.5")
+    scored = paceline_here("evaluate", "run", *where, "--json")
+    assert scored.code == 0, scored.err
+    assert json.loads(scored.out)["samples"] == 4
+
+
+def test_a_part_of_a_table_is_packed(paceline_here: Callable[..., Any], tables: Path) -> None:
+    done = paceline_here("pack", "all.csv", "packed", "--subset", "50%", "--workers", "1")
+    assert done.code == 0, done.err
+    assert (read_manifest(tables / "packed").samples, read_manifest(tables / "packed").origin.kind) == (
+        {"train": 14},
+        "csv",
+    )
+    assert paceline_here("pack", "packed", "--verify").code == 0
+    for options, message in (
+        (("--subset", "x"), "--subset: found 'x', but it is a number of images, a share of them as 10%"),
+        (("--only-classes", "cat,cow"), "--only-classes names 'cow'"),
+        (("--label-column", "lable"), "has no column 'lable'"),
+    ):
+        refused = paceline_here("pack", "all.csv", "other", *options)
+        assert refused.code == 2
+        assert message in refused.err
+    assert not (tables / "other").exists()
