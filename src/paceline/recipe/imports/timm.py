@@ -91,6 +91,7 @@ def convert_timm(
             "--lr-base the learning rate, are larger: give --processes N."
         )
     count = count or 1
+    draft.check_least({"batch_size": 1, "grad_accum_steps": 1, "epochs": 1, "lr_base_size": 1, "warmup_epochs": 0})
     batch = draft["batch_size"] * count * draft["grad_accum_steps"]
     draft.put("seed", draft["seed"], "seed")
     _put_model(draft)
