@@ -116,6 +116,13 @@ class Draft:
         """Whether an option was given."""
         return key in self._given
 
+    def assume_one_process(self, otherwise: str) -> None:
+        """Say that the number of processes is not known, and what depends on it."""
+        self.notices.append(
+            f"it is not said how many processes train: one is assumed. With more of them {otherwise}: "
+            "give --processes N."
+        )
+
     def check_least(self, least: Mapping[str, int]) -> None:
         """See whether the numbers that others are worked out from are large enough.
 
