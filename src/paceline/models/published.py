@@ -8,7 +8,7 @@ from paceline.recipe.imports.timm import InputSettings
 
 
 def published_settings(name: str) -> InputSettings | None:
-    """timm's settings for a network's images, as with its default weights; None if it has no such network.
+    """timm's settings for a network's images, as with its default weights; None if it has none of that name.
 
     Args:
         name: As timm's train.py takes it, with or without the name of weights: ``resnet50``, ``resnet50.a1_in1k``.
@@ -17,8 +17,11 @@ def published_settings(name: str) -> InputSettings | None:
 
     if not timm.is_model(name.partition(".")[0]):
         return None
-    found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
     usual = InputSettings()
+    try:
+        found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    except RuntimeError:  # it has no weights of that name
+        return None
     if found is None:
         return usual
     size = (found.input_size or (3, usual.image_size, usual.image_size))[-1]

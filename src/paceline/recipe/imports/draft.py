@@ -116,6 +116,24 @@ class Draft:
         """Whether an option was given."""
         return key in self._given
 
+    def assume_one_process(self, otherwise: str) -> None:
+        """Say that the number of processes is not known, and what depends on it."""
+        self.notices.append(
+            f"it is not said how many processes train: one is assumed. With more of them {otherwise}: "
+            "give --processes N."
+        )
+
+    def check_least(self, least: Mapping[str, int]) -> None:
+        """See whether the numbers that others are worked out from are large enough.
+
+        Raises:
+            RecipeError: Naming the first that is not.
+        """
+        for key, lowest in least.items():
+            if self._values[key] is None or self._values[key] < lowest:
+                shown = f"{self._options[key].shown} {shown_value(self._values[key])}"
+                raise RecipeError(f"found {shown}, but it is at least {lowest}.")
+
     def put(self, dotted: str, value: Any, *sources: str, note: str = "") -> None:
         """Set a key of the recipe from the options named.
 

@@ -109,7 +109,11 @@ def convert_nvidia(command: NvidiaCommand, *, processes: int | None = None, skip
         RecipeError: If what the options come to is no recipe.
     """
     draft = Draft(command.table, command.given, check_skipped(command.table, skipped))
-    count = processes or command.source.processes or 1
+    draft.check_least({"batch_size": 1, "epochs": 1, "warmup": 0, "print_freq": 1})
+    count = processes or command.source.processes
+    if count is None:
+        draft.assume_one_process("the global batch is larger, or has fewer passes a process")
+    count = count or 1
     if command.table is LAUNCH:
         for key in ("model", "mode", "precision", "platform"):
             draft.use(key, "chooses the preset")

@@ -19,6 +19,14 @@ Place = Literal["mapped", "listed", "refused"]
 the result, and nothing here does that."""
 
 _SEVERAL: tuple[Kind, ...] = ("ints", "floats", "texts", "pairs")
+_IN_FILES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "switch": ("true or false", (bool,)),
+    "int": ("a whole number", (int, float)),
+    "float": ("a number", (int, float)),
+    "text": ("text", (str,)),
+    "text or none": ("text", (str,)),
+    "pair": ("names with values", (dict,)),
+}
 _NUMBER = re.compile(r"-(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?$")
 _UNSAID = "$"  # begins what a shell would fill in
 
@@ -225,15 +233,14 @@ class Table:
 
     def _checked(self, option: Option, value: Any) -> Any:
         """A value of a file, as its option has it."""
-        if value is None or option.kind in ("text", "text or none", "texts", "pairs"):
+        if value is None and (option.default in (None, "") or option.kind in _SEVERAL):
+            return {} if option.kind == "pairs" else [] if option.default else option.default
+        wanted, kinds = _IN_FILES[option.kind.removesuffix("s") if option.kind in _SEVERAL else option.kind]
+        several = list(value) if option.kind in _SEVERAL and isinstance(value, list | tuple) else [value]
+        if any(not isinstance(each, kinds) or (isinstance(each, bool) and bool not in kinds) for each in several):
+            raise RecipeError(f"found {option.key}: {value!r}, but {self.program} takes {wanted} there.")
+        if option.kind in ("switch", "text", "text or none", "pairs"):
             return value
-        if option.kind == "switch":
-            if not isinstance(value, bool):
-                raise RecipeError(f"found {option.key}: {value!r}, but {self.program} has true or false there.")
-            return value
-        several = list(value) if isinstance(value, list | tuple) else [value]
-        if any(isinstance(each, bool) for each in several):
-            raise RecipeError(f"found {option.key}: {value!r}, but {self.program} takes a number there.")
         read = [self._one(option, str(each)) for each in several]
         return read if option.kind in _SEVERAL else read[0]
 
@@ -245,7 +252,7 @@ def _taken(option: Option, attached: str | None, rest: list[str]) -> list[str]:
     if option.kind == "switch":
         return []
     taken: list[str] = []
-    while rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):
+    while rest and (not rest[0].startswith("-") or rest[0] == "-" or _NUMBER.match(rest[0])):
         taken.append(rest.pop(0))
         if option.kind not in _SEVERAL:
             break
@@ -257,9 +264,10 @@ def _pair(option: Option, word: str) -> tuple[str, Any]:
     if not equals or not key:
         raise RecipeError(f"found {option.shown} {word}, but it takes KEY=VALUE.")
     try:
-        return key, ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return key, text
+    return key, list(value) if isinstance(value, tuple) else value
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -86,11 +86,9 @@ def convert_timm(
     draft = Draft(TIMM, given, check_skipped(TIMM, skipped))
     count = processes or source.processes
     if count is None:
-        draft.notices.append(
-            "it is not said how many processes train: one is assumed. With more of them the global batch, and with "
-            "--lr-base the learning rate, are larger: give --processes N."
-        )
+        draft.assume_one_process("the global batch, and with --lr-base the learning rate, are larger")
     count = count or 1
+    draft.check_least({"batch_size": 1, "grad_accum_steps": 1, "epochs": 1, "lr_base_size": 1, "warmup_epochs": 0})
     batch = draft["batch_size"] * count * draft["grad_accum_steps"]
     draft.put("seed", draft["seed"], "seed")
     _put_model(draft)

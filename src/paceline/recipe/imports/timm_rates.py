@@ -57,6 +57,7 @@ _OF_OURS = {
     "betas": "betas",
 }
 _OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
+_LONGEST = 20  # cycles, and factor on the length of each
 _MILESTONES = 1000  # falls that a schedule may have
 
 
@@ -132,7 +133,7 @@ def _put_further(draft: Draft) -> float | None:
         if name == "max_grad_norm":
             own = value
         elif name in _OF_OURS:
-            draft.put(f"optimizer.{_OF_OURS[name]}", list(value) if isinstance(value, tuple) else value, "opt_kwargs")
+            draft.put(f"optimizer.{_OF_OURS[name]}", value, "opt_kwargs")
         else:
             further[name] = value
     if further:
@@ -204,14 +205,16 @@ def _put_warmup(draft: Draft) -> None:
     draft.idle("warmup_prefix", "milestones are counted from the start")
 
 
-def _lasts(draft: Draft) -> int | None:
-    """Epochs of a schedule with cycles, its warm-up aside; None if they fall from one to the next."""
+def _lasts(draft: Draft) -> int:
+    """Epochs of a schedule with its cycles, its warm-up aside."""
     cycles, factor, length = draft["lr_cycle_limit"], draft["lr_cycle_mul"], draft["epochs"]
     if cycles <= 1:
         return int(length)
     if draft["lr_cycle_decay"] != 1:
         draft.refuse("lr_cycle_limit", f"each cycle's peak falls by {draft['lr_cycle_decay']:g} (--lr-cycle-decay)")
-        return None
+    if not (1 <= factor <= _LONGEST and cycles <= _LONGEST):
+        draft.refuse("lr_cycle_limit", f"cycles and the factor on their length are at most {_LONGEST} here")
+        return int(length)
     if factor == 1:
         return int(length * cycles)
     return int(length * (factor**cycles - 1) / (factor - 1))
@@ -220,8 +223,6 @@ def _lasts(draft: Draft) -> int | None:
 def _put_cycles(draft: Draft) -> None:
     """The run's length, and a cosine's or a polynomial's restarts."""
     lasts, warmup = _lasts(draft), draft["warmup_epochs"]
-    if lasts is None:
-        return
     prefix = draft["warmup_prefix"] and warmup > 0
     sources = ["epochs"]
     if draft["lr_cycle_limit"] > 1:
@@ -248,8 +249,7 @@ def _put_polynomial(draft: Draft) -> None:
     draft.put("schedule.name", "polynomial", "sched")
     if draft["lr_cycle_limit"] > 1:
         draft.refuse("lr_cycle_limit", "a polynomial has no restarts here")
-    else:
-        _put_cycles(draft)
+    _put_cycles(draft)
     draft.put("schedule.power", draft["decay_rate"], "decay_rate")
     draft.put("schedule.end_lr", draft["min_lr"], "min_lr")
 

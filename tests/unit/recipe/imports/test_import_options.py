@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_words_are_read_as_argparse_reads_them() -> None:
     values = given.values
     assert (values["data"], values["batch_size"], values["lr"], values["betas"]) == ("/data", 64, -1e-3, [0.9, 0.95])
     assert (values["amp"], values["decay_rate"], values["lr_base"]) == (True, 0.5, 0.1)
-    assert values["model_kwargs"] == {"size": 3, "kind": "big", "pair": (1, 2)}
+    assert values["model_kwargs"] == {"size": 3, "kind": "big", "pair": [1, 2]}
     assert given.given == ("data", "batch_size", "lr", "betas", "amp", "model_kwargs", "decay_rate", "output")
 
 
@@ -73,10 +74,26 @@ def test_a_file_of_arguments_gives_what_is_not_the_default() -> None:
     assert given.values["batch_size"] == 128
     with pytest.raises(RecipeError, match="no option 'wrold'"):
         TABLE.read_tree({"wrold": 1})
-    with pytest.raises(RecipeError, match="has true or false there"):
-        TABLE.read_tree({"amp": "yes"})
-    with pytest.raises(RecipeError, match="takes a number there"):
-        TABLE.read_tree({"lr": True})
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"amp": "yes"}, "takes true or false there"),
+        ({"lr": True}, "takes a number there"),
+        ({"lr": [1]}, "takes a number there"),
+        ({"batch_size": None}, "found batch_size: None, but their trainer takes a whole number there"),
+        ({"batch_size": 2.5}, "takes a whole number there"),
+        ({"data": 5}, "takes text there"),
+        ({"betas": ["x"]}, "takes a number there"),
+        ({"model_kwargs": ["x"]}, "takes names with values there"),
+        ({3: 1}, "no option '3'"),
+    ],
+)
+def test_a_files_values_must_be_of_their_kind(tree: dict[Any, Any], says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        TABLE.read_tree(tree)
+    assert says in str(caught.value)
 
 
 def test_words_are_laid_over_defaults_of_a_file() -> None:

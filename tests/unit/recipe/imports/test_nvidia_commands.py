@@ -191,6 +191,13 @@ def test_presets_of_ones_own_are_read(tmp_path: Path) -> None:
         convert(launch("resnet50", "THERE", "AMP", more=f"--cfg_file {path}"))
 
 
+def test_how_many_processes_is_assumed_only_with_a_word() -> None:
+    assert convert("python main.py /d").notices == ()
+    unknown = "torchrun --nproc_per_node=gpu main.py /d"
+    assert "one is assumed" in convert(unknown).notices[0]
+    assert convert(unknown, processes=4).tree["batch"]["global_size"] == 1024
+
+
 def guide_rows() -> list[tuple[str, str, str]]:
     """File, option and what is said of it, of every row of the guide's tables."""
     rows, columns = [], 0

@@ -246,6 +246,24 @@ def test_an_arguments_file_says_what_differs_from_the_defaults(tmp_path: Path) -
     assert conversion.notices == ()
 
 
+def test_a_file_with_every_option_at_its_default_sets_none() -> None:
+    tree = {option.key: option.default for option in CURRENT} | {
+        "color_jitter": 0.4,
+        "data_dir": "/images",
+        "prefetcher": True,
+    }
+    given = TIMM.read_tree(tree, ["prefetcher"])
+    assert given.given == ("data_dir",)
+
+
+@pytest.mark.parametrize(
+    "words", ["--epochs 0", "-b 0", "--lr-base-size 0", "--grad-accum-steps 0", "--warmup-epochs -1"]
+)
+def test_numbers_that_others_are_worked_out_from_have_a_least(words: str) -> None:
+    with pytest.raises(RecipeError, match="but it is at least"):
+        convert(f"train.py /d {words}")
+
+
 def test_how_many_processes_is_assumed_only_with_a_word(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("data_dir: /images\nlr_base: 0.1\n")
