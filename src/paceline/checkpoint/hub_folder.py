@@ -94,8 +94,9 @@ class HubFolder:
 
 
 def is_hub_folder(path: Path) -> bool:
-    """Whether a path is a folder with weights beside a ``config.json``."""
-    return (path / CONFIG).is_file() and not (path / "manifest.json").exists()
+    """Whether a path is a folder with a ``config.json`` that is neither a checkpoint nor a run's."""
+    is_ours = (path / "manifest.json").exists() or (path / "checkpoints").is_dir()
+    return (path / CONFIG).is_file() and not is_ours
 
 
 def hub_weights_file(path: Path) -> Path:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.checkpoint.hub_folder import read_hub_folder
+from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
 
@@ -42,6 +43,13 @@ def test_ours_speak_for_themselves(tmp_path: Path) -> None:
     saved = read_weights(path)
     assert saved.described("recipe") == {"task": "mine"}
     assert saved.weights == "ema"
+
+
+def test_a_run_with_a_file_of_that_name_is_a_run(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    store.save(1, {"model": {"w": torch.zeros(2)}}, {}, file_metadata={"recipe": "{}"})
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert float(read_weights(tmp_path / "run").state["w"][0]) == 0
 
 
 def test_older_and_sparse_folders(tmp_path: Path) -> None:

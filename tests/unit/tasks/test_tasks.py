@@ -155,6 +155,7 @@ def test_facts_of_the_digits() -> None:
         "class_names": [str(digit) for digit in range(10)],
         "evaluation_crop": 0.875,
         "interpolation": "bilinear",
+        "native_size": [8, 8],
     }
 
 
