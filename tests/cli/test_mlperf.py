@@ -83,6 +83,15 @@ def test_what_is_told_on_a_terminal(five: list[str], tmp_path: Path, capsys: pyt
     assert "a log in MLPerf's format, not an MLPerf result" in told
 
 
+def test_a_folder_of_logs_is_of_one_set_of_runs(
+    five: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for runs in (five[:2], five[:2]):
+        assert run(["mlperf", *runs, *SAID, "--output", str(tmp_path)]) == 0
+    assert run(["mlperf", five[0], *SAID, "--output", str(tmp_path)]) == 2
+    assert "result_1.txt' is of other runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -68,14 +68,14 @@ def _logs(targets: Sequence[Path], overrides: Sequence[str], output: Path | None
 
     if not targets:
         raise click.UsageError("name a run directory, or a log in MLPerf's format.")
-    found: list[Path] = []
-    for number, target in enumerate(targets):
-        if target.is_file():
-            found.append(target)
-            continue
-        place = None if output is None else output / f"result_{number}.txt"
-        found.append(write_mlperf_log(RunDirectory(target), overrides, place))
-    return found
+    places = [None if output is None else output / f"result_{number}.txt" for number in range(len(targets))]
+    if output is not None and (others := sorted({*output.glob("result_*.txt")} - {*places})):
+        # MLPerf's checkers take all of a folder for runs of one result.
+        raise click.UsageError(f"'{others[0]}' is of other runs; name another --output, or remove it.")
+    return [
+        target if target.is_file() else write_mlperf_log(RunDirectory(target), overrides, place)
+        for target, place in zip(targets, places, strict=True)
+    ]
 
 
 def _show(check: ConvergenceCheck) -> None:
