@@ -147,11 +147,13 @@ def _open_folder(data: Data, fault: Fault) -> ImageDataset:
 
 
 def _open_csv(data: Data, fault: Fault) -> ImageDataset:
-    return _of_files(data, partial(open_csv, asked=Asked.of(data), fault=fault))
+    opener = partial(open_csv, asked=Asked.of(data), fault=fault)
+    return _opened(partial(_of_files, opener=opener), data)
 
 
 def _open_parquet(data: Data, fault: Fault) -> ImageDataset:
-    return _of_files(data, partial(open_parquet, asked=Asked.of(data), fault=fault))
+    opener = partial(open_parquet, asked=Asked.of(data), fault=fault)
+    return _opened(partial(_of_files, opener=opener), data)
 
 
 def _open_torchvision(data: Data) -> ImageDataset:

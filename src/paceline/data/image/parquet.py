@@ -83,6 +83,8 @@ def open_parquet(
     columns = find_columns(_as_hub(tables, asked), tables.schema.names, tables.name)
     kind = _kind(tables, columns.image)
     counts = [read_metadata(each).num_rows for each in tables.paths]
+    if sum(counts) == 0:
+        raise DataError(f"{tables.name} has no rows: make the table again.")
     read = [columns.label, *([] if columns.split is None else [columns.split])]
     rows = _read(tables, [*read, *([columns.image] if kind == "path" else [])])
     parts = _parts(tables, columns, rows, counts)
@@ -130,8 +132,8 @@ def _find(path: str | Path) -> _Tables:
     else:
         paths = [root] if root.exists() else []
     if not paths:
-        what = "no .parquet files in it" if root.is_dir() else "no such file or folder"
-        raise DataError(f"data.path is {str(path)!r}, and there is {what}: correct the path.")
+        what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
+        raise DataError(f"data.path is {str(path)!r}, and there {what}: correct the path.")
     arrow = require_pyarrow()
     try:
         schema = arrow.parquet.read_schema(paths[0], memory_map=True)
@@ -198,7 +200,7 @@ def _read(tables: _Tables, columns: Sequence[str]) -> Any:
 def _parts(tables: _Tables, columns: Found, rows: Mapping[str, list[Any]], counts: Sequence[int]) -> Parts:
     """Which rows are whose: as a column says, or else the files' names."""
     if columns.split is not None:
-        return parts_of([str(each or "") for each in rows[columns.split]], sum(counts), tables.name)
+        return parts_of(["" if each is None else str(each) for each in rows[columns.split]], sum(counts), tables.name)
     base = tables.root if tables.root.is_dir() else Path(os.path.commonpath([each.parent for each in tables.paths]))
     words = [re.split(r"[^a-z]+", path.relative_to(base).as_posix().lower()) for path in tables.paths]
     named = [next((word for word in _SPLITS if word in each), "train") for each in words]
@@ -238,7 +240,8 @@ def _labels(
     labels = np.full(len(values), -1, dtype=np.int64)
     found = [[_label(tables, columns.label, values[row], row) for row in part.tolist()] for part in split]
     if classes:
-        numbered = [np.array(each, dtype=np.int64) for each in found]
+        numbers: dict[int | str, int] = {name: number for number, name in enumerate(classes)}
+        numbered = [np.array([_number(tables, label, numbers) for label in each], np.int64) for each in found]
         largest = max(int(each.max()) for each in numbered)
         if largest >= len(classes):
             raise DataError(
@@ -259,7 +262,16 @@ def _label(tables: _Tables, column: str, value: object, row: int) -> int | str:
             f"{name!r} has no label in column {column!r} ({value!r}): leave such rows out, or name another column in "
             "data.label_column."
         )
-    return as_label(value, name)
+    # A yes or no is a class like any other.
+    return str(value).lower() if isinstance(value, bool) else as_label(value, name)
+
+
+def _number(tables: _Tables, label: int | str, numbers: Mapping[int | str, int]) -> int:
+    """The number of a class, which may be written by its name."""
+    number = numbers.get(label, label)
+    if isinstance(number, str):
+        raise DataError(f"{tables.name} has the label {label!r}, which is none of its classes: make the table again.")
+    return number
 
 
 def _part_names(parts: Parts, count: int) -> list[str]:

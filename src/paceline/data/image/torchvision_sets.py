@@ -127,11 +127,13 @@ def _class(name: str) -> Any:
             f"data.dataset={PREFIX}{name} needs torchvision, which cannot be imported ({error}): run `pip install "
             "torchvision`."
         ) from error
-    found = getattr(known, name, None) if name in known.__all__ else None
-    if not inspect.isclass(found) or not issubclass(found, known.VisionDataset) or found is known.VisionDataset:
+    listed = {each: getattr(known, each) for each in known.__all__}
+    sets = {each: found for each, found in listed.items() if inspect.isclass(found) and each != "VisionDataset"}
+    found = sets.get(name)
+    if found is None:
         raise DataError(
             f"data.dataset is {PREFIX + name!r}, and torchvision.datasets has no data set {name!r}."
-            f"{did_you_mean(name, known.__all__)}"
+            f"{did_you_mean(name, sets)}"
         )
     return found
 
@@ -155,6 +157,8 @@ def _open_splits(made: Any, name: str, root: Path | None, download: bool, option
         arguments["root"] = str(root)
     if download:
         _fetch(made, name, root, arguments, parameters)
+    if "download" in parameters:
+        arguments["download"] = False  # a few classes would, if nobody said
     # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
     key = next((each for each in _SPLIT_PARAMETERS if each in parameters or _is_mnist(name)), None)
     if key is None or (key in options):
@@ -205,7 +209,8 @@ def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any])
     except (RuntimeError, OSError, LookupError, EOFError, TypeError, ImportError) as error:
         raise DataError(
             f"data.dataset={PREFIX}{name} cannot be opened in {str(root)!r} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}): correct data.path, or, with a network, set data.download=true."
+            f"{' '.join(str(error).split())}): correct data.path or data.options, or, with a network, set "
+            "data.download=true."
         ) from error
 
 

@@ -107,6 +107,11 @@ def test_paths_are_files_beside_the_table(tmp_path: Path) -> None:
         open_dataset(data(path))
 
 
+def test_yes_and_no_are_classes(tmp_path: Path) -> None:
+    found = open_dataset(data(write(tmp_path / "t.parquet", {"image": images(range(4)), "label": [True, False] * 2})))
+    assert found.classes == ("false", "true")
+
+
 def test_grey_images_have_one_channel(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", {"image": [png(n, 1) for n in range(6)], "label": [0, 1] * 3})
     assert open_dataset(data(path)).channels == 1
@@ -129,6 +134,12 @@ def test_grey_images_have_one_channel(tmp_path: Path) -> None:
         ),
         ({"image": images(range(2)), "label": [0, None]}, r"row 1 .* has no label in column 'label' \(None\)"),
         ({"image": images(range(2)), "label": [0.5, 1.0]}, "has the label 0.5"),
+        (
+            {"image": images(range(2)), "label": [0, 1], "split": [0, 1]},
+            r"says '0' of the split of an image \(the 1. row\), but a split is train, val or test",
+        ),
+        ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, "has no rows"),
+        ({"image": images(range(2)), "label": [[0], [1]]}, r"has the label \[0\], which is neither"),
         ({"image": images(range(2)), "label": [0, -3]}, "has the label -3, but labels are numbers from 0"),
     ],
 )
@@ -138,7 +149,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, columns: dict[str, Any], message:
 
 
 def test_damaged_and_missing_tables(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no \.parquet files in it"):
+    with pytest.raises(DataError, match=r"there are no \.parquet files in it"):
         open_dataset(data(tmp_path))
     with pytest.raises(DataError, match="there is no such file or folder"):
         open_dataset(data(tmp_path / "x.parquet"))

@@ -131,8 +131,48 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
     (tmp_path / "MNIST" / "processed").mkdir(parents=True)
     with pytest.raises(DataError, match=r"which are pickles, and loading those can run any code"):
         opened("MNIST", tmp_path)
-    with pytest.raises(DataError, match=r"labels images by|hands out|cannot be opened"):
-        opened("VOCDetection", tmp_path)
+    with pytest.raises(
+        DataError, match=r"CocoDetection cannot be opened .*'annFile'.*correct data.path or data.options"
+    ):
+        opened("CocoDetection", tmp_path)
+
+
+def test_nothing_is_downloaded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEMEION downloads unless it is told not to."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it asked for a host"))
+    with pytest.raises(DataError, match=r"SEMEION cannot be opened .*RuntimeError: Dataset not found"):
+        opened("SEMEION", tmp_path)
+
+
+def test_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+    jpeg(tmp_path / "pictures" / "1.jpg", 1)
+    box = {"id": 1, "image_id": 1, "bbox": [0, 0, 5, 5], "category_id": 1, "area": 25, "iscrowd": 0}
+    content = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [box], "categories": [{"id": 1}]}
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    pytest.importorskip("pycocotools", reason="torchvision reads COCO's files with it")
+    with pytest.raises(DataError, match=r"labels images by list .*a classifier learns one class of each image"):
+        opened("CocoDetection", tmp_path / "pictures", options={"annFile": str(tmp_path / "boxes.json")})
+
+
+def test_channels_first_are_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SVHN and STL-10 hold their pixels so; both insist on the published bytes, which are not here."""
+
+    class Small(known.VisionDataset):
+        def __init__(self, root: Path | str) -> None:
+            super().__init__(root)
+            self.data = np.random.default_rng(0).integers(0, 256, (8, 3, 9, 7), dtype=np.uint8)
+            self.labels = np.arange(8) % 2
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            return Image.fromarray(self.data[index].transpose(1, 2, 0)), int(self.labels[index])
+
+    monkeypatch.setattr(known, "SVHN", Small)
+    found = opened("SVHN", tmp_path, validation_fraction=0)
+    assert same(found.train, Small(tmp_path), "RGB")
+    assert found.reasons["path"] == "torchvision's array of pixels"
 
 
 @pytest.mark.parametrize("name", ["torchvision:EuroSAT", "cifar10", "cifar100", "mnist", "fashion_mnist"])
