@@ -401,6 +401,15 @@ def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: P
     load(conversion, tmp_path)
 
 
+@pytest.mark.parametrize("path", ["a b", "a\nseed: 3", "a: # b", "'a", "*a", "null", "1e3", "ä"])
+def test_any_folder_is_written_so_that_it_is_read_back(path: str, tmp_path: Path) -> None:
+    source, given = read_timm(["train.py", "--data-dir", path])
+    recipe = load(convert_timm(source, given, InputSettings()), tmp_path).recipe
+    assert recipe.data.path is not None
+    assert recipe.data.path.endswith(path)
+    assert recipe.seed == 42
+
+
 def test_the_file_says_where_each_value_came_from() -> None:
     text = convert("train.py /d --opt adamw --lr 0.001 --aa rand-m9-mstd0.5").to_yaml()
     lines = {line.split(":")[0].strip(): line for line in text.splitlines() if not line.startswith("#")}
