@@ -145,7 +145,8 @@ class Draft:
         """
         self._flat[dotted] = value
         said = [self._said(key) for key in sources]
-        self._origins[dotted] = "; ".join(part for part in (" ".join(dict.fromkeys(said)), note) if part)
+        origin = "; ".join(part for part in (" ".join(dict.fromkeys(said)), note) if part)
+        self._origins[dotted] = " ".join(origin.split())  # it becomes a comment, which ends with its line
         for key in sources:
             place, says = self._became.get(key, ("mapped", ""))
             if place == "mapped" and dotted not in says.split(", "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,33 @@ def test_a_refused_option_at_its_default_is_none() -> None:
     assert len(conversion.entries) == 6
 
 
+def test_whatever_is_given_ends_in_a_recipe_or_in_a_sentence(tmp_path: Path) -> None:
+    draws = random.Random(0)
+    values = {
+        "int": ("0", "1", "3", "7", "-1", "1e3"),
+        "float": ("0", "1", "0.5", "-1", "1e-9", "2.4"),
+        "text": ("x", "", "cosine", "none", "adamw"),
+        "pair": ("a=1", "eps=3", "betas=(0.8,0.9)", "max_grad_norm=None"),
+    }
+    converted, said = 0, list[str]()
+    for _ in range(60):
+        words = ["train.py"]
+        for option in draws.sample([each for each in CURRENT if each.key not in ("config", "data")], 3):
+            kind = option.kind.partition(" ")[0].removesuffix("s")
+            words += [option.shown] + ([] if option.kind == "switch" else [draws.choice(values[kind])])
+        try:
+            source, given = read_timm(words)
+            conversion = convert_timm(source, given, InputSettings())
+            assert len(conversion.entries) == len(given.given)
+            if not conversion.refused:
+                load(conversion, tmp_path)
+                converted += 1
+        except RecipeError as error:
+            said.append(str(error))
+    assert converted > 10
+    assert all("found" in each or "given without a value" in each for each in said), said
+
+
 def test_an_option_names_each_of_its_keys_once() -> None:
     for entry in convert(PUBLISHED["deit_small"]).entries:
         keys = entry.says.split(", ")
@@ -399,6 +427,15 @@ def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: P
             found = found.get(part) if isinstance(found, dict) else None
         assert found == wanted, dotted
     load(conversion, tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a b", "a\nseed: 3", "a: # b", "'a", "*a", "null", "1e3", "ä"])
+def test_any_folder_is_written_so_that_it_is_read_back(path: str, tmp_path: Path) -> None:
+    source, given = read_timm(["train.py", "--data-dir", path])
+    recipe = load(convert_timm(source, given, InputSettings()), tmp_path).recipe
+    assert recipe.data.path is not None
+    assert recipe.data.path.endswith(path)
+    assert recipe.seed == 42
 
 
 def test_the_file_says_where_each_value_came_from() -> None:
