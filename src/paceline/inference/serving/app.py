@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline import __version__
 from paceline.inference.answers import Answer
 from paceline.inference.serving.limits import RefusedError
 from paceline.inference.serving.metrics import CONTENT_TYPE
@@ -27,6 +26,7 @@ from paceline.inference.serving.service import Service
 from paceline.inference.serving.uploads import FIELD, Upload
 
 LARGEST_TOP_K = 1000
+_INTERFACE = "1"  # of what is asked and answered, not of the program
 
 Say = Callable[[str], None]
 
@@ -92,7 +92,7 @@ def make_app(service: Service, model: str, say: Say) -> FastAPI:
 
     app = FastAPI(
         title="Paceline",
-        version=__version__,
+        version=_INTERFACE,
         description=f"Predictions of {model}. Limits are said in each description.",
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
