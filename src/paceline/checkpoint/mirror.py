@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,8 @@ from paceline.storage.remote import Remote
 
 _FORMAT_VERSION = 1
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
+# A library may hold some 100 MiB of each file that it sends.
+_AT_ONCE = 4
 _PIECE_BYTES = 64 * 2**20
 # Of so many pieces a record is sent anew as one, so that a long run's copy has no endless row of them.
 _MOST_PIECES = 32
@@ -146,10 +149,15 @@ class Mirror:
             for name, facts in entry.files.items()
         }
         there = self._remote.listed(folder)
-        for name, piece in files.items():
-            # An upload that was broken off is gone on with.
-            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes:
-                self._upload(what.path / name, piece.name)
+        # An upload that was broken off is gone on with.
+        missing = {
+            name: piece
+            for name, piece in files.items()
+            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes
+        }
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mirror") as pool:
+            for _ in pool.map(lambda name: self._upload(what.path / name, missing[name].name), missing):
+                pass
         files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", len(before), digest)
         self._remote.write(f"{folder}/{MANIFEST}", before)
         if _manifest_bytes(what.path) != before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from paceline.errors import StorageError
 from paceline.storage.addresses import Address, check_library, parse_address
 from paceline.storage.retries import Retries
 
+_AT_ONCE = 8
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 
 
@@ -145,8 +147,12 @@ class Remote:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files; those that are gone already are no matter."""
-        for name in names:
-            self.retries(f"delete {self.path(name)}", partial(self._delete, name))
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="storage") as pool:
+            for _ in pool.map(self._delete_one, names):
+                pass
+
+    def _delete_one(self, name: str) -> None:
+        self.retries(f"delete {self.path(name)}", partial(self._delete, name))
 
     def _delete(self, name: str) -> None:
         try:
