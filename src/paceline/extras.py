@@ -117,6 +117,7 @@ EXTRAS = (
             Library("uvicorn", "uvicorn"),
         ),
     ),
+    Extra("http", "addresses that begin with http:// or https://", (Library("aiohttp", "aiohttp"),)),
     Extra("s3", "addresses that begin with s3://", (Library("s3fs", "s3fs"),)),
     Extra("gcs", "addresses that begin with gs://", (Library("gcsfs", "gcsfs"),)),
     Extra("azure", "addresses that begin with az://", (Library("adlfs", "adlfs"),)),

@@ -69,6 +69,7 @@ NEEDS = {
     "onnx": ["export", "run", "--format", "onnx", "--output", "digits.onnx"],
     "serve": ["serve", "run", "--port", "0"],
     "s3": ["train", "image_folder", "data.path=s3://bucket/photos", "--plan-only"],
+    "http": ["train", "image_folder", "data.path=https://127.0.0.1/photos", "--plan-only"],
     "gcs": ["train", "image_folder", "data.path=gs://bucket/photos", "--plan-only"],
     "azure": ["train", "image_folder", "data.path=az://container/photos", "--plan-only"],
     "wandb": ["train", "digits", "--run-dir", "told", *TINY, "telemetry.trackers=[wandb]"],
