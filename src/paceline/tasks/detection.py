@@ -115,8 +115,8 @@ class Detection(Task):
 
     def sample_costs(self) -> NDArray[np.float64]:
         """Pixels of each picture as it is shown."""
-        costs: NDArray[np.float64] = self.sample_sizes().prod(axis=1).astype(np.float64)
-        return costs
+        areas: NDArray[np.float64] = self.sample_sizes().prod(axis=1).astype(np.float64)
+        return areas
 
     def sample_sizes(self) -> NDArray[np.int64]:
         """Height and width of each picture as the first epoch shows it."""
