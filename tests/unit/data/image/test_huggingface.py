@@ -112,7 +112,7 @@ def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
             (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
             pq.write_table(content, tmp_path / "hub" / "data" / f"{split}-{part:05}-of-00002.parquet", row_group_size=2)
     trained = open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hub")))
-    assert trained.reasons["path"].startswith("5 row groups of up to 2 images")
+    assert trained.reasons["path"].startswith("6 row groups of up to 2 images")
     opened = open_origin(str(tmp_path / "hub"))
     assert (opened.origin.kind, opened.classes) == ("huggingface", ("cat", "dog"))
     train = opened.splits["train"].source
