@@ -195,3 +195,11 @@ def test_header(tmp_path: Path) -> None:
     assert decode_module.image_header(path) == ((7, 5), True)
     path.write_bytes(b"nothing")
     assert decode_module.image_header(path) is None
+
+
+def test_a_program_is_never_run() -> None:
+    """Pillow would have Ghostscript run an EPS file."""
+    content = io.BytesIO()
+    Image.new("L", (4, 4)).save(content, "EPS")
+    with pytest.raises(BrokenImageError, match="is a program, and is never run"):
+        decode(content.getvalue(), 3)
