@@ -20,6 +20,9 @@ from click.shell_completion import (
 )
 from click.shell_completion import split_arg_string as split
 
+from paceline.cli.options import json_option
+from paceline.cli.output import print_json
+
 VARIABLE = "_PACELINE_COMPLETE"
 
 _BASH = r"""
@@ -106,7 +109,8 @@ def answer_shells() -> None:
 
 @click.command("completion", short_help="Print what lets a shell finish what is typed.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def command(shell: str) -> None:
+@json_option
+def command(shell: str, as_json: bool) -> None:
     """Print the script that lets SHELL finish commands, options, recipes, keys with their values, and run directories.
 
     \b
@@ -119,4 +123,8 @@ def command(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None  # click brings all three
     group = click.get_current_context().find_root().command
-    click.echo(kind(group, {}, "paceline", VARIABLE).source(), nl=False)
+    script = kind(group, {}, "paceline", VARIABLE).source()
+    if as_json:
+        print_json({"shell": shell, "script": script})
+    else:
+        click.echo(script, nl=False)

@@ -22,6 +22,7 @@ from paceline.cli.options import (
     present_gpus,
     processes_option,
     sizes_option,
+    target_argument,
     trust_code_option,
     usable_gpus,
     weights_option,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @click.command("evaluate", short_help="Score the weights of a run, a checkpoint or a file.")
-@click.argument("target", type=click.Path(path_type=Path))
+@target_argument
 @overrides_argument
 @processes_option
 @click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import best_option, json_option, trust_code_option, weights_option
+from paceline.cli.options import best_option, json_option, target_argument, trust_code_option, weights_option
 from paceline.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _FORMATS = ("timm", "safetensors", "onnx", "torch-export")
 
 
 @click.command("export", short_help="Write trained weights for other programs: timm, ONNX, torch.export.")
-@click.argument("target", type=click.Path(path_type=Path))
+@target_argument
 @click.argument("overrides", nargs=-1, metavar="[data.KEY=VALUE]...")
 @click.option(
     "--format",

@@ -21,7 +21,7 @@ COMMANDS = {
     "evaluate": "Score the weights of a run, a checkpoint or a file.",
     "predict": "Label images, or write text, with trained weights.",
     "serve": "Answer over HTTP, with a page to send images from.",
-    "export": "Write trained weights to one file.",
+    "export": "Write trained weights for other programs: timm, ONNX, torch.export.",
     "estimate": "Estimate the memory of a training step, on a device that need not be here.",
     "find-lr": "Find a learning rate by a range test.",
     "find-batch": "Find the largest micro-batch that this machine trains, by trying.",

@@ -8,12 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from paceline.distributed.environment import read_launch
 from paceline.machine import available_cores
+from paceline.storage.local_copies import local_path
 
 if TYPE_CHECKING:
     from paceline.distributed.restarts import Restarts
@@ -23,6 +25,26 @@ json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on standard output and nothing else."
 )
 overrides_argument: Callable[[Any], Any] = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+class _Weights(click.Path):
+    """Where weights lie: a path, or the address of a file or hub folder, which is copied to this machine."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path.
+
+        Raises:
+            StorageError: If it is an address, and what lies there cannot be had.
+        """
+        if isinstance(value, str):
+            value = local_path(value, key="TARGET")
+        return super().convert(value, param, ctx)
+
+
+target_argument: Callable[[Any], Any] = click.argument("target", type=_Weights())
 
 
 class FiniteRange(click.FloatRange):

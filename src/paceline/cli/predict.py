@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import FiniteRange, best_option, json_option, trust_code_option, weights_option
+from paceline.cli.options import (
+    FiniteRange,
+    best_option,
+    json_option,
+    target_argument,
+    trust_code_option,
+    weights_option,
+)
 from paceline.cli.output import print_json
 from paceline.cli.predict_clicks import answer_clicks
 from paceline.cli.predict_images import ImagesAsked, answer_images
@@ -20,7 +27,7 @@ _LABELS = 3
 
 
 @click.command("predict", short_help="Label images, or write text, with trained weights.")
-@click.argument("target", type=click.Path(path_type=Path))
+@target_argument
 @click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[SOURCE...]")
 @click.option("--prompt", metavar="TEXT", help="What a language model is to go on from, or to fill in.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt: most to write (default: 200).")

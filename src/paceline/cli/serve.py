@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import FiniteRange, best_option, json_option, trust_code_option, weights_option
+from paceline.cli.options import (
+    FiniteRange,
+    best_option,
+    json_option,
+    target_argument,
+    trust_code_option,
+    weights_option,
+)
 from paceline.errors import PacelineError
 
 _MEBIBYTE = 2**20
@@ -18,7 +25,7 @@ _OPEN = (
 
 
 @click.command("serve", short_help="Answer over HTTP, with a page to send images from.")
-@click.argument("target", type=click.Path(path_type=Path))
+@target_argument
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=32, show_default=True, help="Images answered at once.")
