@@ -61,9 +61,11 @@ def read_archive(root: Path, kind: ArchiveName) -> Archive:
     """
     found = find_archive(root, kind)
     if found is None:
+        other = mnist.find_mnist_folder(root) if kind in mnist.MEAN else None
+        but = "" if other is None else f", by its name, for {str(other)!r} is the other MNIST's"
         raise DataError(
-            f"{str(root)!r} holds no files of {PUBLISHED[kind]} ({kind}): correct the path, or, with a network, set "
-            "data.download=true."
+            f"{str(root)!r} holds no files of {PUBLISHED[kind]} ({kind}){but}: correct the path, or, with a network, "
+            "set data.download=true."
         )
     if kind == "cifar10":
         train, test = cifar.read_cifar10(found)

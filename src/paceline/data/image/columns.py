@@ -19,8 +19,8 @@ _USUAL = {
     "label": ("label", "labels", "class", "target", "category", "class_name", "label_name", "fine_label", "class_id"),
     "split": ("split", "set", "subset", "partition"),
 }
-_TRAIN = ("train", "training")
-_HELD_OUT = (("val", "valid", "validation", "dev"), ("test", "testing"))
+TRAIN_WORDS = ("train", "training")
+HELD_OUT_WORDS = (("val", "valid", "validation", "dev"), ("test", "testing"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
     if splits is None:
         return Parts(np.arange(count), None, "")
     words = np.array([each.strip().lower() for each in splits])
-    known = [*_TRAIN, *(word for words in _HELD_OUT for word in words)]
+    known = [*TRAIN_WORDS, *(word for words in HELD_OUT_WORDS for word in words)]
     for word in np.unique(words).tolist():
         if word not in known:
             row = int(np.flatnonzero(words == word)[0])
@@ -119,12 +119,12 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
                 f"{where} says {word!r} of the split of an image (the {row + 1:,}. row), but a split is train, val or "
                 f"test: correct it, or set data.split_column=off.{did_you_mean(word, known)}"
             )
-    train = np.flatnonzero(np.isin(words, _TRAIN))
+    train = np.flatnonzero(np.isin(words, TRAIN_WORDS))
     if len(train) == 0:
         raise DataError(f"{where} has no row whose split is train: correct it, or set data.split_column=off.")
-    found = [np.flatnonzero(np.isin(words, names)) for names in _HELD_OUT]
+    found = [np.flatnonzero(np.isin(words, names)) for names in HELD_OUT_WORDS]
     validation, test = found
     if len(validation):
         unread = f"; {len(test):,} rows of test are not read" if len(test) else ""
-        return Parts(train, validation, f"the rows whose split is {_HELD_OUT[0][0]}{unread}")
+        return Parts(train, validation, f"the rows whose split is {HELD_OUT_WORDS[0][0]}{unread}")
     return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")

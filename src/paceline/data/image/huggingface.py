@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,10 @@ from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.columns import Asked
 from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, StoredImages, mapped_files, probe
 from paceline.data.image.parquet import open_parquet
+from paceline.data.image.parquet_source import read_schema
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.table_files import splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
 
 _HELD_OUT = ("validation", "val", "test")
@@ -92,16 +93,12 @@ def find_files(path: str | Path) -> HuggingFaceFiles | None:
         parquet = [root] if root.suffix == ".parquet" else []
     if not parquet:
         return None
-    base = root if root.is_dir() else root.parent
+    _, features = read_schema(parquet[0])
     splits: dict[str, list[Path]] = {}
-    for file in parquet:
-        words = re.split(r"[^a-z]+", file.relative_to(base).as_posix().lower())
-        splits.setdefault(next((word for word in ("train", *_HELD_OUT) if word in words), "train"), []).append(file)
-    metadata = require_pyarrow().parquet.read_schema(parquet[0]).metadata or {}
-    said = json.loads(metadata.get(b"huggingface", b"{}"))
-    return HuggingFaceFiles(
-        root=root, splits=splits, is_parquet=True, features=said.get("info", {}).get("features", {})
-    )
+    named = splits_of_files(parquet, root if root.is_dir() else root.parent)
+    for file, split in zip(parquet, named, strict=True):
+        splits.setdefault(split, []).append(file)
+    return HuggingFaceFiles(root=root, splits=splits, is_parquet=True, features=features)
 
 
 def _saved(root: Path, folders: Mapping[str, Path]) -> HuggingFaceFiles:
@@ -138,8 +135,8 @@ def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
     held_out = next((name for name in _HELD_OUT if name in files.splits), None)
     if held_out is None:
         return "train", None, ""
-    unread = [name for name in _HELD_OUT if name in files.splits and name != held_out]
-    return "train", held_out, f"the split {held_out}{f'; {unread[0]} is not read' if unread else ''}"
+    unread = told_unread([name for name in files.splits if name not in ("train", held_out)])
+    return "train", held_out, "; ".join(each for each in (f"the split {held_out}", unread) if each)
 
 
 def choose_columns(files: HuggingFaceFiles, label_column: str = "auto", image_column: str = "auto") -> Columns:

@@ -7,6 +7,7 @@ LeCun, Cortes and Burges, "The MNIST database of handwritten digits", 1998; Xiao
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -41,21 +42,29 @@ _LARGEST_FILE = 2**30
 def find_mnist_folder(path: Path, kind: str | None = None) -> Path | None:
     """Return the folder that holds the four files, ``path``, its ``raw`` or that of a folder in it, or None.
 
-    Where several folders do, ``kind`` (mnist, fashion_mnist) says which is meant; its name must then say so too.
+    Files do not tell ``kind`` (mnist, fashion_mnist), but folders do that are named for one: of another kind than is
+    asked for, they never count.
     """
     if not path.is_dir():
         return None
     inside = sorted(entry / "raw" for entry in path.iterdir() if entry.is_dir())
     found = [folder for folder in (path, path / "raw", *inside) if _file(folder, "train", "images", 3) is not None]
-    if kind is None or len(found) < 2:
-        return found[0] if found else None
-    named = {"mnist": "mnist", "fashion_mnist": "fashionmnist"}[kind]
-    return next((folder for folder in found if folder.parent.name.lower() == named), found[0])
+    fitting = [folder for folder in found if kind is None or _named_for(folder) in (kind, None)]
+    # One that says what it is comes before those that only may be meant.
+    fitting.sort(key=lambda folder: kind is not None and _named_for(folder) is None)
+    return fitting[0] if fitting else None
 
 
 def is_fashion(folder: Path) -> bool:
     """Whether the name of the folder, or of the one it lies in, says that it is Fashion-MNIST."""
     return any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
+
+
+def _named_for(folder: Path) -> str | None:
+    """The kind that a folder is named for, as torchvision names them; of ``raw``, the folder that it lies in."""
+    absolute = folder.absolute()
+    name = absolute.parent.name if absolute.name == "raw" else absolute.name
+    return {"mnist": "mnist", "fashionmnist": "fashion_mnist"}.get(re.sub("[^a-z]", "", name.lower()))
 
 
 def read_mnist(folder: Path) -> tuple[ArraySource, ArraySource]:

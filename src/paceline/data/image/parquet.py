@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,13 +24,14 @@ from paceline.data.image.parquet_source import (
     check_in_any_order,
     open_table,
     read_metadata,
+    read_schema,
     unreadable,
 )
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.table_files import TEST, TRAIN, VALIDATION, splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
 
-_SPLITS = ("train", "validation", "val", "test")
 _Kind = Literal["bytes", "struct", "path"]
 
 
@@ -82,12 +81,16 @@ def open_parquet(
     tables = _find(path)
     columns = find_columns(_as_hub(tables, asked), tables.schema.names, tables.name)
     kind = _kind(tables, columns.image)
+    named, unread = [TRAIN] * len(tables.paths), ""
+    if columns.split is None:
+        tables, named, unread = _named(tables)
     counts = [read_metadata(each).num_rows for each in tables.paths]
     if sum(counts) == 0:
         raise DataError(f"{tables.name} has no rows: make the table again.")
     read = [columns.label, *([] if columns.split is None else [columns.split])]
     rows = _read(tables, [*read, *([columns.image] if kind == "path" else [])])
-    parts = _parts(tables, columns, rows, counts)
+    parts = _parts(tables, columns, rows, counts, named)
+    told = "; ".join(each for each in (parts.told or split_off(validation_fraction), unread) if each)
     if kind == "path":
         found = _path_rows(tables, columns, rows, counts, parts)
         return open_paths(
@@ -98,6 +101,8 @@ def open_parquet(
     if in_any_order:
         check_in_any_order(source.table, str(path))
     probe = source.probe()
+    if in_any_order:
+        source.check_in_any_order(str(path))
     source.channels = channels or (1 if probe.greyscale else 3)
     if parts.held_out is None:
         # Of the rows that are for training: all of them, unless a column says otherwise.
@@ -110,7 +115,7 @@ def open_parquet(
         validation=sources[1],
         classes=classes,
         digest=_digest(source, classes, parts),
-        split=parts.told or split_off(validation_fraction),
+        split=told,
         is_split_off=parts.held_out is None,
         channels=source.channels,
         probe=probe,
@@ -134,17 +139,8 @@ def _find(path: str | Path) -> _Tables:
     if not paths:
         what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
         raise DataError(f"data.path is {str(path)!r}, and there {what}: correct the path.")
-    arrow = require_pyarrow()
-    try:
-        schema = arrow.parquet.read_schema(paths[0], memory_map=True)
-    except (OSError, arrow.ArrowException) as error:
-        raise unreadable(paths[0], error) from error
-    try:
-        said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = said.get("info", {}).get("features", {})
-    except (ValueError, AttributeError):
-        features = {}
-    return _Tables(root, tuple(paths), schema, features if isinstance(features, dict) else {})
+    schema, features = read_schema(paths[0])
+    return _Tables(root, tuple(paths), schema, features)
 
 
 def _as_hub(tables: _Tables, asked: Asked) -> Asked:
@@ -197,17 +193,27 @@ def _read(tables: _Tables, columns: Sequence[str]) -> Any:
     return {name: [value for table in found for value in table.column(name).to_pylist()] for name in columns}
 
 
-def _parts(tables: _Tables, columns: Found, rows: Mapping[str, list[Any]], counts: Sequence[int]) -> Parts:
+def _named(tables: _Tables) -> tuple[_Tables, list[str], str]:
+    """The files of a table that are read, which split each is of, and what is said of those that are not read."""
+    base = tables.root if tables.root.is_dir() else Path(os.path.commonpath([each.parent for each in tables.paths]))
+    named = splits_of_files(tables.paths, base) if len(tables.paths) > 1 else [TRAIN]
+    read = [split in (TRAIN, VALIDATION, TEST) for split in named]
+    unread = told_unread(sorted({split for split, known in zip(named, read, strict=True) if not known}))
+    paths = tuple(path for path, known in zip(tables.paths, read, strict=True) if known)
+    return replace(tables, paths=paths), [split for split, known in zip(named, read, strict=True) if known], unread
+
+
+def _parts(
+    tables: _Tables, columns: Found, rows: Mapping[str, list[Any]], counts: Sequence[int], named: Sequence[str]
+) -> Parts:
     """Which rows are whose: as a column says, or else the files' names."""
     if columns.split is not None:
         return parts_of(["" if each is None else str(each) for each in rows[columns.split]], sum(counts), tables.name)
-    base = tables.root if tables.root.is_dir() else Path(os.path.commonpath([each.parent for each in tables.paths]))
-    words = [re.split(r"[^a-z]+", path.relative_to(base).as_posix().lower()) for path in tables.paths]
-    named = [next((word for word in _SPLITS if word in each), "train") for each in words]
-    if len(tables.paths) == 1 or set(named) == {"train"}:
+    if set(named) == {TRAIN}:
         return Parts(np.arange(sum(counts)), None, "")
     found = parts_of(np.repeat(named, counts).tolist(), sum(counts), tables.name)
-    return replace(found, told=found.told.replace("the rows whose split is", "the files of"))
+    told = found.told.replace("the rows whose split is val", "the files of validation")
+    return replace(found, told=told.replace("the rows whose split is", "the files of"))
 
 
 def _where(tables: _Tables, counts: Sequence[int], row: int) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,24 @@ def read_metadata(path: Path) -> Any:
         raise unreadable(path, error) from error
 
 
+def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
+    """The columns of a parquet file, and what Hugging Face's library has written down of each, if it has.
+
+    Raises:
+        DataError: If it is damaged, or none.
+    """
+    arrow = require_pyarrow()
+    try:
+        schema = arrow.parquet.read_schema(path, memory_map=True)
+    except (OSError, arrow.ArrowException) as error:
+        raise unreadable(path, error) from error
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    except (ValueError, AttributeError):
+        features = {}
+    return schema, features if isinstance(features, dict) else {}
+
+
 def unreadable(path: Path, error: Exception) -> DataError:
     """What is said of a file that pyarrow cannot read."""
     return DataError(f"{str(path)!r} cannot be read ({' '.join(str(error).split())}): download or make it again.")
@@ -128,9 +148,13 @@ def check_in_any_order(table: Table, path: str) -> None:
         DataError: Naming the size.
     """
     largest = max(table.groups, key=lambda group: group.size)
-    if largest.size > LARGEST_KEPT:
+    _check_size(largest, largest.size, path)
+
+
+def _check_size(group: RowGroup, size: int, path: str) -> None:
+    if size > LARGEST_KEPT:
         raise DataError(
-            f"{path!r} has {largest.rows:,} images, {format_bytes(largest.size)}, in one row group, and none of them "
+            f"{path!r} has {group.rows:,} images, {format_bytes(size)}, in one row group, and none of them "
             f"can be read without the others: run `paceline pack {path} DEST`, and train with data.dataset=packed "
             "data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
         )
@@ -147,6 +171,8 @@ class ParquetSource:
         self.table = table
         self._starts = np.cumsum([0, *(group.rows for group in table.groups)])
         self._kept: dict[int, Any] = {}
+        # Number and length in memory of the group that came to most; images that repeat are stored once in a file.
+        self._largest = (0, 0)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -188,6 +214,15 @@ class ParquetSource:
         ]
         return probe(self, np.unique(np.concatenate(spread)).tolist())
 
+    def check_in_any_order(self, path: str) -> None:
+        """Refuse row groups that turned out to be too large when they were read.
+
+        Raises:
+            DataError: Naming the size.
+        """
+        number, size = self._largest
+        _check_size(self.table.groups[number], size, path)
+
     def digest(self) -> str:
         """Over labels and names, and the files' names and sizes."""
         digest = hashlib.sha256()
@@ -213,10 +248,12 @@ class ParquetSource:
             raise BrokenImageError(self.path(sample), reason) from error
         images = rows.column(table.column).combine_chunks()
         images = images.field("bytes") if table.leaf != table.column else images
-        room = LARGEST_KEPT - group.size
+        # What a file says of a group is its length there, where images that repeat may be stored once.
+        room = LARGEST_KEPT - images.nbytes
+        self._largest = max(self._largest, (number, images.nbytes), key=itemgetter(1))
         # Several threads may ask at once: the worst that comes of it is a group read twice.
-        for each in list(self._kept)[::-1]:
-            room -= table.groups[each].size
+        for each, kept in list(self._kept.items())[::-1]:
+            room -= kept.nbytes
             if room < 0:
                 self._kept.pop(each, None)
         self._kept[number] = images

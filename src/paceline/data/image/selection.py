@@ -17,9 +17,9 @@ import numpy as np
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.sample_names import hashed_names, sample_names
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
-from paceline.data.image.split_file import keep_split
+from paceline.data.image.split_file import KeptSplit, keep_split
 from paceline.data.image.splits import hold_out, split_off, stratified_order, stratified_split
-from paceline.errors import RecipeError, did_you_mean
+from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
 
 # Arbitrary, and fixed for good: another salt is another draw.
@@ -133,6 +133,7 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
         file = keep_split(Path(data.split_file), names, held_out, fraction)
         held_out, told = file.places(names, hashes)
         ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        _check_sides(file, ids)
         kept = {"split_file_sha256": file.sha256}
     return replace(
         dataset,
@@ -142,6 +143,16 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
         selection={**dataset.selection, **kept},
         reasons={**dataset.reasons, "validation": told},
     )
+
+
+def _check_sides(file: KeptSplit, ids: Sequence[Ids]) -> None:
+    """Refuse a split of which a side has gone with its images."""
+    for side, found in zip(("training", "held-out"), ids, strict=True):
+        if len(found) == 0 and (side == "training" or file.holds_out):
+            raise DataError(
+                f"no image that is left is a {side} one by the split file {str(file.path)!r} (data.split_file): "
+                "restore the images, or name another file, which is then written."
+            )
 
 
 def _whole(dataset: ImageDataset) -> SampleSource:

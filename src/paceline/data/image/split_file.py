@@ -33,6 +33,11 @@ class KeptSplit:
         self.sha256 = sha256
         self._held_out = held_out
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether it holds any image out."""
+        return any(self._held_out.values())
+
     def places(self, names: Sequence[bytes], hashes: Hashes) -> tuple[NDArray[np.bool_], str]:
         """Say which samples are held out, and what is to be told of that.
 

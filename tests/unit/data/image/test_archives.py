@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from paceline.data.image.cifar100 import find_cifar100_archive, read_cifar100
+from paceline.data.image.datasets import open_dataset
 from paceline.data.image.mnist import FASHION, find_mnist_folder, is_fashion, read_mnist
 from paceline.errors import DataError
+from paceline.recipe.data import Data
 
 NAMES = [f"class_{number}" for number in range(100)]
 
@@ -111,6 +113,17 @@ def test_fashion_is_seen_from_the_name(tmp_path: Path) -> None:
     assert is_fashion(tmp_path / "FashionMNIST" / "raw")
     assert not is_fashion(tmp_path / "MNIST" / "raw")
     assert len(FASHION) == 10
+
+
+@pytest.mark.parametrize(("folder", "kind"), [("MNIST", "fashion_mnist"), ("FashionMNIST", "mnist")])
+def test_files_of_one_mnist_are_never_taken_for_the_other(tmp_path: Path, folder: str, kind: str) -> None:
+    mnist(tmp_path / folder / "raw", packed=False)
+    for path in (tmp_path, tmp_path / folder):
+        assert find_mnist_folder(path, kind) is None
+        with pytest.raises(DataError, match=r"holds no files of .*, by its name, for '.*raw' is the other MNIST's"):
+            open_dataset(Data(dataset=kind, path=str(path)))
+    mnist(tmp_path / "ours" / "raw", packed=False)
+    assert find_mnist_folder(tmp_path, kind) == tmp_path / "ours" / "raw"
 
 
 def test_damaged_mnist(tmp_path: Path) -> None:

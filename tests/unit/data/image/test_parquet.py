@@ -15,7 +15,7 @@ from paceline.data.image import parquet_source
 from paceline.data.image.columns import Asked
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
-from paceline.data.image.source import encoded_source
+from paceline.data.image.source import SubsetSource, encoded_source
 from paceline.data.packing.origins import Wanted, open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -93,6 +93,27 @@ def test_files_named_after_splits(tmp_path: Path) -> None:
     assert "the files of test" in found.reasons["validation"]
 
 
+@pytest.mark.parametrize("name", ["valid-0", "dev-0", "validation/0", "testing-0", "training/valid-0"])
+def test_files_of_any_held_out_split_are_not_trained_on(tmp_path: Path, name: str) -> None:
+    for file, numbers in (("train-0", range(6)), (name, range(6, 10))):
+        labels = [number % 2 for number in numbers]
+        write(tmp_path / f"{file}.parquet", {"image": images(numbers), "label": labels})
+    found = open_dataset(data(tmp_path))
+    assert (len(found.train), len(found.validation), found.is_split_off) == (6, 4, False)
+
+
+def test_other_splits_of_the_hub_are_not_read_and_other_files_refused(tmp_path: Path) -> None:
+    for file, numbers in (("train-00000-of-00001", range(6)), ("extra-00000-of-00001", range(6, 10))):
+        labels = [number % 2 for number in numbers]
+        write(tmp_path / f"{file}.parquet", {"image": images(numbers), "label": labels})
+    found = open_dataset(data(tmp_path, validation_fraction=0.34, split_by="name"))
+    assert (len(found.train) + len(found.validation), found.is_split_off) == (6, True)
+    assert "extra is not read" in open_dataset(data(tmp_path)).reasons["validation"]
+    write(tmp_path / "more.parquet", {"image": images(range(2)), "label": [0, 1]})
+    with pytest.raises(DataError, match=r"more.parquet' lies beside files that are called train, .* rename it"):
+        open_dataset(data(tmp_path))
+
+
 def test_paths_are_files_beside_the_table(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(png(number))
@@ -158,6 +179,11 @@ def test_damaged_and_missing_tables(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
         open_dataset(data(path))
+    for origin in (path, tmp_path):
+        with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
+            open_origin(str(origin))
+    with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
+        open_dataset(Data(dataset="huggingface", path=str(tmp_path)))
     write(tmp_path / "u.parquet", {"image": images(range(2)), "tag": [0, 1]})
     path.write_bytes(whole)
     with pytest.raises(DataError, match=r"u.parquet' lacks the column 'label', which '.*t.parquet' has"):
@@ -181,3 +207,19 @@ def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch:
     ):
         open_dataset(data(path))
     assert open_origin(str(path)).origin.kind == "parquet"
+
+
+def test_images_that_a_file_stores_once_count_as_often_as_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = png(1)
+    path = write(tmp_path / "t.parquet", {"image": [one] * 40, "label": [0, 1] * 20}, group=20)
+    monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 10 * len(one))
+    assert parquet_source.open_table([path], "image", "image").groups[0].size < 10 * len(one)
+    with pytest.raises(DataError, match=r"has 20 images, .* in one row group"):
+        open_dataset(data(path))
+    monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 30 * len(one))
+    found = open_dataset(data(path, validation_fraction=0)).train
+    assert isinstance(found, SubsetSource)
+    assert isinstance(found.base, parquet_source.ParquetSource)
+    assert len(found.base._kept) == 1

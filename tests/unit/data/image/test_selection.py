@@ -200,6 +200,15 @@ def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path
     assert after.selection["split_file_sha256"] == before.selection["split_file_sha256"]
 
 
+@pytest.mark.parametrize(("gone", "side"), [("validation", "held-out"), ("train", "training")])
+def test_a_split_whose_one_side_has_gone_is_refused(folder: Path, tmp_path: Path, gone: str, side: str) -> None:
+    file = tmp_path / "a.split"
+    for name in names(getattr(opened(folder, split_file=str(file)), gone)):
+        (folder / name).unlink()
+    with pytest.raises(DataError, match=rf"is a {side} one by the split file .*: restore the images, or"):
+        opened(folder, split_file=str(file))
+
+
 def test_split_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "a.split"
     opened(folder, split_file=str(file))
