@@ -35,6 +35,10 @@ _LABELS = ("targets", "labels", "_labels", "y")
 _CLASSES = ("classes", "categories", "all_categories")
 # Their __init__ loads pickles of an older layout, if such lie there.
 _PICKLED = ("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST")
+# Their __init__ loads a pickle that lies in the working directory.
+_REMEMBERED_AS_PICKLES = ("LSUN", "LSUNClass")
+# Which Paceline gives, or never uses: its own transforms are keyed by sample, and its own decoder reads files.
+_NO_OPTIONS = ("self", "root", "transform", "target_transform", "transforms", "loader", "download")
 _MOST_ASKED = 200_000
 _COMPARED = 3
 
@@ -141,11 +145,9 @@ def _class(name: str) -> Any:
 def _open_splits(made: Any, name: str, root: Path | None, download: bool, options: dict[str, Any]) -> _Opened:
     """Open the training split and the held-out one, by the words that the class knows for them."""
     parameters = inspect.signature(made.__init__).parameters
-    unknown = [key for key in options if key not in parameters and "kwargs" not in parameters]
+    known = [key for key in parameters if key not in _NO_OPTIONS]
+    unknown = [key for key in options if key in _NO_OPTIONS or (key not in known and "kwargs" not in known)]
     if unknown:
-        known = [
-            key for key in parameters if key not in ("self", "root", "transform", "target_transform", "transforms")
-        ]
         raise DataError(
             f"data.options names {unknown[0]!r}, but {name} takes {', '.join(known)}.{did_you_mean(unknown[0], known)}"
         )
@@ -206,7 +208,9 @@ def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any])
     """Open a split; what is missing or damaged is told in one sentence."""
     try:
         return made(**arguments)
-    except (RuntimeError, OSError, LookupError, EOFError, TypeError, ImportError) as error:
+    except ValueError:  # by which torchvision refuses a word
+        raise
+    except Exception as error:
         raise DataError(
             f"data.dataset={PREFIX}{name} cannot be opened in {str(root)!r} ({type(error).__name__}: "
             f"{' '.join(str(error).split())}): correct data.path or data.options, or, with a network, set "
@@ -228,6 +232,11 @@ def _fetch(
 
 
 def _refuse_pickles(name: str, root: Path) -> None:
+    if name in _REMEMBERED_AS_PICKLES:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} keeps its list of images as a pickle in the working directory, and loading "
+            "one can run any code: write the images as files, and train with data.dataset=csv or image_folder."
+        )
     processed = root / name / "processed"
     if name in _PICKLED and processed.is_dir():
         raise DataError(

@@ -110,6 +110,18 @@ def test_options_are_handed_over(tmp_path: Path) -> None:
         opened("FakeData", None, options={"sise": 3})
 
 
+@pytest.mark.parametrize("option", ["transform", "loader", "root", "download"])
+def test_what_is_not_for_the_user_to_give_is_refused(option: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"data.options names '{option}', but ImageFolder takes"):
+        opened("ImageFolder", tmp_path, options={option: "x"})
+
+
+@pytest.mark.parametrize("name", ["LSUN", "LSUNClass"])
+def test_sets_that_load_a_pickle_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="can run any code"):
+        opened(name, tmp_path)
+
+
 def test_what_only_torchvision_knows_is_asked_of_it() -> None:
     options = {"size": 40, "image_size": (3, 12, 10), "num_classes": 4}
     found = opened("FakeData", None, options=options, validation_fraction=0)
