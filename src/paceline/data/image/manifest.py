@@ -139,6 +139,8 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
                     lines.append(reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
         raise DataError(
             f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
             "or the path."
