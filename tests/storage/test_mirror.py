@@ -49,12 +49,12 @@ def address(request: pytest.FixtureRequest) -> str:
 
 def mirror_at(address: str) -> Mirror:
     remote = Remote(address, Retries(patience_seconds=1.0))
-    return Mirror(remote, "a run", read_commits(remote)[0])
+    return Mirror(remote, "a run", read_commits(remote))
 
 
 def fetched(address: str, root: Path, beyond: int = -1) -> Commit | None:
     remote = Remote(address)
-    return fetch_newest(remote, read_commits(remote)[0], root, beyond=beyond, say=lambda _: None)
+    return fetch_newest(remote, read_commits(remote).commits, root, beyond=beyond, say=lambda _: None)
 
 
 def weight_in(root: Path) -> float:
@@ -78,7 +78,7 @@ def test_there_and_back(s3: Any, home: Home, address: str, tmp_path: Path) -> No
     # The newest and the best, as here; nothing else is left there.
     store = CheckpointStore(away / "checkpoints")
     assert (store.steps(), store.read_best()) == ([2, 3], Best(2, "loss", 0.5))
-    assert {each.step for each in read_commits(Remote(address))[0]} == {2, 3}
+    assert {each.step for each in read_commits(Remote(address)).commits} == {2, 3}
     assert {name.split("/")[1][:13] for name in Remote(address).listed("checkpoints")} == {
         "step-00000002",
         "step-00000003",
@@ -111,7 +111,7 @@ def test_what_is_damaged_is_never_chosen(
     for step in (1, 2):
         mirror.send(home.save(step), home.root)
     remote = Remote(address)
-    newest = read_commits(remote)[0][0]
+    newest = read_commits(remote).commits[0]
     name = newest.files["model.safetensors"].name
     content = remote.read(name)
     if damage == "shorter":
@@ -136,15 +136,18 @@ def test_two_launches_do_not_write_over_one_another(s3: Any, home: Home, address
     with pytest.raises(TakenError):
         second.send(home.save(2), home.root)
     first.send(home.save(3), home.root)
-    assert [each.step for each in read_commits(Remote(address))[0]] == [3, 1]
+    assert [each.step for each in read_commits(Remote(address)).commits] == [3, 1]
 
 
 def test_a_run_that_goes_back_is_not_overtaken_by_its_past(s3: Any, home: Home, address: str, tmp_path: Path) -> None:
     mirror = mirror_at(address)
     for step in (1, 2, 3):
         mirror.send(home.save(step), home.root)
-    mirror_at(address).discard_after(1)
+    back = mirror_at(address)
+    back.send(home.save(1), home.root)
     assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
+    back.prune(keep=3)
+    assert {each.step for each in read_commits(Remote(address)).commits} == {1}
 
 
 def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -> None:
@@ -153,7 +156,7 @@ def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -
     home.store.prune(keep=1)
     with pytest.raises(CheckpointError):
         mirror.send(first, home.root)
-    assert read_commits(Remote(address))[0] == []
+    assert read_commits(Remote(address)).commits == ()
 
 
 def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +165,7 @@ def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, mon
     for step in range(1, 8):
         mirror.send(home.save(step), home.root)
         mirror.prune(keep=1)
-    commit = read_commits(Remote(address))[0][0]
+    commit = read_commits(Remote(address)).commits[0]
     assert 1 <= len(commit.records["events.jsonl"]) <= 4
     assert (
         sum(piece.size_bytes for piece in commit.records["events.jsonl"]) == (home.root / "events.jsonl").stat().st_size
