@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.mirror import Mirror, Sendable, read_commits
+from paceline.checkpoint.mirror import Found, Mirror, Sendable, read_commits
 from paceline.checkpoint.store import CheckpointStore
+from paceline.errors import StorageError
 from paceline.recipe.running import Checkpoint
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries
@@ -99,6 +101,53 @@ def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Callable[..., Mi
     s3.up()
     assert copy.is_over(within_seconds=60)
     assert copy.needed == []
+
+
+def test_a_server_that_says_nothing_is_told_and_holds_up_nobody(
+    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.storage.remote._SHORTEST_SILENCE", 1.0)
+    s3.share, s3.only, s3.fates = 1.0, "PUT .*/checkpoints/", ("silent",)
+    copy = copying("s3://bucket/silent")
+    copy.offer(saved(tmp_path, 1))
+    # Five tries of s3fs with the pauses between, of each of ours, would take longer than the test has.
+    wait_until(lambda: copy.is_failing, 30)
+    copy.close()
+    assert not any(thread.name == "mirror" and not thread.daemon for thread in threading.enumerate())
+
+
+class Remembering(Remote):
+    """Fails at first; then sends a little more of a file each time it is looked at, or always the same."""
+
+    def __init__(self, address: str, *, gets_on: bool) -> None:
+        super().__init__(address)
+        self.gets_on, self.tries = gets_on, 0
+
+    def upload(self, source: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
+        self.tries += 1
+        assert progress is not None
+        if self.tries == 1 or not self.gets_on:
+            progress(1)
+            raise StorageError("it broke off")
+        for sent in range(2, 12):
+            progress(sent)
+            time.sleep(0.3)
+        super().upload(source, name, progress)
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_an_upload_that_gets_on_is_no_failure(quick: None, tmp_path: Path, *, gets_on: bool) -> None:
+    remote = Remembering(f"file://{tmp_path}/copy", gets_on=gets_on)
+    checkpoint = Checkpoint(mirror="file:///x", mirror_patience=TimeSpan(1.5, "seconds"))
+    copy = Mirroring(lambda _: Mirror(remote, "a run", Found()), tmp_path, checkpoint)
+    copy.offer(saved(tmp_path, 1))
+    failed = False
+    deadline = time.monotonic() + 60
+    while not copy.is_over(within_seconds=0.1) and not failed:
+        failed = copy.has_failed
+        assert time.monotonic() < deadline
+    copy.close()
+    assert failed is not gets_on
 
 
 ARGUMENTS = (
