@@ -83,6 +83,14 @@ def test_what_is_told_on_a_terminal(five: list[str], tmp_path: Path, capsys: pyt
     assert "a log in MLPerf's format, not an MLPerf result" in told
 
 
+def test_a_reference_that_is_not_there_is_told_whatever_the_number_of_runs(
+    five: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--output", str(tmp_path / "results")]
+    assert run(["mlperf", five[0], *SAID, *output, "--reference", str(tmp_path / "nope.json")]) == 2
+    assert "nope.json" in capsys.readouterr().err
+
+
 def test_a_folder_of_logs_is_of_one_set_of_runs(
     five: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

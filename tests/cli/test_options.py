@@ -6,8 +6,9 @@ import importlib
 from collections.abc import Iterator
 
 import click
+import pytest
 
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import COMMANDS, run
 from paceline.cli.options import FiniteRange
 
 
@@ -28,3 +29,8 @@ def test_every_number_typed_is_finite() -> None:
     ]
     assert len(numbers) > 10
     assert not [f"{name} {option.opts}" for name, option in numbers if not isinstance(option.type, FiniteRange)]
+
+
+def test_a_plan_tells_of_a_run_that_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "digits", "--until", "7 steps", "--plan-only"]) == 0
+    assert "after step 7 (train.until)" in capsys.readouterr().out

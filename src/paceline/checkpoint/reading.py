@@ -238,5 +238,5 @@ def _not_a_directory(path: Path) -> str:
     if not path.exists():
         return f"{path} does not exist; give a checkpoint directory, such as RUN/checkpoints/step-00000120."
     with open(path, "rb") as file:
-        hint = tensor_file.pickle_hint(file.read(8))
+        hint = tensor_file.pickle_hint(file.read(8), path.name)
     return f"{path} is a file, but a checkpoint is a directory with a {manifest.FILE_NAME}{hint}."

@@ -116,8 +116,10 @@ def read_regular_file(path: Path) -> bytes:
         return file.read()
 
 
-def pickle_hint(start: bytes) -> str:
-    """Return a clause about pickles when a file begins like one, else an empty string."""
+def pickle_hint(start: bytes, name: str = "") -> str:
+    """Return a clause about pickles when a file begins like one, or is a program by its name; else an empty string."""
+    if name.endswith((".pt2", ".onnx")):
+        return "; a program of torch.export or ONNX has no weights to read by name: give the run that it was made from"
     if start.startswith(_PICKLE_STARTS):
         return (
             "; it looks like a pickle (torch.save), which can run code and is never opened: convert it to safetensors"

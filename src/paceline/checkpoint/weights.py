@@ -86,10 +86,9 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
             "folder."
         )
     if target.suffix == ".safetensors":
-        name = target.stem if target.stem in WEIGHTS_CHOICES else "model"
-        return _from_file(target, name)
+        return _asked(_from_file(target), weights)
     if is_hub_folder(target):
-        return _from_hub_folder(target)
+        return _asked(_from_hub_folder(target), weights)
     if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
         raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
     return _from_checkpoint(_best_of(target), weights) if best else _newest(target, weights)
@@ -131,18 +130,31 @@ def _has_checkpoints(target: Path) -> bool:
     return bool(CheckpointStore(inside if inside.is_dir() else target).steps())
 
 
-def _from_file(path: Path, name: str) -> SavedWeights:
+def _asked(saved: SavedWeights, weights: str) -> SavedWeights:
+    """The one set of weights of a file, if it may be the one that is asked for."""
+    if weights not in ("auto", saved.weights):
+        raise CheckpointError(
+            f"{saved.path} holds the '{saved.weights}' weights alone, not '{weights}': leave out --weights, or give "
+            "the run."
+        )
+    return saved
+
+
+def _from_file(path: Path) -> SavedWeights:
     content = read_tensor_file(path)
     state, metadata = content.tensors, dict(content.metadata)
+    # What `paceline export` wrote says which they are; the file of a checkpoint is named for them.
+    said = (metadata.get("weights"), metadata.get("component"), path.stem)
+    name = next((each for each in said if each in ("model", "ema")), "model")
     if metadata.pop(ROUNDED, None) == "bf16":
         state = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
     return SavedWeights(state=state, weights=name, path=path, metadata=metadata)
 
 
 def _from_hub_folder(path: Path) -> SavedWeights:
-    saved = _from_file(hub_weights_file(path), "model")
+    saved = _from_file(hub_weights_file(path))
     if "recipe" in saved.metadata:  # ours, which says more than its config.json
-        return replace(saved, weights=saved.metadata.get("weights", "model"))
+        return saved
     return replace(saved, metadata={**saved.metadata, **read_hub_folder(path).metadata})
 
 

@@ -85,6 +85,8 @@ def check_convergence(logs: Sequence[Path], reference: Path | None = None) -> Co
         RunDirectoryError: If a log or the reference cannot be read, a log is named twice, or the runs differ in their
             batch size.
     """
+    # Read first: a misspelt path is told, also where there is nothing to hold against it.
+    own = None if reference is None else read_reference(reference)
     runs = tuple(read_mlperf_log(path) for path in logs)
     if twice := next((path for path in logs if logs.count(path) > 1), None):
         raise RunDirectoryError(f"'{twice}' was named twice; name each run once.")
@@ -96,10 +98,10 @@ def check_convergence(logs: Sequence[Path], reference: Path | None = None) -> Co
         why = f"found {len(runs)}, and reference points ask for {_FEWEST} runs or more"
         return ConvergenceCheck(runs=runs, remark=f"{why}, of which the fastest and the slowest are left out")
     others = {run.train_samples for run in runs} - {IMAGENET_TRAIN}
-    if reference is None and others:
+    if own is None and others:
         why = f"MLPerf's reference points are of ImageNet's {IMAGENET_TRAIN:,} training samples; found {min(others):,}"
         return ConvergenceCheck(runs=runs, remark=f"{why}: give points of your own (--reference)")
-    points = pruned(reference_points(RESNET_EPOCHS)) if reference is None else read_reference(reference)
+    points = pruned(reference_points(RESNET_EPOCHS)) if own is None else own
     found = compare(points, sizes.pop(), [run.epochs if run.arrived else math.inf for run in runs])
     few = f"MLPerf asks for {RESNET_RUNS} runs; found {len(runs)}" if len(runs) != RESNET_RUNS else ""
     return ConvergenceCheck(runs=runs, found=found, remark=few)

@@ -51,7 +51,6 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
-_ARCHIVES = ("cifar10", "cifar100", "mnist", "fashion_mnist")
 _IMAGE_SETS = (
     "image_folder",
     "csv",
@@ -64,7 +63,9 @@ _IMAGE_SETS = (
     "cifar100",
     "mnist",
     "fashion_mnist",
+    "torchvision:NAME",
 )
+_DOWNLOADED = ("cifar10", "cifar100", "mnist", "fashion_mnist", "torchvision:NAME")
 _SPLIT_BY = ("image_folder", "csv", "parquet", "cifar10", "packed", "webdataset", "huggingface", "digits")
 _WITH_PATH = (
     "image_folder",
@@ -77,6 +78,7 @@ _WITH_PATH = (
     "cifar100",
     "mnist",
     "fashion_mnist",
+    "torchvision:NAME",
     "text_folder",
     "tokens",
     "huggingface_text",
@@ -230,7 +232,7 @@ class Data:
     split_column: Annotated[Auto | str | None, Off, Applies("dataset", ("csv", "parquet"))] = "auto"
     """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
     there is one; `off`: none."""
-    download: Annotated[Switch, Applies("dataset", _ARCHIVES)] = False
+    download: Annotated[Switch, Applies("dataset", _DOWNLOADED)] = False
     """Download an archive, or a `torchvision:NAME`, into `path` where it is not there yet."""
     options: Annotated[dict[str, Any], Applies("dataset", ("torchvision:NAME",))] = Field(default_factory=dict)
     """What a `torchvision:NAME` is opened with beside its place and split, as `{split: letters}` for EMNIST."""

@@ -161,7 +161,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
         applies = applies_of(section, key)
         if applies is not None:
             choice = getattr(recipe, applies.to)
-            if not applies.allow(choice):
+            if not applies.allow(choice) and _is_known(section, applies.to, choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
                     f"{path}{applies.to}={_either(applies.values)}. "
@@ -169,6 +169,14 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
                 )
         if subsection(section, key) is not None:
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
+
+
+def _is_known(section: type[Any], name: str, choice: object) -> bool:
+    """Whether a choice is one, where any name may be written: a misspelt data set is refused by who opens it."""
+    if field_types(section)[name] is not str:
+        return True
+    marks = (applies_of(section, each) for each in field_types(section))
+    return any(mark.to == name and mark.allow(choice) for mark in marks if mark is not None)
 
 
 def _either(values: tuple[object, ...]) -> str:

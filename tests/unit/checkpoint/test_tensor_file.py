@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paceline.checkpoint.tensor_file import read_tensor_file, write_tensor_file
+from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
 
 
@@ -134,3 +135,10 @@ def test_a_missing_file_a_short_file_and_a_pipe_are_named(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="not a regular file"):
         read_tensor_file(tmp_path / "pipe")
+
+
+def test_programs_are_told_from_pickles(tmp_path: Path) -> None:
+    for name in ("mine.pt2", "mine.onnx"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
+        with pytest.raises(CheckpointError, match=r"a program of torch.export or ONNX .*: give the run"):
+            read_weights(tmp_path / name)

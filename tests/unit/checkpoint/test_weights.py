@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.tensor_file import write_tensor_file
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
 
@@ -62,6 +63,14 @@ def test_weights_that_no_checkpoint_holds_are_refused_by_name(store: CheckpointS
     for target in (store.directory.parent, store.path(30)):
         with pytest.raises(CheckpointError, match=r"step-00000030 holds no 'ema' weights; it holds model, optimizer"):
             read_weights(target, "ema")
+
+
+def test_a_lone_file_says_which_weights_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    write_tensor_file(path, {"w": torch.ones(3)}, {"weights": "ema"})
+    assert read_weights(path).weights == read_weights(path, "ema").weights == "ema"
+    with pytest.raises(CheckpointError, match=r"mine.safetensors holds the 'ema' weights alone, not 'model'"):
+        read_weights(path, "model")
 
 
 def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) -> None:

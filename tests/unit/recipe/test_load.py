@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import RecipeError
+from paceline.data.image.datasets import open_dataset
+from paceline.errors import DataError, RecipeError
 from paceline.recipe import foreign
 from paceline.recipe.load import (
     Overrides,
@@ -299,7 +300,7 @@ def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
             "data.path",
             (
                 "data.dataset=image_folder, csv, parquet, packed, webdataset, huggingface, cifar10, cifar100, mnist, "
-                "fashion_mnist, text_folder, tokens, huggingface_text, criteo or coco"
+                "fashion_mnist, torchvision:NAME, text_folder, tokens, huggingface_text, criteo or coco"
             ),
         ),
         (["data.samples=4"], "data.samples", "data.dataset=synthetic or synthetic_clicks"),
@@ -318,6 +319,13 @@ def test_a_key_without_effect_is_refused(overrides: list[str], key: str, needs: 
     message = refusal(*overrides)
     assert message.startswith(f"plain: '{key}' has no effect with ")
     assert f"it needs {needs}. Remove it (on the command line: {key}=null)." in message
+
+
+def test_keys_of_a_misspelt_data_set_are_left_to_who_opens_it() -> None:
+    loaded = load_recipe("digits", overrides=["data.dataset=imagefolder", "data.path=photos"])
+    with pytest.raises(DataError, match=r"data.dataset is 'imagefolder', .* Did you mean 'image_folder'"):
+        open_dataset(loaded.recipe.data)
+    assert "'data.samples' has no effect" in refusal("data.dataset=digits", "data.samples=4")
 
 
 def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -> None:

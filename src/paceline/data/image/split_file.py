@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +27,13 @@ _SIDES = ("train", "validation")
 class KeptSplit:
     """What a split file says."""
 
-    def __init__(self, path: Path, fraction: float, held_out: dict[bytes, bool], sha256: str) -> None:
+    def __init__(
+        self, path: Path, fraction: float, held_out: dict[bytes, bool], sha256: str, *, is_new: bool = False
+    ) -> None:
         self.path = path
         self.fraction = fraction
         self.sha256 = sha256
+        self._is_new = is_new
         self._held_out = held_out
 
     @property
@@ -58,7 +61,8 @@ class KeptSplit:
         held_out = np.array([bool(each) for each in known], dtype=bool)
         held_out[new] = hashes[new] < np.uint64(min(self.fraction * 2.0**64, 2.0**64 - 2048))
         gone = len(self._held_out) - int((~new).sum())
-        parts = [f"as {str(self.path)!r} keeps it: {int(held_out.sum()):,} of {len(names):,} images are held out"]
+        keeps = "keeps it from now on, written now" if self._is_new else "keeps it"
+        parts = [f"as {str(self.path)!r} {keeps}: {int(held_out.sum()):,} of {len(names):,} images are held out"]
         parts += [f"{int(new.sum()):,} that it does not know are placed by their names"] if new.any() else []
         parts += [f"{gone:,} that it knows are gone"] if gone else []
         return held_out, "; ".join(parts)
@@ -71,9 +75,10 @@ def keep_split(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], 
         DataError: If it can be neither, or is damaged.
         RecipeError: If it was written for another fraction.
     """
-    if not path.exists():
+    is_new = not path.exists()
+    if is_new:
         _write(path, names, held_out, fraction)
-    kept = read_split(path)
+    kept = read_split(path, is_new=is_new)
     if kept.fraction != fraction:
         raise RecipeError(
             f"data.validation_fraction={fraction}, but the split file {str(path)!r} was written with {kept.fraction}: "
@@ -82,8 +87,8 @@ def keep_split(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], 
     return kept
 
 
-def read_split(path: Path) -> KeptSplit:
-    """Read a split file.
+def read_split(path: Path, *, is_new: bool = False) -> KeptSplit:
+    """Read a split file; ``is_new`` says that it was written just now.
 
     Raises:
         DataError: If it cannot be read, is none, or is not as it was written.
@@ -112,7 +117,7 @@ def read_split(path: Path) -> KeptSplit:
     for line in rest.splitlines():
         side, _, name = line.partition(b"\t")
         held_out[_unescaped(name)] = side == b"validation"
-    return KeptSplit(path, fraction, held_out, said)
+    return KeptSplit(path, fraction, held_out, said, is_new=is_new)
 
 
 def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], fraction: float) -> None:
@@ -126,9 +131,15 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
         "sha256": hashlib.sha256(lines).hexdigest(),
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
+        if not path.parent.is_dir():
+            # A slip in the path would become a folder, and a split of its own.
+            raise DataError(
+                f"there is no folder {str(path.parent)!r} for the split file (data.split_file): make it, or correct "
+                "the path."
+            )
+        # Not tempfile's, which only its owner may read: whoever reads the data reads this.
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        with open(partial, "xb") as file:
             file.write(json.dumps(head).encode() + b"\n" + lines)
             file.flush()
             os.fsync(file.fileno())

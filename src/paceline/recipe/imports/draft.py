@@ -152,6 +152,13 @@ class Draft:
             if place == "mapped" and dotted not in says.split(", "):
                 self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
 
+    def end_in_warmup(self, end: str, warmup: str) -> None:
+        """Tell of a run that ends before its peak rate, and how the recipe says so."""
+        self.notices.append(
+            f"the run ends after {end}, while it warms up for {warmup}, and never reaches its peak rate: "
+            f"train.duration is the whole warm-up, and train.until={end} ends it"
+        )
+
     def switch(self, dotted: str, *sources: str, on: bool = True, note: str = "") -> None:
         """Turn a key of the recipe on or off."""
         self.put(dotted, on, *sources, note=note)

@@ -274,6 +274,7 @@ def _put_schedule(draft: Draft) -> None:
 def _put_training(draft: Draft, micro_batches: int) -> None:
     draft.put("train.duration", f"{draft['epochs']} epochs", "epochs")
     if draft["warmup"] > draft["epochs"]:
+        draft.end_in_warmup(f"{draft['epochs']} epochs", f"{draft['warmup']} epochs")
         draft.put("train.until", f"{draft['epochs']} epochs", "epochs", note="the run ends while it warms up")
         draft.put("train.duration", f"{draft['warmup']} epochs", "warmup")
     if draft["amp"]:

@@ -192,6 +192,7 @@ def _put_warmup(draft: Draft) -> None:
     peak = draft.so_far("optimizer.lr")
     draft.put("schedule.warmup", epochs(draft, length), "warmup_epochs")
     if length > draft["epochs"] and not draft["warmup_prefix"]:
+        draft.end_in_warmup(draft.so_far("train.duration"), epochs(draft, length))
         draft.put("train.until", draft.so_far("train.duration"), "epochs", note="the run ends while it warms up")
         draft.put("train.duration", epochs(draft, length), "warmup_epochs")
     if first > peak:

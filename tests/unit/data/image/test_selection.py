@@ -184,7 +184,13 @@ def test_by_order_is_as_it_was(folder: Path) -> None:
 
 def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept" / "photos.split"
+    with pytest.raises(DataError, match=r"there is no folder '.*kept' for the split file .*: make it, or correct"):
+        opened(folder, split_file=str(file))
+    file.parent.mkdir()
     before = opened(folder, split_file=str(file))
+    assert "keeps it from now on, written now: " in before.reasons["validation"]
+    (tmp_path / "plain").write_text("")
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert names(before.validation) == names(opened(folder).validation)
     content = file.read_bytes()
     assert opened(folder, split_file=str(file)).digest == before.digest
@@ -196,6 +202,7 @@ def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path
     assert names(before.validation) - {"cow/06.png"} <= names(after.validation)
     assert not names(before.train) & names(after.validation)
     told = after.reasons["validation"]
+    assert "photos.split' keeps it: " in told
     assert "6 that it does not know are placed by their names; 1 that it knows are gone" in told
     assert after.selection["split_file_sha256"] == before.selection["split_file_sha256"]
 
@@ -223,7 +230,7 @@ def test_split_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -
     with pytest.raises(DataError, match="is no split file of Paceline's"):
         opened(folder, split_file=str(file))
     with pytest.raises(DataError, match="cannot be written"):
-        opened(folder, split_file="/proc/nowhere/a.split")
+        opened(folder, split_file="/proc/self/a.split")
 
 
 def test_names_of_any_bytes_survive_a_split_file(folder: Path, tmp_path: Path) -> None:

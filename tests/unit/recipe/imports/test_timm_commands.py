@@ -355,6 +355,13 @@ def test_whatever_is_given_ends_in_a_recipe_or_in_a_sentence(tmp_path: Path) -> 
     assert all("found" in each or "given without a value" in each for each in said), said
 
 
+def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
+    conversion = convert("train.py /d --epochs 2 --warmup-epochs 5")
+    told = "the run ends after 2 epochs, while it warms up for 5 epochs, and never reaches its peak rate"
+    assert told in " ".join(conversion.notices)
+    assert not any("peak rate" in each for each in convert("train.py /d --epochs 9 --warmup-epochs 5").notices)
+
+
 def test_an_option_names_each_of_its_keys_once() -> None:
     for entry in convert(PUBLISHED["deit_small"]).entries:
         keys = entry.says.split(", ")
