@@ -192,6 +192,7 @@ REFUSED = {
     "a bomb": (lambda: form(bomb(2**31 - 1, 2**31 - 1)), {}, 422, "0.png"),
     "a program": (lambda: form(picture(0, "EPS")), {}, 422, "not an image in any of these formats"),
     "another format": (lambda: form(picture(0, "ICO", 32)), {}, 422, "not an image in any of these formats"),
+    "tiles": (lambda: form(picture(0, "TIFF")), {}, 422, "not an image in any of these formats"),
     "cut off": (lambda: form(picture(0))[:-20], {}, 400, "last boundary"),
     "no form": (lambda: b"{}", {"Content_Type": "application/json"}, 415, "multipart/form-data"),
     "no boundary": (lambda: form(picture(0)), {"Content_Type": "multipart/form-data"}, 415, "boundary"),

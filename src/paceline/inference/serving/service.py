@@ -18,8 +18,9 @@ from paceline.inference.serving.metrics import Metrics
 from paceline.inference.serving.uploads import Desk, Upload, uploads_of
 from paceline.machine import available_cores
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
+"""What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar; a TIFF's tiles,
+of which its size says nothing, are the likes of what one would be asked for."""
 
 
 class Service:
