@@ -312,3 +312,33 @@ def test_a_gradient_that_is_no_number_differs_most(found: float, wanted: float, 
     theirs = {"a": torch.tensor([wanted]), "b": torch.tensor([1.0]), "c": torch.zeros(1)}
     gap = difference(mine, theirs)
     assert (gap.relative, gap.where) == (relative, "a")
+
+
+DOCUMENTS = """
+task: language_modeling
+model: {name: gpt, options: {depth: 1, width: 16, heads: 2}}
+data: {dataset: text_folder, path: PATH, validation_fraction: 0.2, text: {context: 32, rows: single, pad_multiple: 2}}
+batch: {global_size: 4}
+optimizer: {name: adamw, lr: 0.01}
+train: {duration: 8 steps}
+parallel: {device: cpu, threads: 1}
+telemetry: {trackers: [], report: off}
+"""
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_what_is_rehearsed_is_not_taken_for_training(
+    balance: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples of unequal length, the largest micro-batch goes through before the first step, whichever step's."""
+    (tmp_path / "books").mkdir()
+    for number in range(70):
+        (tmp_path / "books" / f"{number}.txt").write_text("ab" * (1 + number * 7 % 13))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(DOCUMENTS.replace("PATH", str(tmp_path / "books")))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    asked = Asked(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
+    checks = {check.name: check for check in prove(asked, lambda _: None).checks}
+    assert [check for check in checks.values() if check.verdict == "failed"] == []
+    assert {checks[name].verdict for name in ("order", "samples", "gradient", "tail")} == {"passed"}

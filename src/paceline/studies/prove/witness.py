@@ -209,8 +209,6 @@ class Witness(Task):
         if not self.notes.micro_batches:
             self._begin(self._network)
         part, notes = batch.slice, self.notes.micro_batches
-        if len(notes) == 1 and (notes[0].step, notes[0].logical_rank) == (part.step, part.logical_rank):
-            notes.clear()  # what went before was the rehearsal, which moves nothing
         notes.append(
             MicroBatchNote(
                 step=part.step,
@@ -260,6 +258,8 @@ class Witness(Task):
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not self.notes.steps:
+            self.notes.micro_batches = _unrehearsed(self.notes.micro_batches)
         gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
         if self._keeps:
             path = Path(self._orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
@@ -284,6 +284,15 @@ class Witness(Task):
                 self._average[name] = decay * self._average[name] + (1 - decay) * current
             else:
                 self._average[name] = current.clone()
+
+
+def _unrehearsed(notes: list[MicroBatchNote]) -> list[MicroBatchNote]:
+    """The first step's, without what was rehearsed before it and moved nothing: the largest of all, and its first."""
+    first = notes[-1].step
+    begin = len(notes) - 1
+    while begin > 0 and notes[begin - 1].step == first and notes[begin - 1].logical_rank < notes[begin].logical_rank:
+        begin -= 1
+    return notes[begin:]
 
 
 def _first(values: NDArray[Any] | None, samples: int) -> NDArray[Any] | None:
