@@ -19,10 +19,14 @@ from paceline.data.order import evaluation_slices
 from paceline.errors import LaunchError, RecipeError, TrainingError
 from paceline.metrics.accumulator import Metric
 from paceline.models.small_resnet import small_resnet
+from paceline.recipe.load import load_recipe
 from paceline.recipe.plan import DataFacts
+from paceline.studies.prove.notes import Orders
 from paceline.studies.prove.reference import difference
 from paceline.studies.prove.runs import Sizes
 from paceline.studies.prove.study import Asked, prove
+from paceline.studies.prove.witness import REFERENCE, Witness
+from paceline.tasks.build import build_task
 from paceline.world import World
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -342,3 +346,19 @@ def test_what_is_rehearsed_is_not_taken_for_training(
     checks = {check.name: check for check in prove(asked, lambda _: None).checks}
     assert [check for check in checks.values() if check.verdict == "failed"] == []
     assert {checks[name].verdict for name in ("order", "samples", "gradient", "tail")} == {"passed"}
+
+
+def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -> None:
+    task = build_task(load_recipe("shapes-maskrcnn").recipe)
+    orders = Orders(task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=())
+    whole = task.dataset
+    facts = Witness(task, orders).data_facts(World())
+    assert (facts.train_samples, facts.evaluation_samples) == (5, 3)
+    few = task.dataset
+    assert (len(few.train), len(few.validation)) == (5, 3)
+    for mine, its in ((0, 0), (1, 499), (4, 1999)):
+        assert few.train.path(mine) == whole.train.path(its)
+        assert (few.train.image(mine) == whole.train.image(its)).all()
+        assert (few.train.sizes[mine] == whole.train.sizes[its]).all()
+        boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, mine), (whole.train, its)))
+        assert np.array_equal(*boxes)
