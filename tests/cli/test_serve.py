@@ -78,6 +78,14 @@ class Serving:
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return 0.0 if found is None else float(found[1])
 
+    def connections(self) -> int:
+        """How many sockets it has, its own among them."""
+        folder = Path(f"/proc/{self.process.pid}/fd")
+        if not folder.exists():
+            pytest.skip("how many connections a process has is not told here")
+        names = [os.readlink(each) for each in folder.iterdir() if each.is_symlink()]
+        return sum(name.startswith("socket:") for name in names)
+
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=_PATIENCE_SECONDS)
 
@@ -192,6 +200,7 @@ REFUSED = {
     "a bomb": (lambda: form(bomb(2**31 - 1, 2**31 - 1)), {}, 422, "0.png"),
     "a program": (lambda: form(picture(0, "EPS")), {}, 422, "not an image in any of these formats"),
     "another format": (lambda: form(picture(0, "ICO", 32)), {}, 422, "not an image in any of these formats"),
+    "tiles": (lambda: form(picture(0, "TIFF")), {}, 422, "not an image in any of these formats"),
     "cut off": (lambda: form(picture(0))[:-20], {}, 400, "last boundary"),
     "no form": (lambda: b"{}", {"Content_Type": "application/json"}, 415, "multipart/form-data"),
     "no boundary": (lambda: form(picture(0)), {"Content_Type": "multipart/form-data"}, 415, "boundary"),
@@ -287,6 +296,31 @@ def test_slow_clients_are_let_go(start: Callable[..., Serving], finished: Path) 
     assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers.values()), answers
     assert service.predict(picture(0))[0] == 200
     assert service.metric('paceline_refusals_total{reason="slow_upload"}') == 1
+
+
+def test_clients_that_do_not_read_are_let_go(start: Callable[..., Serving], finished: Path) -> None:
+    """Of one that asks a thousand times, in one breath, and of one that asks and then closes its side."""
+    service = start(finished, "--max-seconds", 1)
+    before = service.connections()
+    questions = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 3000
+    with contextlib.ExitStack() as stack:
+        for is_halved in (False, True):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.settimeout(_PATIENCE_SECONDS)
+            client.connect(service.address)
+            # The service reads no further than it is asked to answer: what it leaves is nobody's loss.
+            client.settimeout(0.5)
+            with contextlib.suppress(TimeoutError):
+                client.sendall(questions)
+            if is_halved:
+                client.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for is_open in (True, False):  # all in one process: until they are seen, and until they are gone
+            while (service.connections() > before) != is_open:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+    assert service.predict(picture(0))[0] == 200
 
 
 def test_a_full_queue_says_when_to_come_back(start: Callable[..., Serving], finished: Path) -> None:

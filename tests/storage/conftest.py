@@ -45,6 +45,7 @@ class Proxy:
         self.draws, self.lock = random.Random(7), threading.Lock()
         self.only = ""  # lets those fail in whose method and path this pattern is found, and no others
         self.fates = ("refused", "dropped", "unanswered", "halved")
+        self.is_over = threading.Event()  # ends what is "silent": accepted, and never answered
         self.port = 0
         self.up()
 
@@ -94,7 +95,9 @@ class Proxy:
         fate = self._fate(f"{handler.command} {handler.path}")
         # Its handler's thread ends with the connection.
         handler.close_connection = fate != "well"
-        if fate == "dropped":
+        if fate == "silent":
+            self.is_over.wait(120)
+        if fate in ("dropped", "silent"):
             return
         if fate == "refused":
             handler.send_response(503)
@@ -159,6 +162,7 @@ def moto_port() -> Iterator[int]:
 def proxy(moto_port: int) -> Iterator[Proxy]:
     found = Proxy(moto_port)
     yield found
+    found.is_over.set()
     found.down()
 
 

@@ -68,7 +68,8 @@ def check_same(found: dict[str, Any]) -> None:
 def check_tidy(address: str, keep: int = 2) -> None:
     """What lies at the address is whole, and nothing else lies there."""
     remote = Remote(address)
-    commits, damaged = read_commits(remote)
+    found = read_commits(remote)
+    commits, damaged = found.commits, found.damaged
     assert not damaged
     assert 1 <= len(commits) <= keep + 1
     there = {**remote.listed("checkpoints"), **remote.listed("records")}
@@ -108,6 +109,6 @@ def test_parts_of_several_processes(s3: Any, variables: dict[str, str], tmp_path
     found = outcome(begin(tmp_path / "runs", variables, **asked), s3, tmp_path / "runs")
     check_same(found)
     assert found["resumes"], "the last launch went on from no copy"
-    commits, _ = read_commits(Remote("s3://bucket/parts"))
+    commits = read_commits(Remote("s3://bucket/parts")).commits
     assert any("/" in name for name in commits[0].files), "no component lies in parts"
     assert "ledger/rank-00001.ids" in commits[0].records

@@ -11,7 +11,7 @@ import torch
 
 from paceline.checkpoint.best import Best
 from paceline.checkpoint.fetched import fetch_newest
-from paceline.checkpoint.mirror import Commit, Mirror, Sendable, TakenError, read_commits
+from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, read_commits
 from paceline.checkpoint.store import CheckpointStore, read_components
 from paceline.errors import CheckpointError, StorageError
 from paceline.storage.remote import Remote
@@ -49,12 +49,12 @@ def address(request: pytest.FixtureRequest) -> str:
 
 def mirror_at(address: str) -> Mirror:
     remote = Remote(address, Retries(patience_seconds=1.0))
-    return Mirror(remote, "a run", read_commits(remote)[0])
+    return Mirror(remote, "a run", read_commits(remote))
 
 
 def fetched(address: str, root: Path, beyond: int = -1) -> Commit | None:
     remote = Remote(address)
-    return fetch_newest(remote, read_commits(remote)[0], root, beyond=beyond, say=lambda _: None)
+    return fetch_newest(remote, read_commits(remote).commits, root, beyond=beyond, say=lambda _: None)
 
 
 def weight_in(root: Path) -> float:
@@ -78,7 +78,7 @@ def test_there_and_back(s3: Any, home: Home, address: str, tmp_path: Path) -> No
     # The newest and the best, as here; nothing else is left there.
     store = CheckpointStore(away / "checkpoints")
     assert (store.steps(), store.read_best()) == ([2, 3], Best(2, "loss", 0.5))
-    assert {each.step for each in read_commits(Remote(address))[0]} == {2, 3}
+    assert {each.step for each in read_commits(Remote(address)).commits} == {2, 3}
     assert {name.split("/")[1][:13] for name in Remote(address).listed("checkpoints")} == {
         "step-00000002",
         "step-00000003",
@@ -111,7 +111,7 @@ def test_what_is_damaged_is_never_chosen(
     for step in (1, 2):
         mirror.send(home.save(step), home.root)
     remote = Remote(address)
-    newest = read_commits(remote)[0][0]
+    newest = read_commits(remote).commits[0]
     name = newest.files["model.safetensors"].name
     content = remote.read(name)
     if damage == "shorter":
@@ -136,15 +136,18 @@ def test_two_launches_do_not_write_over_one_another(s3: Any, home: Home, address
     with pytest.raises(TakenError):
         second.send(home.save(2), home.root)
     first.send(home.save(3), home.root)
-    assert [each.step for each in read_commits(Remote(address))[0]] == [3, 1]
+    assert [each.step for each in read_commits(Remote(address)).commits] == [3, 1]
 
 
 def test_a_run_that_goes_back_is_not_overtaken_by_its_past(s3: Any, home: Home, address: str, tmp_path: Path) -> None:
     mirror = mirror_at(address)
     for step in (1, 2, 3):
         mirror.send(home.save(step), home.root)
-    mirror_at(address).discard_after(1)
+    back = mirror_at(address)
+    back.send(home.save(1), home.root)
     assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
+    back.prune(keep=3)
+    assert {each.step for each in read_commits(Remote(address)).commits} == {1}
 
 
 def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -> None:
@@ -153,7 +156,7 @@ def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -
     home.store.prune(keep=1)
     with pytest.raises(CheckpointError):
         mirror.send(first, home.root)
-    assert read_commits(Remote(address))[0] == []
+    assert read_commits(Remote(address)).commits == ()
 
 
 def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +165,68 @@ def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, mon
     for step in range(1, 8):
         mirror.send(home.save(step), home.root)
         mirror.prune(keep=1)
-    commit = read_commits(Remote(address))[0][0]
+    commit = read_commits(Remote(address)).commits[0]
     assert 1 <= len(commit.records["events.jsonl"]) <= 4
     assert (
         sum(piece.size_bytes for piece in commit.records["events.jsonl"]) == (home.root / "events.jsonl").stat().st_size
     )
+
+
+def test_two_launches_that_commit_at_once_delete_nothing_of_one_another(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = Remote(f"file://{tmp_path}/copy")
+    other = Home(tmp_path / "other")
+    (other.root / "recipe.yaml").write_text("seed: 2\n")
+    both = [(Mirror(remote, "a run", Found()), each) for each in (home, other)]
+    with monkeypatch.context() as patch:
+        # Both look, then both write.
+        patch.setattr("paceline.checkpoint.mirror._commit_names", lambda _: [])
+        for step, (mirror, each) in enumerate(both):
+            mirror.send(each.save(10 + step), each.root)
+    before = sorted(remote.listed())
+    for mirror, _ in both:
+        with pytest.raises(TakenError):
+            mirror.prune(keep=1)
+    assert sorted(remote.listed()) == before
+    assert len({each.sequence for each in read_commits(remote).commits}) == 1
+    assert fetched(str(remote.address), tmp_path / "away") is not None
+    # The next launch knows both.
+    later = Mirror(remote, "a run", read_commits(remote))
+    later.send(home.save(20), home.root)
+    later.prune(keep=2)
+    assert [each.step for each in read_commits(remote).commits] == [20, 11]
+
+
+def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path) -> None:
+    remote = Remote(f"file://{tmp_path}/copy")
+    mirror, first, second = Mirror(remote, "a run", Found()), home.save(1), home.save(2)
+    mirror.send(first, home.root)
+    mirror.send(second, home.root)
+    newest = read_commits(remote).commits[0]
+    remote.delete([newest.files["model.safetensors"].name, newest.records["events.jsonl"][-1].name])
+    with pytest.raises(StorageError, match="is gone"):
+        mirror.prune(keep=1)
+    assert fetched(str(remote.address), tmp_path / "older").step == 1  # type: ignore[union-attr]
+    mirror.send(second, home.root)
+    mirror.prune(keep=1)
+    assert fetched(str(remote.address), tmp_path / "away").step == 2  # type: ignore[union-attr]
+
+
+def test_full_pieces_of_a_long_record_are_never_sent_again(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.checkpoint.mirror._MOST_PIECES", 2)
+    monkeypatch.setattr("paceline.checkpoint.mirror._PIECE_BYTES", 256)
+    remote = Remote(f"file://{tmp_path}/copy")
+    mirror, name, seen = Mirror(remote, "a run", Found()), "ledger/rank-00000.ids", list[str]()
+    for step in range(1, 15):
+        mirror.send(home.save(step), home.root)
+        row = read_commits(remote).commits[0].records[name]
+        full = [piece.name for piece in row if piece.size_bytes == 256]
+        assert full[: len(seen)] == seen
+        assert len(row) - len(full) <= 4
+        seen = full
+    assert len(seen) >= 3
+    fetched(str(remote.address), tmp_path / "away")
+    assert (tmp_path / "away" / name).read_bytes() == (home.root / name).read_bytes()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.mirror import Mirror, Sendable, read_commits
+from paceline.checkpoint.mirror import Found, Mirror, Sendable, read_commits
 from paceline.checkpoint.store import CheckpointStore
-from paceline.errors import RunDirectoryError
+from paceline.errors import StorageError
 from paceline.recipe.running import Checkpoint
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries
@@ -28,7 +28,7 @@ from paceline.units import TimeSpan
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirroring, "_REQUEST_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(mirroring, "REQUEST_PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(mirroring, "_PAUSE_SECONDS", 0.2)
 
 
@@ -39,7 +39,7 @@ def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Callable[..., Mirr
     def begin(address: str, **keys: Any) -> Mirroring:
         def open_mirror(retries: Retries) -> Mirror:
             remote = Remote(address, retries)
-            return Mirror(remote, "a run", read_commits(remote)[0])
+            return Mirror(remote, "a run", read_commits(remote))
 
         begun.append(Mirroring(open_mirror, tmp_path, Checkpoint(mirror=address, **keys)))
         return begun[-1]
@@ -81,7 +81,7 @@ def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
     assert [each.incident for each in copy.news() if each.incident != "mirror_retries"] == ["mirror", "mirror_back"]
     assert copy.news() == []
     assert copy.lacks == ""
-    assert read_commits(Remote("s3://bucket/away"))[0][0].step == 3
+    assert read_commits(Remote("s3://bucket/away")).commits[0].step == 3
 
 
 def test_patience_comes_to_an_end_if_the_recipe_says_so(
@@ -101,6 +101,53 @@ def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Callable[..., Mi
     s3.up()
     assert copy.is_over(within_seconds=60)
     assert copy.needed == []
+
+
+def test_a_server_that_says_nothing_is_told_and_holds_up_nobody(
+    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.storage.remote._SHORTEST_SILENCE", 1.0)
+    s3.share, s3.only, s3.fates = 1.0, "PUT .*/checkpoints/", ("silent",)
+    copy = copying("s3://bucket/silent")
+    copy.offer(saved(tmp_path, 1))
+    # Five tries of s3fs with the pauses between, of each of ours, would take longer than the test has.
+    wait_until(lambda: copy.is_failing, 30)
+    copy.close()
+    assert not any(thread.name == "mirror" and not thread.daemon for thread in threading.enumerate())
+
+
+class Remembering(Remote):
+    """Fails at first; then sends a little more of a file each time it is looked at, or always the same."""
+
+    def __init__(self, address: str, *, gets_on: bool) -> None:
+        super().__init__(address)
+        self.gets_on, self.tries = gets_on, 0
+
+    def upload(self, source: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
+        self.tries += 1
+        assert progress is not None
+        if self.tries == 1 or not self.gets_on:
+            progress(1)
+            raise StorageError("it broke off")
+        for sent in range(2, 12):
+            progress(sent)
+            time.sleep(0.3)
+        super().upload(source, name, progress)
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_an_upload_that_gets_on_is_no_failure(quick: None, tmp_path: Path, *, gets_on: bool) -> None:
+    remote = Remembering(f"file://{tmp_path}/copy", gets_on=gets_on)
+    checkpoint = Checkpoint(mirror="file:///x", mirror_patience=TimeSpan(1.5, "seconds"))
+    copy = Mirroring(lambda _: Mirror(remote, "a run", Found()), tmp_path, checkpoint)
+    copy.offer(saved(tmp_path, 1))
+    failed = False
+    deadline = time.monotonic() + 60
+    while not copy.is_over(within_seconds=0.1) and not failed:
+        failed = copy.has_failed
+        assert time.monotonic() < deadline
+    copy.close()
+    assert failed is not gets_on
 
 
 ARGUMENTS = (
@@ -134,7 +181,7 @@ def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
     assert "copied s3://bucket/shapes: 24 files" in said
-    newest = read_commits(Remote("s3://bucket/stopped"))[0][0]
+    newest = read_commits(Remote("s3://bucket/stopped")).commits[0]
     steps = CheckpointStore(tmp_path / "run/checkpoints").steps()
     assert newest.step == steps[-1]
     assert "data:\n" in _text(tmp_path / "run/recipe.yaml")
@@ -142,18 +189,6 @@ def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
     assert secret not in said
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
-    # A run of its own is not gone on with from another's copy, nor begun over it.
-    with pytest.raises(RunDirectoryError, match="copy of another run"):
-        _refused(tmp_path / "other")
-
-
-def _refused(root: Path) -> None:
-    from paceline.records.run_directory import RunDirectory
-
-    (root / "checkpoints").mkdir(parents=True)
-    CheckpointStore(root / "checkpoints").save(1, {"model": {"weight": torch.zeros(1)}}, {"position": 1})
-    (root / "mirror.json").write_text(json.dumps({"run": "another"}))
-    mirroring._fill(RunDirectory(root), "s3://bucket/stopped", "auto", lambda _: None)
 
 
 def _text(path: Path) -> str:

@@ -9,29 +9,41 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.durable import hash_file, reporting_disk_errors
-from paceline.checkpoint.mirror import Commit, Piece
+from paceline.checkpoint.mirror import Commit, Piece, in_line
 from paceline.checkpoint.store import CheckpointStore, verify
 from paceline.errors import CheckpointError, StorageError
-from paceline.records.run_directory import write_bytes
+from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote
 from paceline.units import format_bytes
 
+# What tells whose run it is, and is small.
+_TELLING = ("recipe.yaml", "plan.json", "environment.json")
+
 
 def fetch_newest(
-    remote: Remote, commits: Sequence[Commit], root: Path, *, beyond: int, say: Callable[[str], None]
+    remote: Remote,
+    commits: Iterable[Commit],
+    root: Path,
+    *,
+    beyond: int,
+    say: Callable[[str], None],
+    accept: Callable[[Path], None] | None = None,
 ) -> Commit | None:
     """Copy the newest checkpoint that is whole at the address into a run directory, with the best one and the records.
 
     Args:
         remote: Where it lies.
-        commits: What is there, newest first.
+        commits: What is there.
         root: The run directory, whose records are replaced.
         beyond: Only a checkpoint of a later step is taken; -1 for any.
         say: Takes lines about what goes on.
+        accept: Raises if the run whose recipe, plan and environment lie in a folder is not the one that is wanted;
+            called before anything is written here.
 
     Returns:
         What was fetched; None if there is none beyond.
@@ -41,13 +53,16 @@ def fetch_newest(
         CheckpointError: If this disk refuses.
     """
     damaged: list[str] = []
-    for commit in commits:
+    line = in_line(commits)
+    for commit in line:
         if commit.step <= beyond:
             break
         size = sum(each.size_bytes for each in commit.files.values())
-        say(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
         try:
-            _fetch(remote, commit, commits, root)
+            if accept is not None:
+                _ask(remote, commit, accept)
+            say(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
+            _fetch(remote, commit, line, root)
         except _DamagedError as error:
             damaged.append(str(error))
             say(f"the copy of step {commit.step} is damaged: {error}")
@@ -62,6 +77,14 @@ class _DamagedError(Exception):
     """An object is not what its commit says."""
 
 
+def _ask(remote: Remote, commit: Commit, accept: Callable[[Path], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        for name in _TELLING:
+            if name in commit.records:
+                _record(remote, commit.records[name], Path(folder) / name)
+        accept(Path(folder))
+
+
 def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path) -> None:
     store = CheckpointStore(root / "checkpoints")
     for path in (root / "ledger").glob("rank-*.ids"):
@@ -70,11 +93,28 @@ def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path
     # The recipe makes a run of a directory.
     for name in sorted(commit.records, key=lambda each: each == "recipe.yaml"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(root / name, b"".join(_content(remote, piece) for piece in commit.records[name]))
+        _record(remote, commit.records[name], root / name)
     best = _best(remote, commit, commits, store)
     _checkpoint(remote, commit, store)
     if commit.best is not None and (best or commit.best.step == commit.step):
         store.write_best(commit.best.step, commit.best.metric, commit.best.value, weights=commit.best.weights)
+
+
+def _record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None:
+    """Write a record's pieces one after another, and give it its name when all are there."""
+    partial = target.with_name(f".{target.name}.fetched")
+    try:
+        with reporting_disk_errors("fetch a record to", target):
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(_content(remote, piece))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+            sync_directory(target.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _best(remote: Remote, commit: Commit, commits: Sequence[Commit], store: CheckpointStore) -> bool:

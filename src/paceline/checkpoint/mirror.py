@@ -11,12 +11,13 @@ not. Whatever is not named by a commit is an upload that was broken off, is neve
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ from paceline.checkpoint.best import Best
 from paceline.checkpoint.manifest import FILE_NAME as MANIFEST
 from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, StorageError
+from paceline.storage.at_once import run_at_once
 from paceline.storage.remote import Remote
 
 _FORMAT_VERSION = 1
@@ -31,7 +33,7 @@ _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
 # A library may hold some 100 MiB of each file that it sends.
 _AT_ONCE = 4
 _PIECE_BYTES = 64 * 2**20
-# Of so many pieces a record is sent anew as one, so that a long run's copy has no endless row of them.
+# So many small pieces of a record are sent anew as one, so that a long run's copy has no endless row of them.
 _MOST_PIECES = 32
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
@@ -62,6 +64,7 @@ class Commit:
         files: The checkpoint's files by their names in it.
         records: Files of the run directory by their names in it, each in pieces.
         best: What ``best.json`` said.
+        name: Of its own object, relative to the address.
     """
 
     sequence: int
@@ -70,6 +73,7 @@ class Commit:
     files: Mapping[str, Piece]
     records: Mapping[str, tuple[Piece, ...]]
     best: Best | None = None
+    name: str = ""
 
     @property
     def pieces(self) -> set[str]:
@@ -98,22 +102,46 @@ class Sendable:
     best: Best | None = None
 
 
+@dataclass(frozen=True)
+class Found:
+    """What lies at an address.
+
+    Attributes:
+        commits: Those that are whole, newest first.
+        damaged: What is said of those that are not.
+        names: Of the objects of all of them.
+    """
+
+    commits: tuple[Commit, ...] = ()
+    damaged: tuple[str, ...] = ()
+    names: frozenset[str] = field(default_factory=frozenset)
+
+
 class Mirror:
     """The copy of one run at an address; one thread of one process writes it.
+
+    It deletes only after it has sent something itself, and never once another launch has written there.
 
     Args:
         remote: Where it lies.
         run: The run's own word.
-        commits: Those that are there, as :func:`read_commits` found them.
+        found: What is there, as :func:`read_commits` found it.
     """
 
-    def __init__(self, remote: Remote, run: str, commits: Iterable[Commit]) -> None:
+    def __init__(self, remote: Remote, run: str, found: Found) -> None:
         self._remote, self._run = remote, run
-        self._commits = {each.sequence: each for each in commits}
+        self._commits = {each.name: each for each in found.commits}
+        self._known = found.names
         self._launch = secrets.token_hex(4)
-        self._last = max((number for number, _ in _commit_names(remote)), default=0)
+        self._reached: dict[str, int] = {}
+        self._moved_at = float("-inf")
         # What this launch has sent of each record; what earlier ones sent may have been cut back since.
         self._sent: dict[str, list[Piece]] = {}
+
+    @property
+    def moved_at(self) -> float:
+        """When an upload last got further than ever before, by :func:`time.monotonic`."""
+        return self._moved_at
 
     def send(self, what: Sendable, root: Path) -> None:
         """Copy a checkpoint and its records there; when this returns, the newest commit names them.
@@ -134,7 +162,7 @@ class Mirror:
         self._commit(what, files, records)
 
     def _has(self, what: Sendable) -> bool:
-        newest = self._commits.get(max(self._commits, default=0))
+        newest = next(iter(in_line(self._commits.values())), None)
         digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
         return newest is not None and newest.files[MANIFEST].sha256 == digest
 
@@ -155,9 +183,12 @@ class Mirror:
             for name, piece in files.items()
             if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes
         }
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mirror") as pool:
-            for _ in pool.map(lambda name: self._upload(what.path / name, missing[name].name), missing):
-                pass
+        run_at_once(
+            lambda name: self._upload(what.path / name, missing[name].name),
+            missing,
+            threads=_AT_ONCE,
+            name="mirror-upload",
+        )
         files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", len(before), digest)
         self._remote.write(f"{folder}/{MANIFEST}", before)
         if _manifest_bytes(what.path) != before:
@@ -172,15 +203,22 @@ class Mirror:
     def _upload(self, source: Path, name: str) -> None:
         if not source.is_file():
             raise CheckpointError(f"{source} was deleted before it was copied.")
-        self._remote.upload(source, name)
+        self._remote.upload(source, name, lambda sent: self._note(name, sent))
+
+    def _note(self, name: str, sent: int) -> None:
+        # What was sent before and lost is no progress when it is sent again.
+        if sent > self._reached.get(name, 0):
+            self._reached[name], self._moved_at = sent, time.monotonic()
 
     def _send_growing(self, source: Path, name: str, size: int) -> tuple[Piece, ...]:
         """The pieces of a record's first ``size`` bytes; what is new since the last time is sent."""
         sent = self._sent.get(name, [])
-        begin = sum(each.size_bytes for each in sent)
-        if begin > size or len(sent) > _MOST_PIECES:
-            sent, begin = [], 0
-        sent = list(sent)
+        if sum(each.size_bytes for each in sent) > size:
+            sent = []
+        elif sum(each.size_bytes < _PIECE_BYTES for each in sent) > _MOST_PIECES:
+            # Of a long record the full pieces at its beginning are never sent again.
+            sent = list(itertools.takewhile(lambda each: each.size_bytes == _PIECE_BYTES, sent))
+        sent, begin = list(sent), sum(each.size_bytes for each in sent)
         with _reading(source) as file:
             file.seek(begin)
             while begin < size:
@@ -206,82 +244,106 @@ class Mirror:
         return Piece(name, len(content), hashlib.sha256(content).hexdigest())
 
     def _commit(self, what: Sendable, files: Mapping[str, Piece], records: Mapping[str, tuple[Piece, ...]]) -> None:
+        # One of ours may have arrived although no answer came back.
+        sequence = max((number for number, _ in self._commit_names()), default=0) + 1
+        name = f"commits/{sequence:08d}-{self._launch}.json"
+        commit = Commit(
+            sequence=sequence, run=self._run, step=what.step, files=files, records=records, best=what.best, name=name
+        )
+        self._remote.write(name, _to_bytes(commit))
+        self._commits[name] = commit
+
+    def _commit_names(self) -> list[tuple[int, str]]:
+        """The numbers and names of the commits that are there now.
+
+        Raises:
+            TakenError: If another launch has written one.
+        """
         there = _commit_names(self._remote)
-        if any(number > self._last and not self._is_ours(name) for number, name in there):
+        if any(name not in self._known and not name.endswith(f"-{self._launch}.json") for _, name in there):
             raise TakenError(
                 f"another launch has written to {self._remote.address} since this one began; this one sends nothing "
                 "more."
             )
-        # One of ours may have arrived although no answer came back.
-        sequence = max([self._last, *(number for number, _ in there)]) + 1
-        commit = Commit(sequence=sequence, run=self._run, step=what.step, files=files, records=records, best=what.best)
-        self._remote.write(f"commits/{sequence:08d}-{self._launch}.json", _to_bytes(commit))
-        self._commits[sequence], self._last = commit, sequence
-
-    def _is_ours(self, name: str) -> bool:
-        return name.endswith(f"-{self._launch}.json")
+        return there
 
     def prune(self, *, keep: int) -> None:
         """Delete all but the newest commits of ``keep`` steps and that of the best one, and what none of them names.
 
-        Raises:
-            StorageError: If the address refuses; the next call goes on.
-        """
-        self._keep_only(kept_of(self._commits.values(), keep))
-
-    def discard_after(self, step: int) -> None:
-        """Delete the commits of later steps, for a run that goes back to ``step``; else they would be gone on with.
+        Of a run that went back, what it left behind goes too: its newest commit does not build on that.
 
         Raises:
-            StorageError: If the address refuses.
+            StorageError: If the address refuses, or has lost what was sent; the next call goes on.
+            TakenError: If another launch has written there; nothing is deleted then.
         """
-        later = {number: commit for number, commit in self._commits.items() if commit.step > step}
-        if later:
-            self._keep_only({number: each for number, each in self._commits.items() if number not in later})
-
-    def _keep_only(self, kept: Mapping[int, Commit]) -> None:
+        there = self._commit_names()
+        kept = kept_of(self._commits.values(), keep)
+        if not kept:
+            return
+        present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
+        self._check_newest(kept.values(), present)
         # Names first: what is half deleted is not to be chosen.
-        there = _commit_names(self._remote)
-        self._remote.delete([name for number, name in there if number <= self._last and number not in kept])
+        self._remote.delete([name for _, name in there if name not in kept])
         self._commits = dict(kept)
         needed: set[str] = set().union(*(each.pieces for each in kept.values()))
         # What this launch has sent of its records, the next commit builds on.
         needed |= {piece.name for pieces in self._sent.values() for piece in pieces}
-        present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
         self._remote.delete([name for name in present if name not in needed])
+
+    def _check_newest(self, kept: Iterable[Commit], present: Iterable[str]) -> None:
+        """See to it that what others are deleted for is there; a launch that began later may have taken it for litter.
+
+        Raises:
+            StorageError: If it is not; it is sent again with the next try.
+        """
+        newest = in_line(kept)[0]
+        if lost := newest.pieces.difference(present):
+            del self._commits[newest.name]
+            self._sent.clear()
+            raise StorageError(f"{self._remote.path(min(lost))} is gone, which a commit names.")
 
 
 class TakenError(StorageError):
     """Another launch writes to the same address: that does not pass."""
 
 
-def kept_of(commits: Iterable[Commit], keep: int) -> dict[int, Commit]:
-    """The newest commit of each of the ``keep`` steps that came last, and of the best step, by sequence."""
-    newest = sorted(commits, key=lambda each: each.sequence, reverse=True)
+def in_line(commits: Iterable[Commit]) -> list[Commit]:
+    """The commits that the newest builds on, newest first: later steps of older ones are what a run went back from."""
+    line: list[Commit] = []
+    for each in sorted(commits, key=lambda each: (each.sequence, each.name), reverse=True):
+        if not line or each.step <= line[-1].step:
+            line.append(each)
+    return line
+
+
+def kept_of(commits: Iterable[Commit], keep: int) -> dict[str, Commit]:
+    """The newest commit of each of the ``keep`` steps that came last, and of the best step, by name."""
+    line = in_line(commits)
     of_step: dict[int, Commit] = {}
-    for each in newest:
+    for each in line:
         of_step.setdefault(each.step, each)
-    best = newest[0].best if newest else None
+    best = line[0].best if line else None
     chosen = [*list(of_step.values())[:keep], *([of_step[best.step]] if best and best.step in of_step else [])]
-    return {each.sequence: each for each in chosen}
+    return {each.name: each for each in chosen}
 
 
-def read_commits(remote: Remote) -> tuple[list[Commit], list[str]]:
-    """The commits at an address, newest first, and what is said of those that are no whole ones.
+def read_commits(remote: Remote) -> Found:
+    """The commits at an address.
 
     Raises:
         StorageError: If the address cannot be read.
     """
     commits, damaged = [], []
-    for number, name in sorted(_commit_names(remote), reverse=True):
+    there = sorted(_commit_names(remote), reverse=True)
+    for number, name in there:
         try:
-            commit = _from_bytes(remote.read(name))
+            commit = _from_bytes(remote.read(name), name)
             if commit.sequence != number:
                 raise ValueError(f"it says that it is number {commit.sequence}")
             commits.append(commit)
         except (ValueError, KeyError, TypeError) as error:
             damaged.append(f"{remote.path(name)} is no whole commit: {error}")
-    return commits, damaged
+    return Found(tuple(commits), tuple(damaged), frozenset(name for _, name in there))
 
 
 def _commit_names(remote: Remote) -> list[tuple[int, str]]:
@@ -291,10 +353,11 @@ def _commit_names(remote: Remote) -> list[tuple[int, str]]:
 
 def _to_bytes(commit: Commit) -> bytes:
     content = {"format_version": _FORMAT_VERSION, **asdict(commit)}
+    del content["name"]
     return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("utf-8")
 
 
-def _from_bytes(text: bytes) -> Commit:
+def _from_bytes(text: bytes, own_name: str) -> Commit:
     content = json.loads(text)
     if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
@@ -306,7 +369,7 @@ def _from_bytes(text: bytes) -> Commit:
         if not _SAFE_NAME.fullmatch(name) or ".." in name:
             raise ValueError(f"it names the file {name!r}, which is not allowed")
     best = content.pop("best")
-    return Commit(files=files, records=records, best=None if best is None else Best(**best), **content)
+    return Commit(files=files, records=records, best=None if best is None else Best(**best), name=own_name, **content)
 
 
 def _digest(content: Any) -> str:

@@ -62,8 +62,9 @@ def command(
     """Examine RECIPE, or the run of a run directory: which mistakes make it slow or spoil it?
 
     Looked at are the recipe and its plan, the network's modules on tensors without content, and what your own code
-    does in one micro-batch of a few samples, on the CPU. Each finding has its evidence (values, layers, lines of code),
-    the reason with its source, and what to change. Nothing is trained, written or changed, but FILE.
+    does in one micro-batch of a few samples, on the CPU; pictures with objects are shown small there. Each finding has
+    its evidence (values, layers, lines of code), the reason with its source, and what to change. Nothing is trained,
+    written or changed, but FILE.
 
     Exit code 1 if something breaks, slows or spoils a run, 0 if not.
 

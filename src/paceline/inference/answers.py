@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from PIL import Image
 
 Prepared = Any
-"""One image as a predictor wants it; only the predictor that made it looks inside."""
+"""One image as a predictor wants it, with its size in memory as ``nbytes``; only the predictor that made it looks
+inside."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom edge, in pixels of the file's picture."""

@@ -36,7 +36,8 @@ class Detections:
         probabilities: How sure each is, in [0, 1].
         boxes: Left, top, right and bottom edge of each in pixels of the file's picture.
         error: Why there is no answer, if there is none.
-        masks: Of each, float32 [N, 1, H, W] in [0, 1] on the CPU, where the network draws them.
+        masks: Of each, float32 [N, 1, M, M] in [0, 1] on the CPU, where the network draws them: what its box holds, in
+            M rows and columns.
     """
 
     path: Path
@@ -67,14 +68,23 @@ class Detections:
         """The picture, uint8 [H, W, 3], with boxes and, where there are any, masks."""
         picture = Image.fromarray(prepared)
         colours = [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
-        for colour, mask in zip(colours, () if self.masks is None else self.masks, strict=False):
-            seen = Image.fromarray(((mask[0] >= _SURE).to(torch.uint8) * 110).numpy(), mode="L")
+        for number, colour in enumerate(colours if self.masks is not None else ()):
+            seen = Image.fromarray(self._mask(number, (picture.height, picture.width)).numpy(), mode="L")
             picture.paste(Image.new("RGB", picture.size, colour), mask=seen)
         pen = ImageDraw.Draw(picture)
         for colour, box, label in zip(colours, self.boxes, self.labels, strict=True):
             pen.rectangle(box, outline=colour)
             pen.text((box[0] + 2, box[1] + 1), label, fill=colour)
         return picture
+
+    def _mask(self, number: int, size: tuple[int, int]) -> torch.Tensor:
+        """How strongly one object's pixels are coloured, uint8 [H, W]."""
+        from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+        assert self.masks is not None
+        one = slice(number, number + 1)
+        pasted: torch.Tensor = paste_masks_in_image(self.masks[one], torch.tensor(self.boxes[one]), size)
+        return (pasted[0, 0] >= _SURE).to(torch.uint8) * 110
 
 
 class CopyNames:
@@ -116,10 +126,15 @@ class DetectionPredictor:
         self.classes: tuple[str, ...] = tuple(saved.described("data")["class_names"])
         refuse_foreign_code({"model": saved.described("recipe").get("model", {})}, recipe, where, trusted=trust_code)
         # The weights come from the file: nothing is downloaded or initialised from elsewhere.
+        from paceline.models.shown_pictures import ShownPictures
+
         model = replace(recipe.model, pretrained=False, initialize_from=None)
         network = build_detector(model, recipe.data.boxes, num_classes=len(self.classes))
         check_inventory(network.state_dict(), saved.plain, where=where)
         network.load_state_dict(saved.plain)
+        # Most that is found is not sure, and few masks are drawn: each is pasted when it is.
+        if isinstance(network.transform, ShownPictures):
+            network.transform.pastes_masks = False
         self._network = network.to(device).eval()
         self._device = device
         self._saved = saved

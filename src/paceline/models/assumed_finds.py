@@ -216,10 +216,13 @@ def _settle_heads(heads: Any, ask: Any) -> None:
 def _settle_one_stage(network: Any, ask: Any) -> None:
     """RetinaNet's and FCOS's losses, and what they find."""
     ask(network, "compute_loss", lambda *_: all_of)
-    owners = (network.head, *(getattr(network.head, f"{each}_head", None) for each in ("classification", "regression")))
-    for owner in owners:
+    for owner in (network.head, getattr(network.head, "regression_head", None)):
         if hasattr(owner, "compute_loss"):
             ask(owner, "compute_loss", lambda targets, *_: _foreground(targets))
+    classes = getattr(network.head, "classification_head", None)
+    if hasattr(classes, "compute_loss"):
+        # RetinaNet leaves out anchors between its two thresholds alone, and those are few.
+        ask(classes, "compute_loss", lambda *_: all_of)
     ask(network, "postprocess_detections", lambda *_: lambda found: min(len(found), network.topk_candidates))
 
 

@@ -14,12 +14,17 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
     """A detector's own preparation with the recipe's sizes: normalises, and in evaluation resizes, and answers back.
 
     Training pictures come as they are to be shown: their sizes are drawn by (seed, epoch, sample).
+
+    Attributes:
+        pastes_masks: Whether answers have masks of the picture's size. If not, each is as the network drew it, for its
+            box: a hundred masks of a large picture take gigabytes.
     """
 
     def __init__(self, own: Any, boxes: Boxes) -> None:
         largest = max(boxes.short_sides or (boxes.long_side,))
         super().__init__(largest, boxes.long_side, own.image_mean, own.image_std, size_divisible=own.size_divisible)
         self.is_fixed = boxes.short_sides is None
+        self.pastes_masks = True
 
     def resize(self, image: Tensor, target: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Resize a held-out picture [C, H, W] and its objects."""
@@ -27,3 +32,16 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
             return image, target
         resized: tuple[Tensor, dict[str, Tensor] | None] = super().resize(image, target)
         return resized
+
+    def postprocess(
+        self,
+        result: list[dict[str, Tensor]],
+        image_shapes: list[tuple[int, int]],
+        original_image_sizes: list[tuple[int, int]],
+    ) -> list[dict[str, Tensor]]:
+        """Bring answers back to the pictures' own sizes."""
+        aside = [{} if self.pastes_masks else {"masks": each.pop("masks")} for each in result if "masks" in each]
+        answers: list[dict[str, Tensor]] = super().postprocess(result, image_shapes, original_image_sizes)
+        for each, masks in zip(answers, aside, strict=False):
+            each.update(masks)
+        return answers

@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, quote_plus, unquote
 
 from paceline.errors import StorageError
 
@@ -25,9 +27,18 @@ _LIBRARIES = {
 }
 _HIDDEN = "***"
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_USER = re.compile(r"(://)[^\s@'\"]+@")
+_USER = re.compile(r"(://)[^\s'\"]+@")
+# A password may hold spaces; what follows a port is none.
+_PASSWORD = re.compile(r"(://)[^\s:@/'\"]+:(?!\d+\b)[^@/'\"\n]{1,100}@")
+_NAMED = re.compile(
+    r"\b(sig|AccountKey|SharedAccessKey|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^\s&;'\"]+",
+    re.IGNORECASE,
+)
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\"]+")
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SIGNATURE")
+# The parts of a connection string or of a signed query that are secrets by themselves.
+_PART = re.compile(r"(?:key|secret|token|password|pwd|sig|signature)=([^;&]+)", re.IGNORECASE)
+_PATH_NAME = re.compile(r"_(FILE|PATH)$|^GOOGLE_APPLICATION_CREDENTIALS$")
 _SHORTEST_SECRET = 8
 
 
@@ -132,9 +143,24 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
         environment: Whose secrets are meant; this process's by default.
     """
     values = os.environ if environment is None else environment
-    secrets = [value for name, value in values.items() if _SECRET_NAME.search(name.upper())]
-    for secret in sorted(secrets, key=len, reverse=True):
-        # A path to a file of credentials is no secret, and a short value would stand in every text by chance.
-        if len(secret) >= _SHORTEST_SECRET and not secret.startswith("/"):
+    for secret in sorted(_secrets(values), key=len, reverse=True):
+        # A short value would stand in every text by chance.
+        if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, _HIDDEN)
-    return _QUERY.sub(rf"\1?{_HIDDEN}", _USER.sub(rf"\1{_HIDDEN}@", text))
+    text = _PASSWORD.sub(rf"\1{_HIDDEN}@", _USER.sub(rf"\1{_HIDDEN}@", text))
+    return _NAMED.sub(rf"\1={_HIDDEN}", _QUERY.sub(rf"\1?{_HIDDEN}", text))
+
+
+def _secrets(values: Mapping[str, str]) -> set[str]:
+    """What the environment keeps as a secret, whole and in parts, as it is and as it stands in an address."""
+    found = set()
+    for name, value in values.items():
+        if _SECRET_NAME.search(name.upper()) and not _is_path(name, value):
+            for secret in (value, *_PART.findall(value)):
+                found |= {secret, quote(secret, safe=""), quote(secret), quote_plus(secret), unquote(secret)}
+    return found
+
+
+def _is_path(name: str, value: str) -> bool:
+    """Whether a value is the path of a file of credentials, and no secret: a secret too may begin with a slash."""
+    return value.startswith("/") and (_PATH_NAME.search(name.upper()) is not None or Path(value).exists())

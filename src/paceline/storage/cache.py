@@ -16,12 +16,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import StorageError
 from paceline.storage.addresses import Address
+from paceline.storage.at_once import run_at_once
 from paceline.storage.remote import Remote, RemoteFile, fingerprint
 from paceline.units import format_bytes
 
@@ -196,15 +196,7 @@ def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say
                 told = time.monotonic()
                 say(f"copying {remote.address}: {done} of {len(missing)} files")
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="storage") as pool:
-        tasks = [pool.submit(fetch, item) for item in missing.items()]
-        try:
-            for task in tasks:
-                task.result()
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise
+    run_at_once(fetch, missing.items(), threads=_AT_ONCE, name="storage")
     say(f"copied {where}, in {time.monotonic() - begun:.1f} s")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,12 @@ from typing import Any
 
 from paceline.errors import StorageError
 from paceline.storage.addresses import Address, check_library, parse_address
+from paceline.storage.at_once import run_at_once
 from paceline.storage.retries import Retries
 
 _AT_ONCE = 8
+# How long a server may say nothing, in seconds.
+_SHORTEST_SILENCE, _LONGEST_SILENCE = 5.0, 60.0
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 
 
@@ -56,13 +58,18 @@ class Remote:
         protocol = self.address.protocol
         configured = fsspec.config.conf.get(protocol, {})
         if protocol == "s3" and "config_kwargs" not in configured:
-            # The library's own tries are for hiccups; what lasts longer is told, by ours.
-            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
+            # A server that accepts and does not answer is to fail a request while somebody has patience for it.
+            silence = min(max(self.retries.patience_seconds, _SHORTEST_SILENCE), _LONGEST_SILENCE)
+            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": silence, "retries": {"max_attempts": 1}}
         if protocol == "file":
             options = {"auto_mkdir": True}
         if protocol == "memory":
             options = {}
-        return fsspec.filesystem(protocol, **options)
+        files = fsspec.filesystem(protocol, **options)
+        if protocol == "s3":
+            # s3fs tries everything five times, unheard, whatever botocore is told; trying again is for Retries.
+            files.retries = 1
+        return files
 
     def path(self, name: str = "") -> str:
         """The whole address of a file beneath, or of the place itself."""
@@ -135,10 +142,25 @@ class Remote:
         if size_bytes not in (-1, found):
             raise OSError(f"{found} bytes came of {size_bytes}")
 
-    def upload(self, source: Path, name: str) -> None:
-        """Copy a local file there; it is whole or absent where the protocol says so (S3, GCS, Azure), and not else."""
+    def upload(self, source: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
+        """Copy a local file there; it is whole or absent where the protocol says so (S3, GCS, Azure), and not else.
+
+        Args:
+            source: The local file.
+            name: Relative to the address.
+            progress: Takes the number of bytes that have been sent in this try, now and then.
+        """
         where = self.path(name)
-        self.retries(f"write {where}", lambda: self._files.put_file(str(source), where))
+        self.retries(f"write {where}", partial(self._upload, source, where, progress))
+
+    def _upload(self, source: Path, where: str, progress: Callable[[int], None] | None) -> None:
+        from fsspec.callbacks import Callback
+
+        def hook(_size: int, value: int, **_: object) -> None:
+            if progress is not None:
+                progress(value)
+
+        self._files.put_file(str(source), where, callback=Callback(hooks={"progress": hook}))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
@@ -147,9 +169,7 @@ class Remote:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files; those that are gone already are no matter."""
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="storage") as pool:
-            for _ in pool.map(self._delete_one, names):
-                pass
+        run_at_once(self._delete_one, names, threads=_AT_ONCE, name="storage")
 
     def _delete_one(self, name: str) -> None:
         self.retries(f"delete {self.path(name)}", partial(self._delete, name))

@@ -18,7 +18,10 @@ T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
 # What another try would meet again.
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, TypeError)
+_LASTING = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(ImportError, TypeError),
+)
 _LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
 _LASTING_ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 _ADVICE = {
@@ -40,7 +43,7 @@ class Retries:
     Attributes:
         patience_seconds: How long one request may fail before it is given up.
         told: Takes one line about what failed for a while and then worked.
-        given_up: To be set when nobody waits for the outcome any more; it ends pauses at once.
+        given_up: To be set when nobody waits for the outcome any more; pauses end at once, and nothing more is tried.
     """
 
     patience_seconds: float = 60.0
@@ -57,11 +60,13 @@ class Retries:
             call: Does it.
 
         Raises:
-            StorageError: If it lasts, or patience has run out.
+            StorageError: If it lasts, patience has run out, or it was given up.
         """
         begun = time.monotonic()
-        failures = 0
+        failures, reason = 0, ""
         while True:
+            if self.given_up.is_set():
+                raise StorageError(f"cannot {action}{f' ({reason})' if failures else ''}: it was given up.")
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001  # each protocol's library has errors of its own

@@ -36,6 +36,10 @@ _DATASETS = ("coco", "shapes")
 _USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.boxes")
 _UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
 _NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
+_NOT_SHARDED = (
+    "does not go with task=detection: held-out pictures are passed one by one, not as many by each process, and each "
+    "pass would gather all processes' weights"
+)
 _MOST_THREADS = 16
 _MASK = 0.5  # a pixel is an object's from this probability on
 
@@ -195,10 +199,7 @@ class Detection(Task):
             RecipeError: With what to use instead.
         """
         if self.recipe.parallel.strategy == "fsdp":
-            raise RecipeError(
-                "parallel.strategy=fsdp does not go with task=detection: held-out pictures are passed one by one, not "
-                "as many by each process, and each pass would gather all processes' weights; use parallel.strategy=ddp."
-            )
+            raise RecipeError(f"parallel.strategy=fsdp {_NOT_SHARDED}; use parallel.strategy=ddp.")
         if self.recipe.model.compile:
             raise RecipeError(
                 f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
@@ -227,6 +228,11 @@ class Detection(Task):
         why = "it says how data.dataset=shapes is generated"
         keys = ("samples", "evaluation_samples", "smallest_side", "largest_side", "objects")
         return found | {f"data.boxes.generated.{key}": why for key in keys}
+
+
+def why_not_sharded(task: Task) -> str:
+    """Why FSDP cannot spread a task's network, as the rest of a sentence about it; empty if it can."""
+    return _NOT_SHARDED if isinstance(task, Detection) else ""
 
 
 def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -109,8 +109,9 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
 def mlperf_log(directory: RunDirectory, overrides: Sequence[str] = ()) -> list[str]:
     """The lines of a run's log; see :func:`write_mlperf_log`."""
     run = _read(directory, overrides)
-    finish = next((event for event in reversed(run.events) if event["event"] == "finish"), None)
-    if finish is None:
+    # A run that was stopped, resumed and then killed has an end too, which is none any more.
+    finish = next((event for event in reversed(run.events) if event["event"] != "evaluation"), None)
+    if finish is None or finish["event"] != "finish":
         raise RunDirectoryError(
             f"the run in '{directory.root}' has not ended, and its log in MLPerf's format is written at its end; let "
             "it go on, or resume it if it was killed."

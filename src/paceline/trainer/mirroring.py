@@ -1,4 +1,4 @@
-"""How are a run's checkpoints copied to an address while it trains, and how does it begin from such a copy?
+"""How are a run's checkpoints copied to an address while it trains?
 
 A thread of the first process copies the newest whole checkpoint. Training never waits for it: while the address fails,
 newer checkpoints take the place of those that wait, and what happened is told with the next record.
@@ -7,43 +7,32 @@ newer checkpoints take the place of those that wait, and what happened is told w
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoint.fetched import fetch_newest
-from paceline.checkpoint.mirror import Commit, Mirror, Sendable, TakenError, read_commits
-from paceline.checkpoint.restore import Choice
-from paceline.checkpoint.store import CheckpointStore, step_of
-from paceline.distributed.collectives import Collectives
+from paceline.checkpoint.mirror import Mirror, Sendable, TakenError
+from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError, RunDirectoryError, StorageError, TrainingError
 from paceline.recipe.running import Checkpoint
-from paceline.recipe.schema import Recipe
 from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
-from paceline.records.run_directory import RunDirectory, write_json
+from paceline.records.run_directory import RunDirectory
 from paceline.storage.addresses import without_secrets
-from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries, describe
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
-    from paceline.trainer.opening import Opening
     from paceline.trainer.run import Run
 
-_WORD = "mirror.json"
-_README = b"Checkpoints of a Paceline run, copied while it trained; see docs/guide/object-storage.md.\n"
 # How long one request is tried again before its failure is told, and the pause before the next try of all.
-_REQUEST_PATIENCE_SECONDS = 15.0
+REQUEST_PATIENCE_SECONDS = 15.0
 _PAUSE_SECONDS = 5.0
-_AFTER_FAILURE_SECONDS = 5.0
+# Nobody is to wait long for a request that is not answered; nothing is lost with it.
+_AT_CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -67,13 +56,15 @@ class Mirroring:
         assert checkpoint.mirror is not None
         self._open, self._root, self._address = open_mirror, root, checkpoint.mirror
         self._keep, self._patience = checkpoint.keep, checkpoint.mirror_patience
-        self._retries = Retries(patience_seconds=_REQUEST_PATIENCE_SECONDS, told=self._hiccup)
+        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccup)
         self._changed = threading.Condition()
         self._waiting: dict[int, Sendable] = {}
         self._under_way: int | None = None
         self._news: list[News] = []
         self._hiccups, self._last_hiccup = 0, ""
+        self._mirror: Mirror | None = None
         self._failing_since: float | None = None
+        self._failure = ""
         self._stands_still = ""
         self._is_closed = False
         # Nothing is lost with it that a next launch would not send.
@@ -89,8 +80,12 @@ class Mirroring:
     @property
     def has_failed(self) -> bool:
         """Whether copying has failed for longer than the recipe bears."""
-        since = self._failing_since
-        return self._patience is not None and since is not None and time.monotonic() - since > self._patience.seconds
+        since, mirror = self._failing_since, self._mirror
+        if self._patience is None or since is None:
+            return False
+        # A large upload that has begun again and gets on may take longer than the address may fail.
+        since = max(since, since if mirror is None else mirror.moved_at)
+        return time.monotonic() - since > self._patience.seconds
 
     @property
     def is_failing(self) -> bool:
@@ -103,7 +98,9 @@ class Mirroring:
         with self._changed:
             if self._stands_still:
                 return self._stands_still
-            return "" if not self._waiting and self._under_way is None else "it was still being copied"
+            if not self._waiting and self._under_way is None:
+                return ""
+            return self._failure or "it was still being copied"
 
     def offer(self, what: Sendable) -> None:
         """Have a whole checkpoint copied next; of those that wait, only the best one is kept beside it. Never waits."""
@@ -139,7 +136,7 @@ class Mirroring:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(_AFTER_FAILURE_SECONDS)
+        self._thread.join(_AT_CLOSE_SECONDS)
 
     def _hiccup(self, line: str) -> None:
         with self._changed:
@@ -147,12 +144,11 @@ class Mirroring:
             self._last_hiccup = line
 
     def _work(self) -> None:
-        mirror = None
         while (what := self._next()) is not None:
             try:
-                mirror = mirror or self._open(self._retries)
-                mirror.send(what, self._root)
-                mirror.prune(keep=self._keep)
+                self._mirror = self._mirror or self._open(self._retries)
+                self._mirror.send(what, self._root)
+                self._mirror.prune(keep=self._keep)
             except CheckpointError:
                 self._done()  # it went, or was replaced: a newer one waits, or will
             except (TakenError, RunDirectoryError) as error:
@@ -181,6 +177,7 @@ class Mirroring:
 
     def _failed(self, what: Sendable, reason: str) -> None:
         with self._changed:
+            self._failure = reason
             if self._failing_since is None:
                 self._failing_since = time.monotonic()
                 message = f"checkpoints are not copied for now, and training goes on: {reason}"
@@ -198,7 +195,7 @@ class Mirroring:
                 self._news.append(
                     News("mirror_back", f"checkpoints are copied to {self._address} again, after {seconds}")
                 )
-            self._failing_since = None
+            self._failing_since, self._failure = None, ""
 
     def _stand_still(self, reason: str) -> None:
         with self._changed:
@@ -206,162 +203,6 @@ class Mirroring:
             self._waiting.clear()
             self._news.append(News("mirror", reason))
             self._changed.notify_all()
-
-
-def holds_copy(recipe: Recipe) -> bool:
-    """Whether there is something to go on from at the recipe's address.
-
-    Raises:
-        StorageError: If the address cannot be read.
-    """
-    if recipe.checkpoint.mirror is None:
-        return False
-    remote = Remote(recipe.checkpoint.mirror, Retries(patience_seconds=_REQUEST_PATIENCE_SECONDS))
-    return bool(remote.listed("commits"))
-
-
-def fill_from_mirror(
-    directory: RunDirectory, recipe: Recipe, resume: str, collectives: Collectives, say: Callable[[str], None]
-) -> tuple[str, ...]:
-    """Fill the run directory from the address where that is further, before the run is opened; a collective.
-
-    Returns:
-        What the user should know.
-
-    Raises:
-        StorageError: If the address cannot be read and there is nothing here to go on from either.
-        RunDirectoryError: If the copy is another run's.
-    """
-    if recipe.checkpoint.mirror is None:
-        return ()
-    address, first = recipe.checkpoint.mirror, collectives.world.is_first
-    with ThreadPoolExecutor(1, thread_name_prefix="fetch") as pool:
-        # Many short waits, since a collective may not take longer than parallel.timeout, but a large checkpoint may.
-        task = pool.submit(_fill, directory, address, resume, say) if first else None
-        patience = recipe.parallel.timeout.seconds / 10
-        while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
-            pass
-        return collectives.on_first(lambda: () if task is None else task.result())
-
-
-def _fill(directory: RunDirectory, address: str, resume: str, say: Callable[[str], None]) -> tuple[str, ...]:
-    newest, _ = CheckpointStore(directory.checkpoints).newest_whole()
-    try:
-        remote = Remote(address, Retries(patience_seconds=_REQUEST_PATIENCE_SECONDS))
-        commits, damaged = read_commits(remote)
-        if not commits:
-            # Whether anything can be written there is to be known before anything is trained.
-            remote.write("README", _README)
-    except StorageError as error:
-        if newest is None:
-            raise
-        return (f"the run goes on from '{directory.root}' alone: {error}",)
-    _check_ours(commits, directory, address)
-    if commits and resume == "never":
-        raise RunDirectoryError(
-            f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
-            "address, or leave --resume out to go on with it."
-        )
-    if commits and resume != "auto" and (step := step_of(Path(resume))) is not None:
-        # A run that goes back on request must not go on from its later copies, whenever it is killed.
-        Mirror(remote, commits[0].run, commits).discard_after(step)
-    if not commits or resume != "auto":
-        return tuple(damaged)
-    write_json(directory.root / _WORD, {"run": commits[0].run})
-    beyond = -1 if newest is None else step_of(newest) or 0
-    fetched = fetch_newest(remote, commits, directory.root, beyond=beyond, say=say)
-    gone_on = () if fetched is None else (f"the run goes on from its copy at {address}, of step {fetched.step}",)
-    return (*damaged, *gone_on)
-
-
-def _check_ours(commits: Sequence[Commit], directory: RunDirectory, address: str) -> None:
-    """Refuse the copy of another run.
-
-    Raises:
-        RunDirectoryError: If it is one.
-    """
-    word = _word(directory)
-    if commits and (commits[0].run != word if word is not None else not _is_free(directory)):
-        raise RunDirectoryError(
-            f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
-            "or another --run-dir to go on from that copy."
-        )
-
-
-def _word(directory: RunDirectory) -> str | None:
-    try:
-        word = json.loads((directory.root / _WORD).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return word if isinstance(word, str) else None
-
-
-def _is_free(directory: RunDirectory) -> bool:
-    """Whether nothing was trained here."""
-    used = any(path.stat().st_size for path in ledger_files(directory.ledger))
-    return not used and not CheckpointStore(directory.checkpoints).steps()
-
-
-@contextlib.contextmanager
-def mirroring_beside(
-    directory: RunDirectory, recipe: Recipe, opening: Opening, collectives: Collectives
-) -> Iterator[Mirroring | None]:
-    """Copy the run's checkpoints on the first process, as long as this is entered; a collective.
-
-    Args:
-        directory: The run's, opened: its records are cut back.
-        recipe: The run's.
-        opening: How it begins.
-        collectives: All processes.
-    """
-    begun: list[Mirroring] = []
-    if recipe.checkpoint.mirror is not None and opening.completed:
-        collectives.on_first(lambda: _send_rest(directory, recipe))
-    elif recipe.checkpoint.mirror is not None:
-        collectives.on_first(lambda: begun.append(_begin(directory, recipe, opening.choice)))
-    try:
-        yield begun[0] if begun else None
-    finally:
-        for each in begun:
-            each.close()
-
-
-def _begin(directory: RunDirectory, recipe: Recipe, choice: Choice) -> Mirroring:
-    """Begin to copy, first of all what is not there yet."""
-    address = recipe.checkpoint.mirror
-    assert address is not None
-    word = _word(directory)
-    if word is None:
-        write_json(directory.root / _WORD, {"run": (word := secrets.token_hex(8))})
-    run = word
-
-    def open_mirror(retries: Retries) -> Mirror:
-        remote = Remote(address, retries)
-        commits, _ = read_commits(remote)
-        _check_ours(commits, directory, address)
-        mirror = Mirror(remote, run, commits)
-        if choice.path is not None:
-            mirror.discard_after(choice.step)
-        return mirror
-
-    mirroring = Mirroring(open_mirror, directory.root, recipe.checkpoint)
-    if choice.path is not None:
-        best = CheckpointStore(directory.checkpoints).read_best()
-        growing, small = sendable_records(directory)
-        mirroring.offer(Sendable(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
-    return mirroring
-
-
-def _send_rest(directory: RunDirectory, recipe: Recipe) -> None:
-    """Of a run that is complete: send its last checkpoint if it is not there, unless the address fails."""
-    newest, _ = CheckpointStore(directory.checkpoints).newest_whole()
-    if newest is None:
-        return
-    mirroring = _begin(directory, recipe, Choice(newest, step_of(newest) or 0))
-    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
-    while not (mirroring.is_over(within_seconds=0.5) or mirroring.is_failing or time.monotonic() > deadline):
-        pass
-    mirroring.close()
 
 
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:

@@ -143,7 +143,8 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
     """
     if not directory.exists() or _never_trained(directory):
         return _begin(directory, asked)
-    notices = _check_same_run(directory, asked)
+    check_same_run(directory, asked)
+    notices = _notices(directory, read_plan(directory), asked)
     wanted = _wanted(directory, asked.resume)
     if asked.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
@@ -217,7 +218,19 @@ def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:
     write_text(directory.recipe, to_yaml(asked.recipe))
 
 
-def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
+def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None = None) -> None:
+    """See to it that what is asked continues a run.
+
+    Args:
+        directory: What is looked at: the run's recipe and plan.
+        asked: What is asked.
+        address: Where the run lies of which these are copies; None if it lies there.
+
+    Raises:
+        RunDirectoryError: If it does not.
+    """
+    where = f"'{directory.root}'" if address is None else address
+    elsewhere = "in another --run-dir" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(read_recipe(directory), str(directory.recipe))
     changed = {
         key: values
@@ -226,9 +239,11 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
     }
     if changed:
         listed = "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:4])
+        if address is not None:
+            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Begin {elsewhere}.")
         raise RunDirectoryError(
-            f"'{directory.root}' holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own "
-            f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
+            f"{where} holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own recipe: "
+            f"paceline train {directory.recipe} --run-dir {directory.root}"
         )
     plan = read_plan(directory)
     fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
@@ -240,33 +255,31 @@ def _check_same_run(directory: RunDirectory, asked: Asked) -> tuple[str, ...]:
         old = plan.get(number, new)
         if old != new:
             raise RunDirectoryError(
-                f"the run in '{directory.root}' has {number}={old}, but here it comes to {new}; it can only go on as "
+                f"the run in {where} has {number}={old}, but here it comes to {new}; it can only go on as "
                 f"before (see {key})."
             )
     before, now = plan.get("powersgd_start_step") is not None, asked.plan.powersgd_start_step is not None
     if before != now:
         raise RunDirectoryError(
-            f"the run in '{directory.root}' was {'' if before else 'not '}begun with "
+            f"the run in {where} was {'' if before else 'not '}begun with "
             "parallel.gradient_compression=powersgd and several processes, whose state is part of its checkpoints; go "
-            "on as before, or begin in another --run-dir."
+            f"on as before, or begin {elsewhere}."
         )
     task, asked_task = plan["data"].get("task"), asked.plan.data.get("task")
     if task != asked_task:
         raise RunDirectoryError(
-            f"the run in '{directory.root}' trains the task {task}, not {asked_task}; go on with the same, or begin in "
-            "another --run-dir."
+            f"the run in {where} trains the task {task}, not {asked_task}; go on with the same, or begin {elsewhere}."
         )
     if plan["data"].get("digest") != asked.plan.data.get("digest"):
         raise RunDirectoryError(
-            f"the data of the run in '{directory.root}' has changed since it began: other files, names or sizes; "
-            "restore them, or begin in another --run-dir."
+            f"the data of the run in {where} has changed since it began: other files, names or sizes; "
+            f"restore them, or begin {elsewhere}."
         )
     if plan["data"].get("teacher") != asked.plan.data.get("teacher"):
         raise RunDirectoryError(
-            f"the run in '{directory.root}' began with another teacher than {asked.recipe.distillation.teacher} is "
-            "now; give distillation.teacher the same weights, best a checkpoint's file, or begin in another --run-dir."
+            f"the run in {where} began with another teacher than {asked.recipe.distillation.teacher} is "
+            f"now; give distillation.teacher the same weights, best a checkpoint's file, or begin {elsewhere}."
         )
-    return _notices(directory, plan, asked)
 
 
 def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> tuple[str, ...]:

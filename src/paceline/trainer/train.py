@@ -31,12 +31,13 @@ from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
+from paceline.trainer.copies import check_all_go_on, check_begun, fill_from_mirror, goes_on, mirroring_beside
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.leaving import Reporter, leave_pages
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
-from paceline.trainer.mirroring import fill_from_mirror, finish_mirroring, holds_copy, mirroring_beside
+from paceline.trainer.mirroring import finish_mirroring
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
 from paceline.trainer.preparation import (
     Prepared,
@@ -189,11 +190,11 @@ def _opened(
     """Everything that a run needs before it is built, held as long as it goes on."""
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
-    goes_on = _holds_checkpoint(options.run_dir) or holds_copy(recipe)
-    task = make_task(without_initial_weights(recipe) if goes_on else recipe)
+    resumes = goes_on(recipe, options.run_dir, launch.world)
+    task = make_task(without_initial_weights(recipe) if resumes else recipe)
     display = options.display if options.display and launch.world.is_first else SilentDisplay()
     with StopRequest() as stop, affinity_restored():
-        if options.task is None and not goes_on:
+        if options.task is None and not resumes:
             measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=display.message)
         prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
@@ -203,10 +204,13 @@ def _opened(
             _directory(options, loaded, collectives) as directory,
         ):
             _check_agreement(prepared, collectives)
-            notices = fill_from_mirror(directory, recipe, options.resume, collectives, display.message)
-            opening = collectives.on_first(lambda: open_directory(directory, _asked(prepared, options, launch)))
-            opening = replace(opening, notices=(*notices, *opening.notices))
-            with mirroring_beside(directory, prepared.recipe, opening, collectives) as mirroring:
+            check_all_go_on(resumes, recipe, collectives)
+            asked = _asked(prepared, options, launch)
+            looked = fill_from_mirror(directory, asked, collectives, display.message)
+            opening = collectives.on_first(lambda: open_directory(directory, asked))
+            check_begun(resumes, recipe, opening)
+            opening = replace(opening, notices=(*looked.notices, *opening.notices))
+            with mirroring_beside(directory, asked, opening, looked, collectives, display.message) as mirroring:
                 setting = Setting(
                     prepared=prepared,
                     collectives=collectives,
@@ -239,10 +243,6 @@ def _check_restarts(launch: Launch, options: Options) -> None:
             f"torchrun was started with {launch.comes_again} and may start these processes again, but they would begin "
             "a new run each time; name a directory with --run-dir."
         )
-
-
-def _holds_checkpoint(run_dir: Path | None) -> bool:
-    return run_dir is not None and any((run_dir / "checkpoints").glob("step-*"))
 
 
 def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:

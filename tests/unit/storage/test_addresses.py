@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paceline.errors import RecipeError, StorageError
@@ -76,3 +78,26 @@ def test_texts_lose_their_secrets() -> None:
     text = f"failed with {SECRET} at https://me:pw@host/a?sig=123 in /home/me, abc, /etc/key.json"
     cleaned = without_secrets(text, environment)
     assert cleaned == "failed with *** at https://***@host/a?*** in /home/me, abc, /etc/key.json"
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "hidden"),
+    [
+        ("/bcdefghijk/lmn+o", "wrong: /bcdefghijk/lmn+o", "/bcdefghijk"),
+        ("abcdefghijk/lmn+o", "at http://host/x%3Dabcdefghijk%2Flmn%2Bo/y", "abcdefghijk"),
+        ("AccountName=acc;AccountKey=c2VjcmV0c2Vj;Suffix=net", "bad key c2VjcmV0c2Vj", "c2VjcmV0c2Vj"),
+        ("", "AccountKey=c2VjcmV0c2Vj;Suffix=net", "c2VjcmV0c2Vj"),
+        ("", "at https://host/x#sig=hushhush", "hushhush"),
+        ("", "at https://user:pa ss@host/x", "pa ss"),
+        ("", "at https://user:p@ss@host/x", "ss@"),
+    ],
+)
+def test_secrets_in_other_forms_are_hidden_too(value: str, text: str, hidden: str) -> None:
+    assert hidden in text
+    assert hidden not in without_secrets(text, {"AZURE_STORAGE_CONNECTION_STRING": value})
+
+
+def test_paths_and_ports_are_no_secrets(tmp_path: Path) -> None:
+    values = {"AWS_TOKEN_FILE": "/nowhere/token", "MY_CREDENTIALS": str(tmp_path)}
+    text = f"no such file: /nowhere/token; {tmp_path}; http://127.0.0.1:9000 of me@here; tokens=512"
+    assert without_secrets(text, values) == text

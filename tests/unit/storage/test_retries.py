@@ -55,3 +55,11 @@ def test_given_up_ends_a_pause() -> None:
     with pytest.raises(StorageError):
         retries("read x", Failing(10**6, OSError("gone")))
     assert time.monotonic() - begun < 50
+
+
+def test_what_was_given_up_is_not_even_begun() -> None:
+    retries, action = Retries(), Failing(0, OSError())
+    retries.given_up.set()
+    with pytest.raises(StorageError, match="cannot read x: it was given up"):
+        retries("read x", action)
+    assert action.calls == 0

@@ -19,10 +19,14 @@ from paceline.data.order import evaluation_slices
 from paceline.errors import LaunchError, RecipeError, TrainingError
 from paceline.metrics.accumulator import Metric
 from paceline.models.small_resnet import small_resnet
+from paceline.recipe.load import load_recipe
 from paceline.recipe.plan import DataFacts
+from paceline.studies.prove.notes import Orders
 from paceline.studies.prove.reference import difference
 from paceline.studies.prove.runs import Sizes
 from paceline.studies.prove.study import Asked, prove
+from paceline.studies.prove.witness import REFERENCE, Witness
+from paceline.tasks.build import build_task
 from paceline.world import World
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -312,3 +316,49 @@ def test_a_gradient_that_is_no_number_differs_most(found: float, wanted: float, 
     theirs = {"a": torch.tensor([wanted]), "b": torch.tensor([1.0]), "c": torch.zeros(1)}
     gap = difference(mine, theirs)
     assert (gap.relative, gap.where) == (relative, "a")
+
+
+DOCUMENTS = """
+task: language_modeling
+model: {name: gpt, options: {depth: 1, width: 16, heads: 2}}
+data: {dataset: text_folder, path: PATH, validation_fraction: 0.2, text: {context: 32, rows: single, pad_multiple: 2}}
+batch: {global_size: 4}
+optimizer: {name: adamw, lr: 0.01}
+train: {duration: 8 steps}
+parallel: {device: cpu, threads: 1}
+telemetry: {trackers: [], report: off}
+"""
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_what_is_rehearsed_is_not_taken_for_training(
+    balance: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples of unequal length, the largest micro-batch goes through before the first step, whichever step's."""
+    (tmp_path / "books").mkdir()
+    for number in range(70):
+        (tmp_path / "books" / f"{number}.txt").write_text("ab" * (1 + number * 7 % 13))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(DOCUMENTS.replace("PATH", str(tmp_path / "books")))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    asked = Asked(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
+    checks = {check.name: check for check in prove(asked, lambda _: None).checks}
+    assert [check for check in checks.values() if check.verdict == "failed"] == []
+    assert {checks[name].verdict for name in ("order", "samples", "gradient", "tail")} == {"passed"}
+
+
+def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -> None:
+    task = build_task(load_recipe("shapes-maskrcnn").recipe)
+    orders = Orders(task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=())
+    whole = task.dataset
+    facts = Witness(task, orders).data_facts(World())
+    assert (facts.train_samples, facts.evaluation_samples) == (5, 3)
+    few = task.dataset
+    assert (len(few.train), len(few.validation)) == (5, 3)
+    for mine, its in ((0, 0), (1, 499), (4, 1999)):
+        assert few.train.path(mine) == whole.train.path(its)
+        assert (few.train.image(mine) == whole.train.image(its)).all()
+        assert (few.train.sizes[mine] == whole.train.sizes[its]).all()
+        boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, mine), (whole.train, its)))
+        assert np.array_equal(*boxes)

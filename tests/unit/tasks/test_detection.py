@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.models.detection import roi_heads, transform
 
 import paceline
 from paceline.cli.main import run as command
@@ -20,6 +21,9 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.errors import PacelineError
+from paceline.inference import detection
+from paceline.inference.detection import DetectionPredictor
+from paceline.inference.predict import open_predictor
 from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
 from paceline.studies.memory.batch_trial import Orders, TrialTask
@@ -333,6 +337,46 @@ def test_copies_with_what_was_found_do_not_overwrite_one_another(
     assert code == 1  # 1.png is no image
     found = {each.name for each in (tmp_path / "found").iterdir()}
     assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
+
+
+def test_masks_are_pasted_one_by_one_where_they_are_drawn(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred of them, at the size of a large picture, take gigabytes."""
+    run = train("run", {"train.duration": "2 steps"}).run_dir
+    picture = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+    predictor = open_predictor(run, device=torch.device("cpu"))
+    assert isinstance(predictor, DetectionPredictor)
+    monkeypatch.setattr(detection, "_SURE", 0.0)
+    sizes: list[tuple[int, ...]] = []
+
+    def noted(masks: torch.Tensor, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        pasted: torch.Tensor = paste(masks, boxes, size)
+        sizes.append(tuple(pasted.shape))
+        return pasted
+
+    paste = roi_heads.paste_masks_in_image
+    for module in (roi_heads, transform):
+        monkeypatch.setattr(module, "paste_masks_in_image", noted)
+    (answer,) = predictor.answer([picture], 100)
+    found = len(answer.labels)
+    assert not sizes
+    assert found > 1
+    answer.drawn(picture, predictor.classes)
+    assert sizes == [(1, 1, 70, 90)] * found
+
+
+def test_masks_are_drawn_where_the_network_itself_would_paste_them(task: Callable[..., Detection]) -> None:
+    network: Any = task().build_model().eval()
+    picture = torch.rand(3, 70, 90, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        (whole,) = network([picture])
+        network.transform.pastes_masks = False
+        (small,) = network([picture])
+    assert len(whole["masks"]) > 1
+    assert small["masks"].shape == (len(whole["masks"]), 1, 28, 28)
+    assert torch.equal(small["boxes"], whole["boxes"])
+    assert torch.equal(roi_heads.paste_masks_in_image(small["masks"], small["boxes"], (70, 90)), whole["masks"])
 
 
 def padded(images: list[torch.Tensor]) -> int:

@@ -193,6 +193,17 @@ def test_a_run_without_an_end_has_no_log(closed: Path, tmp_path: Path) -> None:
         mlperf_log(RunDirectory(tmp_path))
 
 
+def test_a_stop_that_was_resumed_is_no_end(tmp_path: Path) -> None:
+    """A run that is killed after it has gone on from a stop still has that stop's record."""
+    run = train(tmp_path, {"train.until": "30 steps"})
+    train(tmp_path, {"train.until": "60 steps"})
+    events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    assert sum('"event": "finish"' in each or '"event":"finish"' in each for each in events) == 2
+    (run / "events.jsonl").write_text("".join(events[:-1]))
+    with pytest.raises(RunDirectoryError, match="has not ended"):
+        mlperf_log(RunDirectory(run))
+
+
 def test_afterwards_only_the_submission_can_be_said_otherwise(closed: Path, tmp_path: Path) -> None:
     directory, output = RunDirectory(closed), tmp_path / "there" / "result_3.txt"
     write_mlperf_log(directory, ["telemetry.submission.org=Others"], output)

@@ -69,6 +69,39 @@ class BoxSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class BoxSubset:
+    """Some pictures of a source, as a source.
+
+    Attributes:
+        source: Where they are.
+        chosen: Their ids there, int64 [len].
+    """
+
+    source: BoxSource
+    chosen: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Height and width of each, [len, 2]."""
+        return self.source.sizes[self.chosen]
+
+    def image(self, sample: int) -> Image:
+        """The picture, uint8 [H, W, 3]."""
+        return self.source.image(int(self.chosen[sample]))
+
+    def objects(self, sample: int, *, masks: bool) -> Objects:
+        """What is in it."""
+        return self.source.objects(int(self.chosen[sample]), masks=masks)
+
+    def path(self, sample: int) -> str:
+        """Its name in the source."""
+        return self.source.path(int(self.chosen[sample]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BoxDataset:
     """Two splits of pictures.

@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 LARGEST_PIXELS = 89_478_485
 
 ORIENTATION = 0x0112
+_TILE_SIDES = (0x0142, 0x0143)
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -263,10 +264,20 @@ def _opened(content: Content) -> Image.Image:
     image = Image.open(io.BytesIO(content))
     if image.width * image.height > LARGEST_PIXELS:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
+    if image.format == "TIFF":
+        _check_tiles(image)
     if image.format == "EPS":
         # Pillow would have Ghostscript run it.
         raise ValueError("an EPS file is a program, and is never run; convert it to PNG")
     return image
+
+
+def _check_tiles(image: Image.Image) -> None:
+    """Hold a TIFF's tiles to the limit of pixels too: each is decoded whole, and may be far larger than the picture."""
+    tags = getattr(image, "tag_v2", {})
+    width, height = (int(tags.get(tag, 0)) for tag in _TILE_SIDES)
+    if width * height > LARGEST_PIXELS:
+        raise ValueError(f"tiles of {width}x{height} pixels; at most {LARGEST_PIXELS:,} are decoded")
 
 
 def _orientation(image: Image.Image) -> object:

@@ -30,10 +30,14 @@ except ImportError:
 
 Content = bytes | bytearray | memoryview
 
+# libjpeg's own limit; a file's head may say 65535.
+_LONGEST_SIDE = 65_500
+
 
 def head_of(content: Content) -> tuple[int, int, int] | None:
     """Return height and width of a JPEG file as it lies, and EXIF's orientation; None if it is for Pillow to judge."""
-    return None if _REGION is None else _REGION.header(content)
+    head: tuple[int, int, int] | None = None if _REGION is None else _REGION.header(content)
+    return head if head is not None and max(head[:2]) <= _LONGEST_SIDE else None
 
 
 def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDArray[np.uint8] | None:

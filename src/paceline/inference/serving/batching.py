@@ -14,7 +14,7 @@ from paceline.inference.serving.limits import Limits
 from paceline.inference.serving.metrics import Metrics
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Waiting:
     """An image that waits for the network, and who waits for its answer."""
 
@@ -59,7 +59,12 @@ class Batcher:
         waiting = [_Waiting(image, top_k, loop.create_future()) for image in images]
         for each in waiting:
             self._queue.put_nowait(each)
-        return list(await asyncio.gather(*(each.answer for each in waiting)))
+        try:
+            return list(await asyncio.gather(*(each.answer for each in waiting)))
+        finally:
+            # Those that nobody waits for any more stay in the queue until the network comes to them: without the image.
+            for each in waiting:
+                each.image = None
 
     async def _answer_all(self) -> None:
         while True:

@@ -1,7 +1,7 @@
-"""How long may a client hold a connection open without asking for anything?
+"""How long may a client hold a connection open without asking for anything, or without taking what it asked for?
 
 uvicorn limits how long a connection is idle between two requests, but not how long a request's head may take, nor how
-slowly a body is sent that nobody wants any more.
+slowly a body is sent that nobody wants any more, nor how slowly answers are read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._patience: asyncio.TimerHandle | None = None
+        self._round: asyncio.TimerHandle | None = None
+        self._unread_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Take a connection, unless there are too many."""
         super().connection_made(transport)
+        self._look_at_answers()
         if len(self.connections) > self.limits.connections:
             self._end(b"503 Service Unavailable", _BUSY, b"Retry-After: 1\r\n")
             return
@@ -37,7 +40,25 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self._stop_watching()
+        if self._round is not None:
+            self._round.cancel()
         super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        """Go on: the client has taken most of what waited for it."""
+        self._unread_since = None
+        super().resume_writing()
+
+    def _look_at_answers(self) -> None:
+        """Now and then: break off a connection whose client does not take its answers; closing would wait for it."""
+        if self.transport.get_write_buffer_size() == 0:
+            self._unread_since = None
+        elif self._unread_since is None:
+            self._unread_since = self.loop.time()
+        elif self.loop.time() - self._unread_since >= self.limits.request_seconds:
+            self.transport.abort()
+            return
+        self._round = self.loop.call_later(self.limits.head_seconds, self._look_at_answers)
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sends; once its request is being answered, others watch over its body."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 _HEAD_SECONDS = 10.0
 _BODIES_AT_ONCE = 8
 _BODIES_BYTES = 64 * 2**20
+_DECODED_BYTES = 2**30
+_DECODING_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,15 @@ class Limits:
     def bodies_bytes(self) -> int:
         """Of all bodies that are in memory at once."""
         return max(_BODIES_AT_ONCE * self.request_bytes, _BODIES_BYTES)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Of all pictures that are being decoded, or wait for the network, at once; others wait for their turn."""
+        return max(_DECODED_BYTES, self.decoding_bytes(self.pixels))
+
+    def decoding_bytes(self, pixels: int) -> int:
+        """Most that a picture of so many pixels takes while it is decoded, its copies in other modes included."""
+        return _DECODING_BYTES * pixels
 
 
 class RefusedError(Exception):

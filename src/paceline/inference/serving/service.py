@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from paceline.inference.answers import Answer, ImagePredictor, Prepared
 from paceline.inference.serving.batching import Batcher
 from paceline.inference.serving.limits import Limits, RefusedError
 from paceline.inference.serving.metrics import Metrics
+from paceline.inference.serving.room import Room
 from paceline.inference.serving.uploads import Desk, Upload, uploads_of
 from paceline.machine import available_cores
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
+"""What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar; a TIFF's tiles,
+of which its size says nothing, are the likes of what one would be asked for."""
 
 
 class Service:
@@ -38,6 +40,7 @@ class Service:
         self.is_stopping = False
         self._desk = Desk(limits)
         self._batcher = Batcher(predictor, limits, metrics)
+        self._room = Room(limits.decoded_bytes)
         self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
 
     @asynccontextmanager
@@ -78,29 +81,39 @@ class Service:
             raise RefusedError(408, "slow_upload", f"the request was not whole within {most}") from None
 
     async def _answer_for(self, uploads: Sequence[Upload], top_k: int) -> list[tuple[Upload, Answer]]:
-        loop = asyncio.get_running_loop()
         with self._queued(len(uploads)):
-            decoding = (loop.run_in_executor(self._decoders, self._prepared, upload.content) for upload in uploads)
-            outcomes = await asyncio.gather(*decoding, return_exceptions=True)
-            readable = [each for each in outcomes if not isinstance(each, BaseException)]
-            answers = iter(await self._batcher.answers(readable, top_k))
-        told = [(upload, self._told(outcome, answers)) for upload, outcome in zip(uploads, outcomes, strict=True)]
-        self.metrics.images(answered=len(readable), unreadable=len(uploads) - len(readable))
-        if not readable:
+            asked = (self._told(upload.content, top_k) for upload in uploads)
+            # All are waited for, also if one of them fails: none is to go on without its place in the queue.
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        answers: list[Answer] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            answers.append(outcome)
+        told = list(zip(uploads, answers, strict=True))
+        unreadable = sum(answer.error is not None for answer in answers)
+        self.metrics.images(answered=len(uploads) - unreadable, unreadable=unreadable)
+        if unreadable == len(uploads):
             reasons = "; ".join(f"{upload.name[:50] or 'an image'}: {answer.error}" for upload, answer in told[:3])
             raise RefusedError(422, "unreadable", f"none of the images can be read: {reasons}")
         return told
 
-    def _told(self, outcome: Prepared | BaseException, answers: Iterator[Answer]) -> Answer:
-        if isinstance(outcome, BrokenImageError):
-            return self.predictor.unreadable(Path(), outcome.reason)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return next(answers)
-
-    def _prepared(self, content: bytes) -> Prepared:
-        check_picture(content, self.limits.pixels)
-        return self.predictor.prepare(content)
+    async def _told(self, content: bytes, top_k: int) -> Answer:
+        """The answer for one image, which is decoded when there is room for it."""
+        decoding: Future[Prepared] | None = None
+        try:
+            pixels = await asyncio.wrap_future(self._decoders.submit(check_picture, content, self.limits.pixels))
+            place = await self._room.take(self.limits.decoding_bytes(pixels))
+            try:
+                decoding = self._decoders.submit(self.predictor.prepare, content)
+                prepared = await asyncio.wrap_future(decoding)
+                place.shrink(prepared.nbytes)
+                (answer,) = await self._batcher.answers([prepared], top_k)
+            finally:
+                place.leave(decoding)
+        except BrokenImageError as error:
+            return self.predictor.unreadable(Path(), error.reason)
+        return answer
 
     @contextmanager
     def _queued(self, images: int) -> Iterator[None]:
@@ -114,8 +127,11 @@ class Service:
             metrics.queue_images -= images
 
 
-def check_picture(content: bytes, most: int) -> None:
+def check_picture(content: bytes, most: int) -> int:
     """Refuse what is in no format for uploads, or would be too large decoded, by its head.
+
+    Returns:
+        How many pixels it has.
 
     Raises:
         BrokenImageError: Saying so.
@@ -126,3 +142,4 @@ def check_picture(content: bytes, most: int) -> None:
     (height, width), _ = head
     if height * width > most:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")
+    return height * width

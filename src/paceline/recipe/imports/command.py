@@ -16,6 +16,8 @@ from paceline.errors import RecipeError
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 _NODES = ("--nnodes",)
+# Of an address: who asks, and with which password.
+_LOGIN = re.compile(r"(?<=://)[^/\s@]*@")
 _TREES = (".yaml", ".yml", ".json")
 
 
@@ -24,7 +26,8 @@ class Source:
     """What a conversion starts from.
 
     Attributes:
-        title: What to call it, for the recipe's head.
+        title: What to call it, for the recipe's head: its program and what follows, without passwords in addresses.
+            What stands before the program is left out: variables there are where keys of other services are given.
         script: The program that is started, its file's name; empty for a file of arguments.
         words: The words after it.
         tree: A file of arguments, in place of words.
@@ -106,7 +109,6 @@ def _place(words: Sequence[str], programs: Sequence[str]) -> int | None:
 
 
 def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) -> Source:
-    title = shlex.join(words)
     while words and _ASSIGNMENT.match(words[0]):
         words = words[1:]
     wrapped = _place(words, wrappers)
@@ -115,16 +117,21 @@ def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) 
         if count is None:
             name = Path(words[wrapped]).name
             raise RecipeError(f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`.")
-        return Source(title, scripts[0], tuple(words[wrapped + 2 :]), processes=count)
+        return Source(_title(words[wrapped:]), scripts[0], tuple(words[wrapped + 2 :]), processes=count)
     at = _place(words, scripts)
     if at is not None:
-        return Source(title, Path(words[at]).name, tuple(words[at + 1 :]), processes=_processes(words[:at]))
+        name, count = Path(words[at]).name, _processes(words[:at])
+        return Source(_title(words[at:]), name, tuple(words[at + 1 :]), processes=count)
     if words and words[0].startswith("-"):
-        return Source(title, scripts[0], tuple(words), processes=1)
+        return Source(_title(words), scripts[0], tuple(words), processes=1)
     raise RecipeError(
         f"found '{' '.join(words)[:80]}', which is no file, and no command that starts "
         f"{' or '.join((*scripts, *wrappers))}; give one of them."
     )
+
+
+def _title(words: Sequence[str]) -> str:
+    return _LOGIN.sub("", shlex.join(words))
 
 
 def _processes(words: Sequence[str]) -> int | None:

@@ -11,6 +11,7 @@ from torch.backends import cudnn
 
 from paceline.data.batch import Batch
 from paceline.data.nested import tensors_in
+from paceline.recipe.data import Data
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
@@ -29,6 +30,9 @@ from paceline.world import World
 
 # BatchNorm needs more than one; odd, so that no size of the network is taken for that of the batch.
 _SAMPLES = 3
+# Pixels of pictures with objects: what code does with them does not hang on how large they are shown, and a full
+# step of a large detector takes minutes on a CPU.
+_SHORT_SIDE, _LONG_SIDE = 128, 256
 _AUTOTUNE = {"cudnn.benchmark": False, "cudnn.enabled": False, "cudnn.deterministic": True}
 
 
@@ -72,6 +76,7 @@ def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
     return replace(
         left,
         model=replace(left.model, channels_last=channels_last, activation_checkpointing=None),
+        data=_shown_small(left.data),
         batch=BatchSection(global_size=_SAMPLES),
         schedule=Schedule(name="constant"),
         train=replace(left.train, duration=Duration(1, "steps"), ema=None),
@@ -79,6 +84,16 @@ def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(left.parallel, exact=False, logical_ranks="auto", unused_parameters="allow"),
         telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
+    )
+
+
+def _shown_small(data: Data) -> Data:
+    sides = data.boxes.short_sides
+    if sides is None:
+        return data
+    shorter = tuple(sorted({min(each, _SHORT_SIDE) for each in sides}))
+    return replace(
+        data, boxes=replace(data.boxes, short_sides=shorter, long_side=min(data.boxes.long_side, _LONG_SIDE))
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import torch
 
 from paceline.studies.prove.evidence import Evidence
@@ -142,7 +144,8 @@ def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
     found: dict[int, list[tuple[int, str]]] = {}
     for note in run.micro_batches:
         found.setdefault(note.step, []).extend(zip(note.ids, note.contents, strict=True))
-    return found
+    # Those of one length may share a micro-batch, and so come in another order where there are more of these.
+    return {step: sorted(each, key=itemgetter(0)) for step, each in found.items()}
 
 
 def _same(found: list[tuple[int, str]], wanted: list[tuple[int, str]]) -> bool:

@@ -26,8 +26,8 @@ from paceline.studies.prove.notes import Observed
 from paceline.studies.prove.reference import Plain
 from paceline.studies.prove.runs import Runner, Sizes, shortened
 from paceline.studies.prove.verdict import Check, named
+from paceline.studies.prove.witness import can_shorten
 from paceline.tasks.build import build_task
-from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 
@@ -155,7 +155,7 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
     loaded.checked(unused(plans.values()))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
     # Where a pipeline of the user's own ends cannot be changed; so all of it is scored, if that is not much.
-    whole = not isinstance(task, ImageClassification) and held_out <= _MOST_SCORED
+    whole = not can_shorten(task) and held_out <= _MOST_SCORED
     samples = plans[1].train_samples // recipe.data.augment.repeats
     return plans, Sizes.of(samples, held_out, processes, all_held_out=whole)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Progress
-from paceline.data.image.source import SampleSource, SubsetSource
+from paceline.data.boxes.objects import BoxSubset
+from paceline.data.image.source import SubsetSource
 from paceline.data.nested import Nested, chosen, copied, mapped, tensors_in
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -41,6 +42,7 @@ from paceline.studies.prove.notes import (
     tensors_of,
 )
 from paceline.tasks.build import build_task
+from paceline.tasks.detection import Detection
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model, Task
 from paceline.world import World
@@ -84,8 +86,7 @@ class Witness(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """The task's, with fewer samples."""
-        if isinstance(self.task, ImageClassification):
-            _shorten(self.task, self._orders)
+        _shorten(self.task, self._orders)
         facts = self.task.data_facts(world)
         self.metrics = self.task.metrics
         orders = self._orders
@@ -209,8 +210,6 @@ class Witness(Task):
         if not self.notes.micro_batches:
             self._begin(self._network)
         part, notes = batch.slice, self.notes.micro_batches
-        if len(notes) == 1 and (notes[0].step, notes[0].logical_rank) == (part.step, part.logical_rank):
-            notes.clear()  # what went before was the rehearsal, which moves nothing
         notes.append(
             MicroBatchNote(
                 step=part.step,
@@ -260,6 +259,8 @@ class Witness(Task):
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not self.notes.steps:
+            self.notes.micro_batches = _unrehearsed(self.notes.micro_batches)
         gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
         if self._keeps:
             path = Path(self._orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
@@ -284,6 +285,15 @@ class Witness(Task):
                 self._average[name] = decay * self._average[name] + (1 - decay) * current
             else:
                 self._average[name] = current.clone()
+
+
+def _unrehearsed(notes: list[MicroBatchNote]) -> list[MicroBatchNote]:
+    """The first step's, without what was rehearsed before it and moved nothing: the largest of all, and its first."""
+    first = notes[-1].step
+    begin = len(notes) - 1
+    while begin > 0 and notes[begin - 1].step == first and notes[begin - 1].logical_rank < notes[begin].logical_rank:
+        begin -= 1
+    return notes[begin:]
 
 
 def _first(values: NDArray[Any] | None, samples: int) -> NDArray[Any] | None:
@@ -329,17 +339,30 @@ class _FewerSamples:
         self._closed()
 
 
-def _shorten(task: ImageClassification, orders: Orders) -> None:
+def can_shorten(task: Task) -> bool:
+    """Whether it is a task of images, whose data can be left out in part."""
+    return isinstance(task, ImageClassification | Detection)
+
+
+def _shorten(task: Task, orders: Orders) -> None:
     """Leave a task of images only some of them, from all over its data: where they end is then where they ended."""
-    found = task.dataset
-    train, validation = _some(found.train, orders.samples), _some(found.validation, orders.evaluation_samples)
+    if not isinstance(task, ImageClassification | Detection):
+        return
+    train = _some(task.dataset.train, orders.samples)
+    validation = _some(task.dataset.validation, orders.evaluation_samples)
     # In the place where the task itself keeps what it has opened.
-    vars(task)["dataset"] = replace(found, train=train, validation=validation)
+    if isinstance(task, ImageClassification):
+        images = task.dataset
+        shorter = SubsetSource(images.train, train), SubsetSource(images.validation, validation)
+        vars(task)["dataset"] = replace(images, train=shorter[0], validation=shorter[1])
+    else:
+        boxes = task.dataset
+        few = BoxSubset(boxes.train, train), BoxSubset(boxes.validation, validation)
+        vars(task)["dataset"] = replace(boxes, train=few[0], validation=few[1])
 
 
-def _some(source: SampleSource, count: int) -> SampleSource:
-    chosen = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
-    return SubsetSource(source, chosen)
+def _some(source: Sized, count: int) -> NDArray[np.int64]:
+    return np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
 
 
 def _contents(batch: Batch) -> list[str]:

@@ -26,6 +26,7 @@ from paceline.recipe.strategy import ParameterNumbers
 from paceline.studies.scaling.room import of_one_process
 from paceline.studies.scaling.shares import Share
 from paceline.tasks.build import build_task
+from paceline.tasks.detection import why_not_sharded
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run
@@ -50,6 +51,7 @@ class Subject:
         work_samples: Its samples.
         launches: Kernels of a pass.
         decodes: Whether its samples are image files that processor cores decode.
+        unsharded: Why FSDP cannot spread it, as the rest of a sentence about it; empty if it can.
         notices: What had to be assumed.
     """
 
@@ -60,6 +62,7 @@ class Subject:
     decodes: bool
     work_samples: int = 1
     launches: Launches = field(default_factory=Launches)
+    unsharded: str = ""
     notices: tuple[str, ...] = ()
 
     @property
@@ -105,6 +108,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
         work_samples=_TRIED,
         launches=_launches(found),
         decodes=bool(facts["decodes"]),
+        unsharded=why_not_sharded(build_task(plain)),
         notices=tuple(notices),
     )
 

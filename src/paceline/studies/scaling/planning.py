@@ -225,6 +225,8 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
         return "single", "1 GPU"
     if recipe.parallel.strategy != "auto":
         return recipe.parallel.strategy, f"parallel.strategy={recipe.parallel.strategy}"
+    if scaling.subject.unsharded:
+        return "ddp", f"{size} processes; FSDP {scaling.subject.unsharded}"
     chosen = weigh(recipe, scaling.subject.numbers, size, memory)
     return chosen.strategy, chosen.reason
 

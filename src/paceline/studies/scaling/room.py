@@ -24,6 +24,7 @@ from paceline.recipe.training import Batch
 from paceline.studies.memory.job import Job
 from paceline.studies.memory.trace import trace_steps, without_collection
 from paceline.studies.scaling.shares import Share, in_passes
+from paceline.tasks.detection import why_not_sharded
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import fake_run, machine_with
 from paceline.units import format_bytes
@@ -79,11 +80,12 @@ def rooms(
         without_collection(),
     ):
         steps = trace_steps(step)
+        can_shard = not why_not_sharded(step.task)
         for size, share in shares.items():
             memory = _memory(device, machine if device is not None else describe_machine(cpu, processes=size))
             if memory is not None:
                 job = Job(step, steps, machine, ways=max(size, 2))
-                found[size] = _room(_Sought(recipe, job, share, memory), choose(size, memory))
+                found[size] = _room(_Sought(recipe, job, share, memory, can_shard), choose(size, memory))
     return found
 
 
@@ -93,6 +95,7 @@ class _Sought:
     job: Job
     share: Share
     memory: int
+    can_shard: bool
 
 
 def _memory(device: Device | None, machine: MachineFacts) -> int | None:
@@ -116,7 +119,7 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
 
 def _room(sought: _Sought, strategy: str) -> Room:
     found = _with(sought, strategy)
-    if found.fits or strategy != "ddp" or sought.recipe.parallel.strategy != "auto":
+    if found.fits or strategy != "ddp" or sought.recipe.parallel.strategy != "auto" or not sought.can_shard:
         return found
     spread = _with(sought, "fsdp")
     return replace(spread, why=f"not even one sample fits beside a replica; {spread.why}") if spread.fits else found

@@ -218,6 +218,7 @@ class Scaling:
         self.precision = _precision(recipe, self.device)
         self._check()
         self.subject = describe(recipe, asked.samples) if subject is None else subject
+        self._strategies = self._possible()
         self._host = LOOPS[asked.loop].host(
             self.cluster, self.precision, decodes=self.subject.decodes, seconds_per_sample=asked.seconds_per_sample
         )
@@ -245,6 +246,12 @@ class Scaling:
                 f"--measure runs on this machine, which is not {cluster.title}; leave out --measure, or --cluster."
             )
 
+    def _possible(self) -> tuple[Strategy, ...]:
+        asked, why = self._asked.strategies, self.subject.unsharded
+        if why and asked == ("fsdp",):
+            raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
+        return tuple(each for each in asked if each != "fsdp") if why else asked
+
     def _cut(self) -> dict[int, Share]:
         shares = shares_of(self._recipe, self._asked.sizes, self._asked.batch_per_device)
         batch = self._asked.figure.batch
@@ -265,7 +272,7 @@ class Scaling:
         price = asked.price if asked.price is not None else self.cluster.price_per_device_hour
         rows = []
         for size, share in self.shares.items():
-            for strategy in asked.strategies if size > 1 else asked.strategies[:1]:
+            for strategy in self._strategies if size > 1 else self._strategies[:1]:
                 row = self._row(share, strategy, ones[size], links.get(size), price)
                 if found is not None and size in found.together and strategy == self._measured_strategy:
                     row = replace(row, measured=found.together[size])
@@ -284,10 +291,12 @@ class Scaling:
 
     @property
     def _measured_strategy(self) -> str:
-        return "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._asked.strategies[0]
+        return "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._strategies[0]
 
     def _assumptions(self) -> list[str]:
         told, host, figure = [], self._host, self._asked.figure
+        if self._strategies != self._asked.strategies:
+            told.append(f"FSDP {self.subject.unsharded}")
         if figure.is_given and figure.batch is None and self._asked.batch_per_device is None:
             told.append(f"one device's figure is taken to be of {self._figure_batch} samples; see --one-gpu-batch")
         if host.seconds_per_sample and host.cores_per_device is None:

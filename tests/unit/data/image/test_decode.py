@@ -178,6 +178,21 @@ def test_numbers_without_a_range_are_refused() -> None:
         decode(data, 1)
 
 
+def tiled(width: int, height: int) -> bytes:
+    """A grey TIFF of 10x10 pixels in one deflated tile of that size, of which nothing follows."""
+    tags = [(256, 10), (257, 10), (258, 8), (259, 8), (262, 1), (277, 1), (322, width), (323, height)]
+    tags += [(324, 8 + 2 + 12 * 10 + 4), (325, 1_000)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    packed = zlib.compress(bytes(min(width * height, 1 << 16)), 9)
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + packed.ljust(1_000, b"\0")
+
+
+def test_tiles_are_held_to_the_limit_too() -> None:
+    assert decode(tiled(256, 256), 1).shape == (10, 10, 1)
+    with pytest.raises(BrokenImageError, match="tiles of 16384x65536 pixels; at most"):
+        decode(tiled(16384, 65536), 1)
+
+
 def test_pillows_warnings_stay_inside() -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([255, 0, 0, 0, 0, 255])

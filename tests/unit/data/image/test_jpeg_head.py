@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.image.decode import BrokenImageError, decode, upright_size
+from paceline.data.image.jpeg import head_of
 from paceline.data.image.jpeg_head import plain_jpeg
 
 
@@ -100,6 +101,16 @@ def test_no_damage_to_the_head_raises() -> None:
             found = plain_jpeg(bytes(content))
             assert found is None or len(found) == 2
         content[at] = before
+
+
+@pytest.mark.parametrize("side", [65_501, 65_535])
+def test_sides_that_libjpeg_has_not_are_left_to_pillow(side: int) -> None:
+    content = bytearray(jpeg())
+    frame = content.index(b"\xff\xc0")
+    content[frame + 7 : frame + 9] = side.to_bytes(2, "big")
+    assert head_of(bytes(content)) is None
+    with pytest.raises(BrokenImageError):
+        decode(bytes(content), 3)
 
 
 def test_what_is_plain_and_cut_in_the_middle_is_still_pillows_to_judge() -> None:

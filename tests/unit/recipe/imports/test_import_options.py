@@ -122,6 +122,25 @@ def test_a_command_says_how_many_processes_it_starts(command: str, processes: in
         assert (source.processes, source.words, source.script) == (processes, ("--lr", "1"), "train.py")
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "WANDB_API_KEY=secret python",
+        "env WANDB_API_KEY=secret python -u",
+        "docker run --env=KEY=secret -e OTHER=secret image python",
+        "sshpass -p secret ssh host torchrun --nproc_per_node=2",
+    ],
+)
+def test_what_it_is_called_holds_no_secret(before: str) -> None:
+    called = "train.py --data-dir s3://them:secret@there/data --lr 1"
+    for words in ([f"{before} {called}"], [*before.split(), *called.split()]):
+        source = read_source(words, ("train.py",), ("distributed_train.sh",))
+        assert source.title == "train.py --data-dir s3://there/data --lr 1"
+    assert read_source(
+        ["KEY=secret ./distributed_train.sh 2 --lr 1"], ("train.py",), ("distributed_train.sh",)
+    ).title == ("./distributed_train.sh 2 --lr 1")
+
+
 def test_a_file_may_hold_a_command_over_several_lines(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.errors import RecipeError
@@ -51,3 +53,14 @@ def test_a_bound_is_that_of_the_numbers_it_computes_in(matmul: str, peaks: str) 
 def test_a_precision_that_a_device_lacks_bounds_nothing() -> None:
     with pytest.raises(RecipeError, match="no units for bf16"):
         _report("digits", SMALL, "train.precision=bf16", cluster="dgx-1")
+
+
+def test_a_detector_is_predicted_without_what_it_refuses() -> None:
+    recipe = load_recipe("shapes-maskrcnn").recipe
+    asked = Asked(recipe="shapes-maskrcnn", sizes=(1, 8), cluster="dgx-a100", figure=Figure(throughput=100, batch=8))
+    scaling = Scaling(recipe, "shapes-maskrcnn", asked, print)
+    report = scaling.report()
+    assert [row.strategy for row in report.rows] == ["single", "ddp"]
+    assert any("FSDP does not go with task=detection" in each for each in report.notices)
+    with pytest.raises(RecipeError, match="--strategy fsdp does not go with task=detection"):
+        Scaling(recipe, "shapes-maskrcnn", replace(asked, strategies=("fsdp",)), print, subject=scaling.subject)

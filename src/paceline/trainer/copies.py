@@ -1,0 +1,323 @@
+"""What lies at a run's address, may the run go on from it, and may it write there?
+
+The first process asks, once the processes have joined and before the run directory is opened; nothing at the address is
+deleted before this launch has sent a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from paceline.checkpoint.fetched import fetch_newest
+from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, in_line, read_commits
+from paceline.checkpoint.restore import Choice
+from paceline.checkpoint.store import CheckpointStore, step_of
+from paceline.distributed.collectives import Collectives
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
+from paceline.recipe.schema import Recipe
+from paceline.records.ledger import ledger_files
+from paceline.records.run_directory import RunDirectory, write_json
+from paceline.storage.at_once import begin
+from paceline.storage.remote import Remote
+from paceline.storage.retries import Retries
+from paceline.trainer.mirroring import REQUEST_PATIENCE_SECONDS, Mirroring, sendable_records
+from paceline.trainer.opening import Asked, Opening, check_same_run
+from paceline.trainer.preparation import without_initial_weights
+from paceline.world import World
+
+Say = Callable[[str], None]
+
+_WORD = "mirror.json"
+_README = b"Checkpoints of a Paceline run, copied while it trained; see docs/guide/object-storage.md.\n"
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the first process found at the address before the run was opened.
+
+    Attributes:
+        notices: What the user should know.
+        names: The commits that were looked at; where the run does not go on from them, it is for a reason.
+    """
+
+    notices: tuple[str, ...] = ()
+    names: frozenset[str] = field(default_factory=frozenset)
+
+
+def goes_on(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
+    """Whether there is a checkpoint to go on from, here or at the address; before the processes have joined.
+
+    Raises:
+        StorageError: If the address cannot be read, and this is the only process.
+    """
+    if run_dir is not None and CheckpointStore(run_dir / "checkpoints").steps():
+        return True
+    if recipe.checkpoint.mirror is None or (world.world_size > 1 and not _has_initial_weights(recipe)):
+        # Several processes need to know only whether the initial weights can be left out.
+        return False
+    try:
+        return bool(read_commits(_remote(recipe.checkpoint.mirror)).commits)
+    except StorageError:
+        if world.world_size == 1:
+            raise
+        # Told when they have joined: else the others would wait for this one.
+        return False
+
+
+def check_all_go_on(expected: bool, recipe: Recipe, collectives: Collectives) -> None:
+    """See to it that no process has left out the initial weights alone; a collective.
+
+    Raises:
+        LaunchError: On every process, if one has.
+    """
+    if recipe.checkpoint.mirror is None or not _has_initial_weights(recipe):
+        return
+    answers = collectives.gather(expected)
+    if len(set(answers)) > 1:
+        others = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer != answers[0])
+        raise LaunchError(
+            f"rank 0 found {'a copy' if answers[0] else 'no copy'} at checkpoint.mirror={recipe.checkpoint.mirror}, "
+            f"but others (rank {others}) did not find the same: where a run begins with model.pretrained or "
+            "model.initialize_from, every host needs the address's library and credentials; see to that, and try again."
+        )
+
+
+def check_begun(expected: bool, recipe: Recipe, opening: Opening) -> None:
+    """See to it that a network without its initial weights is not trained from its beginning.
+
+    Raises:
+        CheckpointError: If it would be.
+    """
+    if expected and _has_initial_weights(recipe) and opening.choice.path is None and not opening.completed:
+        raise CheckpointError(
+            "a checkpoint was there when the network was built, so that its initial weights were left out, and now "
+            "there is none to go on from; look into the run directory's checkpoints, then run the same command again."
+        )
+
+
+def _has_initial_weights(recipe: Recipe) -> bool:
+    return without_initial_weights(recipe) != recipe
+
+
+def _remote(address: str, retries: Retries | None = None) -> Remote:
+    return Remote(address, retries or Retries(patience_seconds=REQUEST_PATIENCE_SECONDS))
+
+
+def fill_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collectives, say: Say) -> Looked:
+    """Fill the run directory from the address where that is further, before the run is opened; a collective.
+
+    Raises:
+        StorageError: If the address cannot be read and there is nothing here to go on from either.
+        RunDirectoryError: If the copy is another run's.
+    """
+    address = asked.recipe.checkpoint.mirror
+    if address is None:
+        return Looked()
+    # Many short waits, since a collective may not take longer than parallel.timeout, but a large checkpoint may.
+    is_first = collectives.world.is_first
+    task = begin(partial(look, directory, address, asked, say), name="fetch") if is_first else None
+    patience = asked.recipe.parallel.timeout.seconds / 10
+    while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
+        pass
+    return collectives.on_first(lambda: Looked() if task is None else task.result())
+
+
+def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Looked:
+    """Look at the address, and fetch what the run is to go on from; on the first process.
+
+    Raises:
+        StorageError: If the address cannot be read, or nothing there is whole, and there is nothing here either.
+        RunDirectoryError: If the copy is another run's, or not to be gone on with.
+    """
+    newest, _ = CheckpointStore(directory.checkpoints).newest_whole()
+    try:
+        remote = _remote(address)
+        found = read_commits(remote)
+        if not found.names:
+            # Whether anything can be written there is to be known before anything is trained.
+            remote.write("README", _README)
+    except StorageError as error:
+        if newest is None:
+            raise
+        return Looked((f"the run goes on from '{directory.root}' alone: {error}",))
+    _check_ours(found, directory, address)
+    if not found.commits:
+        if found.damaged and (newest is None or _word(directory) is None):
+            raise StorageError(
+                f"no commit at {address} is whole: {found.damaged[0]}. Nothing is written over what lies there; begin "
+                "again at another address."
+            )
+        return Looked(found.damaged, found.names)
+    if asked.resume == "never":
+        raise RunDirectoryError(
+            f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
+            "address, or leave --resume out to go on with it."
+        )
+    beyond = -1 if newest is None else step_of(newest) or 0
+    fetched = fetch_newest(
+        remote,
+        _wanted(found, directory, address, asked.resume),
+        directory.root,
+        beyond=beyond,
+        say=say,
+        accept=lambda folder: _accept(RunDirectory(folder), directory, address, asked, found),
+    )
+    gone_on = () if fetched is None else (f"the run goes on from its copy at {address}, of step {fetched.step}",)
+    return Looked((*found.damaged, *gone_on), found.names)
+
+
+def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
+    """The commits of which the newest is to be fetched: with ``--resume CHECKPOINT`` only where nothing is here.
+
+    Raises:
+        RunDirectoryError: If the checkpoint that was asked for is not there.
+    """
+    if resume == "auto":
+        return found.commits
+    path = Path(resume)
+    step = step_of(path)
+    if step is None or path.resolve().parent != directory.checkpoints.resolve() or not _is_free(directory):
+        return ()
+    wanted = tuple(each for each in found.commits if each.step == step)
+    if not wanted:
+        steps = ", ".join(str(each) for each in sorted({each.step for each in found.commits}))
+        raise RunDirectoryError(
+            f"--resume={resume}: there is no run in '{directory.root}', and the copies at {address} are of other steps "
+            f"({steps}); give one of those, or leave --resume out."
+        )
+    return wanted
+
+
+def _accept(copy: RunDirectory, directory: RunDirectory, address: str, asked: Asked, found: Found) -> None:
+    if copy.plan.is_file() and copy.recipe.is_file():
+        check_same_run(copy, asked, address=address)
+    # Before the records and checkpoints that it claims.
+    if _word(directory) is None:
+        write_json(directory.root / _WORD, {"run": found.commits[0].run})
+
+
+def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
+    """Refuse the copy of another run.
+
+    Raises:
+        RunDirectoryError: If it is one.
+    """
+    word = _word(directory)
+    if found.commits and (found.commits[0].run != word if word is not None else not _is_free(directory)):
+        raise RunDirectoryError(
+            f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
+            "or another --run-dir to go on from that copy."
+        )
+
+
+def _word(directory: RunDirectory) -> str | None:
+    try:
+        word = json.loads((directory.root / _WORD).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return word if isinstance(word, str) else None
+
+
+def _is_free(directory: RunDirectory) -> bool:
+    """Whether nothing was trained here."""
+    used = any(path.stat().st_size for path in ledger_files(directory.ledger))
+    return not used and not CheckpointStore(directory.checkpoints).steps()
+
+
+@contextlib.contextmanager
+def mirroring_beside(
+    directory: RunDirectory, asked: Asked, opening: Opening, looked: Looked, collectives: Collectives, say: Say
+) -> Iterator[Mirroring | None]:
+    """Copy the run's checkpoints on the first process, as long as this is entered; a collective.
+
+    Args:
+        directory: The run's, opened: its records are cut back.
+        asked: What was asked of it.
+        opening: How it begins.
+        looked: What was found at the address before.
+        collectives: All processes.
+        say: Takes what the user should know.
+    """
+    begun: list[Mirroring] = []
+    is_asked = asked.recipe.checkpoint.mirror is not None
+    if is_asked and (choice := _to_send(directory, opening, collectives)) is not None:
+        collectives.on_first(lambda: begun.append(_begin(directory, asked, choice, looked)))
+    try:
+        if is_asked and opening.completed:
+            _send_rest(asked.recipe, begun, collectives, say)
+        yield begun[0] if begun and not opening.completed else None
+    finally:
+        for each in begun:
+            each.close()
+
+
+def _to_send(directory: RunDirectory, opening: Opening, collectives: Collectives) -> Choice | None:
+    """The checkpoint that is sent first, if it is not there; None if there is nothing to be sent at all."""
+    if not opening.completed:
+        return opening.choice
+    newest = collectives.on_first(lambda: CheckpointStore(directory.checkpoints).newest_whole()[0])
+    return None if newest is None else Choice(newest, step_of(newest) or 0)
+
+
+def _begin(directory: RunDirectory, asked: Asked, choice: Choice, looked: Looked) -> Mirroring:
+    """Begin to copy, first of all what is not there yet."""
+    address = asked.recipe.checkpoint.mirror
+    assert address is not None
+    word = _word(directory)
+    if word is None:
+        write_json(directory.root / _WORD, {"run": (word := secrets.token_hex(8))})
+    run = word
+
+    def open_mirror(retries: Retries) -> Mirror:
+        remote = _remote(address, retries)
+        found = read_commits(remote)
+        _check_ours(found, directory, address)
+        if asked.resume == "auto":
+            _check_further(found, choice, looked, address)
+        return Mirror(remote, run, found)
+
+    mirroring = Mirroring(open_mirror, directory.root, asked.recipe.checkpoint)
+    if choice.path is not None:
+        best = CheckpointStore(directory.checkpoints).read_best()
+        growing, small = sendable_records(directory)
+        mirroring.offer(Sendable(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
+    return mirroring
+
+
+def _check_further(found: Found, choice: Choice, looked: Looked, address: str) -> None:
+    """Leave alone what is further than this run, unless it was looked at and cannot be gone on from.
+
+    Raises:
+        TakenError: If there is such.
+    """
+    further = [each.step for each in in_line(found.commits) if each.step > choice.step]
+    if further and not looked.names.issuperset(each.name for each in found.commits if each.step in further):
+        raise TakenError(
+            f"{address} holds a copy of step {further[0]}, which this launch could not see when it began at step "
+            f"{choice.step}: it sends nothing there. Stop it and run the same command again to go on from that copy."
+        )
+
+
+def _send_rest(recipe: Recipe, begun: list[Mirroring], collectives: Collectives, say: Say) -> None:
+    """Of a run that is complete: wait until its last checkpoint is there, unless the address fails; a collective."""
+    patience = min(recipe.parallel.timeout.seconds / 10, 0.5)
+    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+
+    def is_over() -> bool:
+        return all(each.is_over(within_seconds=patience) or each.is_failing for each in begun) or (
+            time.monotonic() > deadline
+        )
+
+    while not collectives.on_first(is_over):
+        pass
+    for each in begun:
+        if each.lacks:
+            say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {each.lacks}")

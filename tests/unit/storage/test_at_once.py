@@ -1,0 +1,48 @@
+"""Several at once, the first error ends it, and no interpreter waits for what is never answered."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from paceline.storage.at_once import begin, run_at_once
+
+_NEVER_ANSWERED = """
+import threading, time
+from paceline.storage.at_once import begin, run_at_once
+begin(lambda: run_at_once(lambda _: time.sleep(300), range(9), threads=2, name="x"), name="y")
+time.sleep(0.2)
+"""
+
+
+def test_each_is_taken_once() -> None:
+    taken, lock = list[int](), threading.Lock()
+
+    def take(number: int) -> None:
+        with lock:
+            taken.append(number)
+
+    run_at_once(take, range(50), threads=4, name="x")
+    run_at_once(take, (), threads=4, name="x")
+    assert sorted(taken) == list(range(50))
+
+
+def test_after_an_error_nothing_more_is_begun() -> None:
+    taken = list[int]()
+
+    def fail(number: int) -> None:
+        taken.append(number)
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        run_at_once(fail, range(50), threads=1, name="x")
+    assert taken == [0]
+    with pytest.raises(ValueError, match="7"):
+        begin(lambda: fail(7), name="x").result(30)
+
+
+def test_the_interpreter_ends_without_an_answer() -> None:
+    subprocess.run([sys.executable, "-c", _NEVER_ANSWERED], check=True, timeout=60)
