@@ -42,16 +42,16 @@ _LARGEST_FILE = 2**30
 def find_mnist_folder(path: Path, kind: str | None = None) -> Path | None:
     """Return the folder that holds the four files, ``path``, its ``raw`` or that of a folder in it, or None.
 
-    Files do not tell ``kind`` (mnist, fashion_mnist), but folders do that are named for one: of another kind than is
-    asked for, they never count.
+    Files do not tell ``kind`` (mnist, fashion_mnist), but folders in ``path`` do that are named for one: of another
+    kind than is asked for, they never count. Of ``path`` itself, whoever names both is believed.
     """
     if not path.is_dir():
         return None
     inside = sorted(entry / "raw" for entry in path.iterdir() if entry.is_dir())
     found = [folder for folder in (path, path / "raw", *inside) if _file(folder, "train", "images", 3) is not None]
-    fitting = [folder for folder in found if kind is None or _named_for(folder) in (kind, None)]
+    fitting = [each for each in found if kind is None or each not in inside or _named_for(each) in (kind, None)]
     # One that says what it is comes before those that only may be meant.
-    fitting.sort(key=lambda folder: kind is not None and _named_for(folder) is None)
+    fitting.sort(key=lambda folder: kind is not None and _named_for(folder) != kind)
     return fitting[0] if fitting else None
 
 

@@ -118,10 +118,10 @@ def test_fashion_is_seen_from_the_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("folder", "kind"), [("MNIST", "fashion_mnist"), ("FashionMNIST", "mnist")])
 def test_files_of_one_mnist_are_never_taken_for_the_other(tmp_path: Path, folder: str, kind: str) -> None:
     mnist(tmp_path / folder / "raw", packed=False)
-    for path in (tmp_path, tmp_path / folder):
-        assert find_mnist_folder(path, kind) is None
-        with pytest.raises(DataError, match=r"holds no files of .*, by its name, for '.*raw' is the other MNIST's"):
-            open_dataset(Data(dataset=kind, path=str(path)))
+    assert find_mnist_folder(tmp_path, kind) is None
+    with pytest.raises(DataError, match=r"holds no files of .*, by its name, for '.*raw' is the other MNIST's"):
+        open_dataset(Data(dataset=kind, path=str(tmp_path)))
+    assert find_mnist_folder(tmp_path / folder, kind) == tmp_path / folder / "raw"
     mnist(tmp_path / "ours" / "raw", packed=False)
     assert find_mnist_folder(tmp_path, kind) == tmp_path / "ours" / "raw"
 
