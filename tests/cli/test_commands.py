@@ -298,6 +298,14 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+def test_what_comes_next_is_no_evaluation_of_nothing(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    words = (*tiny, "data.validation_fraction=0.0", "train.duration=1 steps", "evaluate=null")
+    done = paceline_here("train", "digits", *words, "--run-dir", "run")
+    assert done.code == 0, done.err
+    assert "paceline audit run" in done.out
+    assert "paceline evaluate" not in done.out
+
+
 def test_train_as_json(
     paceline: Callable[..., Any],
     paceline_here: Callable[..., Any],

@@ -56,6 +56,7 @@ TYPED = {
     "paceline train digits model.channels_last=": {
         f"model.channels_last={value}" for value in ("auto", "true", "false")
     },
+    "paceline train digits data.dataset=ima": {"data.dataset=image_folder"},
     "paceline train digits optimizer.name=la": {"optimizer.name=lamb", "optimizer.name=lars"},
     "paceline train image_folder data.path=ph": {"data.path=photos/"},
 }

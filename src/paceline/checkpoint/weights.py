@@ -83,7 +83,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     if not target.exists():
         raise CheckpointError(
             f"'{target}' does not exist; give a run directory, a checkpoint directory, a safetensors file or a hub "
-            "folder."
+            "folder; predict and serve take ONNX files too."
         )
     if target.suffix == ".safetensors":
         return _asked(_from_file(target), weights)

@@ -110,19 +110,21 @@ _OFFERS: dict[tuple[str, str], Offer] = {
 
 def _keys(section: type[Any], path: str) -> Iterator[tuple[str, Any]]:
     """Dotted keys with their annotations."""
-    from paceline.recipe.layers import field_types, subsection
+    from paceline.recipe.layers import field_types, named_choices, subsection
 
     for name, kind in field_types(section).items():
         inner = subsection(section, name)
         if inner is None:
-            yield f"{path}{name}", kind
+            yield f"{path}{name}", named_choices(section, name) or kind
         else:
             yield from _keys(inner, f"{path}{name}.")
 
 
 def _values(kind: Any) -> Iterator[str]:
     """What an annotation names one by one."""
-    if kind is bool:
+    if isinstance(kind, tuple):  # of a key that takes any text, what is known
+        yield from (str(each) for each in kind if ":" not in str(each))
+    elif kind is bool:
         yield from ("true", "false")
     elif get_origin(kind) is Literal:
         yield from map(str, get_args(kind))

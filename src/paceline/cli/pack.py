@@ -231,7 +231,7 @@ def _show(document: dict[str, Any]) -> None:
         had = "all of them before" if document["found"] >= total else f"in {format_seconds(document['seconds'])}"
         click.echo(
             f"{document['destination']}: {counts} images of {document['classes']:,} classes, "
-            f"{format_bytes(document['bytes'])} in {document['shards']} shards, {had}"
+            f"{format_bytes(document['bytes'])} in {document['shards']} shard{'s' * (document['shards'] != 1)}, {had}"
         )
         for each in document["left_out"][:10]:
             click.echo(f"left out: {each['name']} ({each['reason']})")

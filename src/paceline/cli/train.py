@@ -171,7 +171,8 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         click.echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")
         return
     click.echo("Next:")
-    click.echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
+    if _plan_of(result).get("evaluation_samples") != 0:
+        click.echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
     click.echo(f"  {program()} audit {run_dir}")
 
 

@@ -127,7 +127,7 @@ def check_output(path: Path) -> None:
     if path.exists():
         raise DataError(f"--output={path} exists already and is not written over; give another name.")
     if not path.parent.is_dir():
-        raise DataError(f"--output={path}: there is no folder '{path.parent}'; make it first.")
+        raise DataError(f"--output={path}: there is no directory '{path.parent}'; create it first.")
 
 
 @contextmanager

@@ -83,7 +83,11 @@ def _opened(source: Path) -> Iterable[PictureFile]:
     from paceline.inference.archives import is_archive, members
 
     if str(source) == STANDARD_INPUT:
-        return _from_lines(sys.stdin.buffer)
+        found = _from_lines(sys.stdin.buffer)
+        first = next(found, None)
+        if first is None:
+            raise DataError("no path came on standard input (-); give one image file's path on each line.")
+        return itertools.chain([first], found)
     if is_archive(source) and source.is_file():
         return members(source)
     if source.exists() and not source.is_dir():

@@ -173,10 +173,18 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
 
 def _is_known(section: type[Any], name: str, choice: object) -> bool:
     """Whether a choice is one, where any name may be written: a misspelt data set is refused by who opens it."""
+    known = named_choices(section, name)
+    return not known or choice in known or (isinstance(choice, str) and ":" in choice)
+
+
+def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
+    """The choices that keys of a section are for, where any text may be written; none if there are no such keys."""
     if field_types(section)[name] is not str:
-        return True
+        return ()
     marks = (applies_of(section, each) for each in field_types(section))
-    return any(mark.to == name and mark.allow(choice) for mark in marks if mark is not None)
+    return tuple(
+        dict.fromkeys(value for mark in marks if mark is not None and mark.to == name for value in mark.values)
+    )
 
 
 def _either(values: tuple[object, ...]) -> str:

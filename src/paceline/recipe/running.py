@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
@@ -115,13 +115,22 @@ class Parallel:
     """How long processes wait for one another, when they meet and in every exchange, before the run ends."""
 
 
+Tracker = Literal["tensorboard", "mlflow", "wandb", "csv"]
+
+
+def _each_once(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError(f"found {list(value)}, but each tracker is named once")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Telemetry:
     """What is recorded of the run."""
 
     log_every: Length = Duration(10, "steps")
     """Time between step records; the only moments the host waits for the device."""
-    trackers: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = ("tensorboard",)
+    trackers: Annotated[tuple[Tracker, ...], AfterValidator(_each_once)] = ("tensorboard",)
     """Where records go beside events.jsonl; `csv` is a table for each kind of them. MLflow and Weights & Biases write
     into the run directory unless MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""
     mlperf: Switch = False

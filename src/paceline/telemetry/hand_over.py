@@ -106,7 +106,7 @@ class HandOver:
         missing = self._taken - self._done + self.left_out
         if missing:
             whole = self._taken + self.left_out
-            raise TrackerLostError(f"did not take {missing} of {whole} records in time")
+            raise TrackerLostError(f"did not take {missing} of {whole} records in time; events.jsonl has them all")
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> None:
         """Until everything is handed over, taken and put away."""

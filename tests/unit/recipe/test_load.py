@@ -321,6 +321,10 @@ def test_a_key_without_effect_is_refused(overrides: list[str], key: str, needs: 
     assert f"it needs {needs}. Remove it (on the command line: {key}=null)." in message
 
 
+def test_a_tracker_is_named_once() -> None:
+    assert "but each tracker is named once" in refusal("telemetry.trackers=[csv, mlflow, csv]")
+
+
 def test_keys_of_a_misspelt_data_set_are_left_to_who_opens_it() -> None:
     loaded = load_recipe("digits", overrides=["data.dataset=imagefolder", "data.path=photos"])
     with pytest.raises(DataError, match=r"data.dataset is 'imagefolder', .* Did you mean 'image_folder'"):

@@ -19,7 +19,8 @@ def require_pyarrow() -> ModuleType:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"This needs pyarrow, which cannot be imported ({error}): run `pip install 'paceline[pack]'`."
+            "Packing, parquet tables and datasets of Hugging Face's need pyarrow, which "
+            f"cannot be imported ({error}): run `pip install 'paceline[pack]'`."
         ) from error
     found: ModuleType = pa
     return found

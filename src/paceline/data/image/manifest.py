@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from paceline.data.image.source import FileSource, Ids, SampleSource, SubsetSour
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError
 
+# Normalising a path, as of a table in a folder, takes one of the slashes away.
+_ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
 _LARGEST_HEAD = 2**16
 
 
@@ -139,6 +142,8 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
                     lines.append(reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
         raise DataError(
             f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
             "or the path."
@@ -176,6 +181,12 @@ def _sizes(rows: PathRows, wanted: Ids, fault: Fault) -> Ids:
         whole = os.path.normpath(os.path.join(rows.root, path))
         if not path:
             fault(f"{rows.where(row)} names no image: give its path, or remove the line.")
+        elif _ADDRESS.match(path):
+            # Not repeated: an address may hold a password.
+            fault(
+                f"{rows.where(row)} names an address, and a table names files: copy the images here, and give paths "
+                "from the table on."
+            )
         elif whole in seen:
             fault(
                 f"{rows.where(row)} names {path!r}, which {rows.where(seen[whole])} names too"

@@ -69,13 +69,15 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
             known = ", ".join(classes[:_NAMED]) + (", …" if len(classes) > _NAMED else "")
             raise RecipeError(
                 f"{key} names {each!r}, but the data has the {len(classes)} classes {known}: give names of them, or "
-                f"their numbers from 0.{did_you_mean(str(each), classes)}"
+                f"their numbers from 0.{did_you_mean(each, classes) if isinstance(each, str) else ''}"
             )
         if number in chosen:
             raise RecipeError(f"{key} names the class {classes[number]!r} twice: name it once.")
         chosen.append(number)
     if len(chosen) < 2:
-        raise RecipeError(f"{key} names {len(chosen)} class, but a classifier needs at least two: name more.")
+        raise RecipeError(
+            f"{key} names {'one class' if chosen else 'no class'}, but a classifier needs at least two: name more."
+        )
     return sorted(chosen)
 
 

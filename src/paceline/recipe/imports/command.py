@@ -14,6 +14,8 @@ import yaml
 from paceline.errors import RecipeError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+# A pipe, a redirection, or an end of a command, where it is a word of its own.
+_SHELL = re.compile(r"\|[|&]?|&&?|;|(\d|&)?>.*|<.*")
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 _NODES = ("--nnodes",)
 # Of an address: who asks, and with which password.
@@ -58,11 +60,13 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
         tree = _tree(path, text)
         if tree is not None:
             return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
-        return _command(_only_command(text, path, (*scripts, *wrappers)), scripts, wrappers)
+        programs = (*scripts, *wrappers)
+        return _command(_alone(_only_command(text, path, programs), programs), scripts, wrappers)
     if len(words) == 1 and Path(words[0]).suffix in _TREES and " " not in words[0]:
         raise RecipeError(f"there is no file '{words[0]}'; give a file of arguments, or a command after --.")
-    split = _split(words[0], "the command") if len(words) == 1 else list(words)
-    return _command(split, scripts, wrappers)
+    if len(words) == 1:
+        return _command(_alone(_split(words[0], "the command"), (*scripts, *wrappers)), scripts, wrappers)
+    return _command(list(words), scripts, wrappers)
 
 
 def _text(path: Path) -> str:
@@ -92,6 +96,13 @@ def _split(text: str, where: str) -> list[str]:
         return shlex.split(text, comments=True)
     except ValueError as error:
         raise RecipeError(f"{where} cannot be read as a shell would ({error}): look for a quote without end.") from None
+
+
+def _alone(words: list[str], programs: Sequence[str]) -> list[str]:
+    """The words of a shell's line up to what its output is sent to, or what runs after it: none of that trains."""
+    begin = _place(words, programs) or 0
+    end = next((at for at in range(begin, len(words)) if _SHELL.fullmatch(words[at])), len(words))
+    return words[:end]
 
 
 def _only_command(text: str, path: Path, programs: Sequence[str]) -> list[str]:

@@ -79,6 +79,7 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out images of the class 'y', and none to train on"),
         ("path,label\na.png,x,1\n", r"line 2 of '.*' has 3 fields, but its first line names 2 columns"),
         ("path,path\na.png,x\n", "has two columns called 'path'"),
+        ("path,label\nhttps://me:hush@host/a.png,x\n", "line 2 of '.*' names an address, and a table names files"),
         ("path,label\n", "has no rows"),
         ("", "has no rows"),
         ('path,label\n"a.png,x\n', r"cannot be read as a table .*unexpected end of data"),
@@ -92,6 +93,8 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
 
 def test_what_is_no_table_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"path,label\n\xff\xfe,\x00\n")
+    with pytest.raises(DataError, match=r"it is not in UTF-8: .*; save it again in that encoding"):
+        open_dataset(opened(tmp_path / "x.csv"))
     for name in ("x.csv", "missing.csv", "."):
         with pytest.raises(DataError, match="cannot be read as a table of paths and labels"):
             open_dataset(opened(tmp_path / name))

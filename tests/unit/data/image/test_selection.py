@@ -118,8 +118,8 @@ def test_classes_are_taken_by_name_or_number(folder: Path) -> None:
         ({"only_classes": ("ant", "bea")}, "names 'bea', but the data has the 3 classes ant, bee, cow: .*'bee'"),
         ({"only_classes": (0, 3)}, "names 3, but the data has the 3 classes"),
         ({"only_classes": ("ant", 0)}, "names the class 'ant' twice"),
-        ({"only_classes": ("ant",)}, "names 1 class, but a classifier needs at least two"),
-        ({"only_classes": ()}, "names 0 class"),
+        ({"only_classes": ("ant",)}, "names one class, but a classifier needs at least two"),
+        ({"only_classes": ()}, "names no class"),
         ({"holdout_fraction": 0.9, "only_classes": (0, 1), "subset": 30}, "data.subset=30, but there are"),
     ],
 )

@@ -362,6 +362,14 @@ def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
     assert not any("peak rate" in each for each in convert("train.py /d --epochs 9 --warmup-epochs 5").notices)
 
 
+def test_where_a_script_sends_its_output_is_no_option(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    for end in ("2>&1 | tee log.txt", ">> log.txt &", "&& echo done"):
+        script.write_text(f"export A=1 && python train.py /d --model resnet18 --epochs 9 {end}\n")
+        read, given = read_timm([str(script)])
+        assert (read.title, given.values["epochs"]) == ("train.py /d --model resnet18 --epochs 9", 9)
+
+
 def test_an_option_names_each_of_its_keys_once() -> None:
     for entry in convert(PUBLISHED["deit_small"]).entries:
         keys = entry.says.split(", ")
