@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -53,6 +54,31 @@ def test_over_http_a_single_file_is_read_and_a_folder_refused(moto_port: int, pu
     put("open/a.bin", b"content")
     address = f"http://127.0.0.1:{moto_port}/bucket/open/a.bin"
     assert local_copy(address, cache=Cache(tmp_path), say=quiet).read_bytes() == b"content"
+
+
+def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a").write_bytes(b"a")
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with pytest.raises(StorageError, match="file system without locks"):
+        local_copy(f"file://{tmp_path}/data", cache=Cache(tmp_path / "cache"), say=quiet)
+
+
+def test_a_disk_keeps_no_empty_folders_of_what_was_deleted(tmp_path: Path) -> None:
+    remote = Remote(f"file://{tmp_path}/copy")
+    for name in ("a/b/1", "a/b/2", "a/c/3"):
+        remote.write(name, b"x")
+    remote.delete(["a/b/1", "a/b/2", "gone/4"])
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "copy",
+        "copy/a",
+        "copy/a/c",
+        "copy/a/c/3",
+    ]
 
 
 def test_what_is_not_there_is_refused(s3: Any, tmp_path: Path) -> None:

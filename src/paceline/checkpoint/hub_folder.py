@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.durable import reporting_disk_errors
-from paceline.checkpoint.tensor_file import read_regular_file
+from paceline.checkpoint.tensor_file import read_header, read_regular_file
 from paceline.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -31,6 +31,15 @@ _INTERPOLATIONS = ("bilinear", "bicubic")
 _MEAN, _STD, _CROP = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.875
 # A network is built for the classes and channels at hand; these would say so twice.
 _SIZES = ("num_classes", "in_chans")
+# Of timm.create_model itself, not of a network: they open other files, or say once more what the folder says.
+_NOT_OPTIONS = frozenset(
+    {"model_name", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}
+    | {"cache_dir", "scriptable", "exportable", "no_jit", "features_only", "out_indices"}
+)
+# More than any published network has; beyond it the weights themselves must have as many.
+_MANY_CLASSES = 100_000
+_LONGEST_SIDE = 8192
+_SMALLEST_CROP = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,7 @@ class HubFolder:
             "classes": self.classes,
             "class_names": self.labels or tuple(map(str, range(self.classes))),
             "evaluation_size": self.image_size,
+            "always_resized": True,  # also an image of the right size, which is shown as it is to networks of ours
             **({} if self.labels else {UNNAMED: True}),
             **shown,
             **crop,
@@ -161,9 +171,12 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _understood(config: Mapping[str, Any], shown: Mapping[str, Any], weights_file: Path) -> HubFolder:
     options = {key: value for key, value in (config.get("model_args") or {}).items() if value is not None}
+    _check_options(options)
     channels, height, width = (int(side) for side in shown.get("input_size") or (3, 224, 224))
     channels = int(options.get("in_chans", channels))
     classes = int(config.get("num_classes", shown.get("num_classes", 1000)))
+    if classes > _MANY_CLASSES and classes > _largest_side(weights_file):
+        raise ValueError(f"num_classes is {classes}, and no tensor of {weights_file.name} has as many rows")
     fixed = shown.get("fixed_input_size", False) and not options.get("dynamic_img_size")
     if fixed and options.get("strict_img_size", True):
         # timm builds such a network for the size of the images, unless told of another one.
@@ -178,7 +191,7 @@ def _understood(config: Mapping[str, Any], shown: Mapping[str, Any], weights_fil
         labels=_labels(config, shown, classes),
         mean=mean,
         std=std,
-        crop=height / math.floor(height / crop) if 0 < crop <= 1 else crop,
+        crop=height / math.floor(height / crop) if not refusal else crop,
         interpolation=interpolation,
         image_size=height,
         channels=channels,
@@ -186,6 +199,18 @@ def _understood(config: Mapping[str, Any], shown: Mapping[str, Any], weights_fil
         options={key: value for key, value in options.items() if key not in _SIZES},
         refusal=refusal,
     )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    if wrong := sorted(_NOT_OPTIONS & options.keys()):
+        raise ValueError(f"model_args has {wrong[0]}, which is no argument of a network")
+    if "global_pool" in options and not options["global_pool"]:
+        raise ValueError("model_args switches global_pool off, and then the network does not label images")
+
+
+def _largest_side(weights_file: Path) -> int:
+    specs, _ = read_header(weights_file)
+    return max((side for spec in specs.values() for side in spec.shape), default=0)
 
 
 def _refusal(
@@ -201,12 +226,16 @@ def _refusal(
     reasons = {
         f"its network has {classes} classes": classes < 1,
         f"its images are {height}x{width}, and only squares are shown here": height != width or height < 1,
+        f"its images are {height}x{width}, and at most {_LONGEST_SIDE} pixels a side are shown here": height
+        > _LONGEST_SIDE,
         f"its images have {channels} channels, and 1 or 3 are read here": channels not in (1, 3),
         f"mean and std have {' and '.join(str(len(each)) for each in normalised)} numbers, not {channels}": any(
             len(each) != channels for each in normalised
         ),
         f"crop_mode is {mode!r}, and only 'center' is had here": mode != "center",
-        f"crop_pct is {crop}, and at most the whole image is shown here": not 0 < crop <= 1,
+        f"crop_pct is {crop}, and from {_SMALLEST_CROP} to 1, the whole image, is had here": not _SMALLEST_CROP
+        <= crop
+        <= 1,
         f"interpolation is {interpolation!r}, and {' and '.join(_INTERPOLATIONS)} are had here": interpolation
         not in _INTERPOLATIONS,
     }

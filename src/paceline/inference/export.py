@@ -162,7 +162,9 @@ def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
         saved
         if rounded is None
         else replace(
-            saved, state={key: each.float() if each.dtype == torch.bfloat16 else each for key, each in rounded.items()}
+            saved,
+            state={key: each.float() if each.dtype == torch.bfloat16 else each for key, each in rounded.items()},
+            metadata={**saved.metadata, ROUNDED: "bf16"},
         )
     )
     exportable = open_exportable(shown, trust_code=request.trust_code, wanted="timm")

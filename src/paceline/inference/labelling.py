@@ -74,6 +74,7 @@ class Shown:
         mean: Of each channel, in [0, 1].
         std: Of each channel.
         multiple: Where images keep their aspect ratio: what their sides are multiples of.
+        always_resized: Whether an image that has the size already is resized and cropped too, as timm does.
     """
 
     size: int
@@ -83,6 +84,7 @@ class Shown:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     multiple: int | None = None
+    always_resized: bool = False
 
     @classmethod
     def described(cls, data: Mapping[str, Any]) -> Shown:
@@ -95,6 +97,7 @@ class Shown:
             mean=tuple(data["mean"]),
             std=tuple(data["std"]),
             multiple=data.get("evaluation_multiple"),
+            always_resized=bool(data.get("always_resized", False)),
         )
 
     def image(self, content: bytes) -> torch.Tensor:
@@ -107,7 +110,7 @@ class Shown:
         shape = (self.size, self.size)
         if self.multiple is not None and (found := upright_size(io.BytesIO(content))) is not None:
             shape = rectangle(*found, size=self.size, multiple=self.multiple)
-        return evaluation_image(pixels, shape, self.crop, self.interpolation)
+        return evaluation_image(pixels, shape, self.crop, self.interpolation, always=self.always_resized)
 
 
 def class_names(data: Mapping[str, Any]) -> tuple[str, ...] | None:

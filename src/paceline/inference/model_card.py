@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import UNNAMED
-from paceline.checkpoint.weights import SavedWeights
+from paceline.checkpoint.weights import ROUNDED, SavedWeights
 from paceline.errors import RunDirectoryError
 from paceline.models.digest import weights_sha256
 from paceline.records.reader import NO_METRICS, read_environment, read_events
@@ -65,7 +65,8 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
     data = saved.described("data")
     origin = _origin(saved, run)
     parts = [
-        _front_matter(architecture, data, origin),
+        # The hub shows these numbers without a word around them, so only where they are those of this very file.
+        _front_matter(architecture, data, origin if ROUNDED not in saved.metadata else replace(origin, evaluation={})),
         f"# {architecture} for {len(data['class_names'])} classes",
         _introduction(origin),
         _about(saved, architecture, data, origin),
@@ -137,6 +138,7 @@ def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], orig
     rows = {
         "Architecture": f"`{architecture}` of timm",
         "Weights": f"{saved.weights}{' (a moving average over training)' if saved.weights == 'ema' else ''}",
+        **({"Stored": f"matrices and filters rounded to {kept}"} if (kept := saved.metadata.get(ROUNDED)) else {}),
         "Run and step": f"{origin.run or _NOT_KNOWN}, step {_NOT_KNOWN if origin.step is None else origin.step}",
         "Data": f"{data.get('dataset') or _NOT_KNOWN}",
         "Digest of the data": f"`{data['digest']}`" if data.get("digest") else _NOT_KNOWN,
@@ -158,9 +160,11 @@ def _how_good(saved: SavedWeights, origin: _Origin) -> str:
     rows = {key: f"{value:.2f} %" if metric_unit(key) else f"{value:.4f}" for key, value in origin.metrics.items()}
     samples = origin.evaluation.get("samples", _NOT_KNOWN)
     split = origin.evaluation.get("split", "validation")
+    kept = saved.metadata.get(ROUNDED)
+    before = "" if kept is None else f", before they were rounded to {kept}, which may change it"
     return (
         f"## How good it is\n\nThe {saved.weights} weights on {samples} held-out samples ({split}), each scored once, "
-        f"at step {origin.step}:\n\n{_table(rows)}"
+        f"at step {origin.step}{before}:\n\n{_table(rows)}"
     )
 
 
@@ -193,10 +197,10 @@ With Paceline: `paceline predict FOLDER photo.jpg`, `paceline evaluate FOLDER`, 
 
 
 def _hashes(saved: SavedWeights, weights_file: Path) -> str:
-    rows = {
-        f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file).sha256}`",
-        "weights (`weights_sha256` as in `summary.json`)": f"`{weights_sha256(saved.plain)}`",
-    }
+    rows = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file).sha256}`"}
+    if ROUNDED not in saved.metadata:
+        key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
+        rows[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
     return "## Hashes\n\n" + _table(rows)
 
 

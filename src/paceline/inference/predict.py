@@ -23,6 +23,7 @@ from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.labelling import ImageLabeller, Shown, class_names
 from paceline.inference.onnx_predictor import OnnxPredictor
+from paceline.models.build import check_takes
 from paceline.models.digest import weights_sha256
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
 from paceline.recipe.schema import Recipe
@@ -101,6 +102,9 @@ class Predictor(ImageLabeller):
     def _build(self, task: Task) -> nn.Module:
         network = task.build_model()
         task.check_network(network)
+        if self._saved.metadata.get("shown_by") == "timm":
+            # Described by others, who may name values at which a network is built, and answers nothing.
+            check_takes(network, self._size, channels=self.shown.channels, name=task.recipe.model.name)
         check_inventory(network.state_dict(), self._saved.plain, where=str(self._saved.path))
         network.load_state_dict(self._saved.plain)
         return network

@@ -151,10 +151,16 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             in_chans=in_channels,
             **model.options,
         )
-    except (OSError, RuntimeError) as error:
-        if not model.pretrained:
+    except Exception as error:
+        if model.pretrained and isinstance(error, OSError | RuntimeError):
+            raise _no_weights(model, error) from error
+        if not model.options:
             raise
-        raise _no_weights(model, error) from error
+        # Whatever a network raises at values that are none for it; a folder of somebody else's may name them.
+        raise ModelError(
+            f"model.name={model.name}: model.options {model.options} do not fit: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}."
+        ) from error
     return network
 
 

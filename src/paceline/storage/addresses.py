@@ -23,7 +23,6 @@ _LIBRARIES = {
     "http": ("aiohttp", "http"),
     "https": ("aiohttp", "http"),
     "file": ("fsspec", "http"),
-    "memory": ("fsspec", "http"),
 }
 _HIDDEN = "***"
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -97,6 +96,10 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
         example = "file:///data/photos" if protocol == "file" else f"{protocol}://bucket/path"
         raise StorageError(f"{key}={text} names no place; write it as {example}.")
+    if any(part in (".", "..") for part in place.split("/")):
+        raise StorageError(
+            f"{key}={text} holds '.' or '..' as a part of its path, which stores do not know; leave it out."
+        )
     return Address(protocol, place)
 
 
@@ -105,7 +108,7 @@ def _refuse_credentials(protocol: str, place: str, key: str) -> None:
     has_port = protocol in ("http", "https") and re.fullmatch(r"[^:@]*:\d+|\[[0-9a-fA-F:]+\](:\d+)?", authority)
     # A secret may hold slashes, so the '@' after it need not stand in what looks like the authority.
     has_user = "@" in authority or (":" in authority and not has_port)
-    if has_user and protocol not in ("file", "memory"):
+    if has_user and protocol != "file":
         raise StorageError(
             f"{key} is an address of {protocol}:// with a user or password in it, which is not shown here. Credentials "
             "come from the environment only (docs/guide/object-storage.md), since recipes and records are shared: take "

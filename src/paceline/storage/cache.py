@@ -266,6 +266,11 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         except BlockingIOError:
             waiting()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise StorageError(
+                f"{path.parent} lies on a file system without locks ({error.strerror or error}), by which "
+                "processes keep out of each other's way; name a folder on a local disk with PACELINE_CACHE."
+            ) from error
         yield
     finally:
         os.close(descriptor)

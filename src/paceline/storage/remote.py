@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.errors import StorageError
@@ -63,8 +64,6 @@ class Remote:
             options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": silence, "retries": {"max_attempts": 1}}
         if protocol == "file":
             options = {"auto_mkdir": True}
-        if protocol == "memory":
-            options = {}
         files = fsspec.filesystem(protocol, **options)
         if protocol == "s3":
             # s3fs tries everything five times, unheard, whatever botocore is told; trying again is for Retries.
@@ -175,10 +174,16 @@ class Remote:
         self.retries(f"delete {self.path(name)}", partial(self._delete, name))
 
     def _delete(self, name: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self.path(name))
-        except FileNotFoundError:
-            return
+        if self.address.protocol == "file":
+            self._remove_empty_folders(name)
+
+    def _remove_empty_folders(self, name: str) -> None:
+        """On a disk, unlike in a store, a folder stays when its last file goes."""
+        with contextlib.suppress(OSError):
+            for folder in list(PurePosixPath(name).parents)[:-1]:
+                Path(self.address.place, folder).rmdir()
 
 
 def fingerprint(files: Mapping[str, RemoteFile]) -> str:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.records.append_file import AppendFile
-from paceline.records.run_directory import write_text
 from paceline.records.writer import parse_line
 from paceline.telemetry.scalars import flat
 
@@ -47,12 +46,8 @@ class CsvTracker:
             self._is_begun = True
             self._begin()
         kind, row = str(event["event"]), _row(event)
-        if kind not in self._files:
-            self._write_table(kind, [row])
-            return
-        if not row.keys() <= set(self._columns[kind]):
-            self._write_table(kind, [*self._read_table(kind), row])
-            return
+        if kind not in self._files or not row.keys() <= set(self._columns[kind]):
+            self._widen(kind, row)
         self._files[kind].write(_encoded([row], self._columns[kind]).encode())
         # Records are rare, and people follow a table while it grows.
         self._files[kind].flush()
@@ -63,44 +58,59 @@ class CsvTracker:
             self._files.popitem()[1].close()
 
     def _begin(self) -> None:
-        """Put the tables where the run's records stand."""
-        for stale in self._directory.glob("*.csv"):
+        """Put the tables where the run's records stand; row by row, since a long run has millions."""
+        for stale in self._directory.glob("*.csv*"):
             stale.unlink()
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for event in self._earlier():
-            rows.setdefault(str(event["event"]), []).append(_row(event))
-        for kind, each in rows.items():
-            self._write_table(kind, each)
+        columns: dict[str, dict[str, None]] = {}
+        for kind, row in self._earlier():
+            columns.setdefault(kind, _first_of(row)).update(dict.fromkeys(row))
+        self._columns = {kind: list(each) for kind, each in columns.items()}
+        for kind in self._columns:
+            self._open(kind)
+        for kind, row in self._earlier():
+            self._files[kind].write(_encoded([row], self._columns[kind]).encode())
+        for file in self._files.values():
+            file.flush()
 
-    def _earlier(self) -> list[dict[str, Any]]:
-        if not self._known_bytes:
-            return []
+    def _earlier(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The kind and the row of each record that was there when the run went on."""
+        left, number = self._known_bytes, 0
+        if not left:
+            return
         with self._events.open("rb") as file:
-            lines = file.read(self._known_bytes).splitlines(keepends=True)
-        found = [
-            parse_line(line, self._events, number, is_last=number == len(lines))
-            for number, line in enumerate(lines, start=1)
-        ]
-        return [event for event in found if event is not None]
+            while line := file.readline(left):
+                left, number = left - len(line), number + 1
+                event = parse_line(line, self._events, number, is_last=left == 0)
+                if event is not None:
+                    yield str(event["event"]), _row(event)
 
-    def _write_table(self, kind: str, rows: list[dict[str, Any]]) -> None:
-        """Write a table in one move, and go on at its end."""
-        if kind in self._files:
-            self._files.pop(kind).close()
-        known = dict.fromkeys(self._columns.get(kind, ()))
-        for row in rows:
-            known |= dict.fromkeys(row)
-        first = () if kind in self._columns else tuple(each for each in _FIRST if each in rows[0])
-        self._columns[kind] = list(dict.fromkeys((*first, *known)))
-        path = self._directory / f"{kind}.csv"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        write_text(path, _encoded([], self._columns[kind], head=True) + _encoded(rows, self._columns[kind]))
+    def _open(self, kind: str) -> None:
+        """Begin a table with its head."""
+        self._files[kind] = AppendFile(self._directory / f"{kind}.csv")
+        self._files[kind].write(_encoded([], self._columns[kind], head=True).encode())
+
+    def _widen(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Give a table a row's columns: a new one, or another in place of the one that there is, in one move."""
+        if kind not in self._files:
+            self._columns[kind] = list(_first_of(row) | dict.fromkeys(row))
+            self._open(kind)
+            return
+        self._files.pop(kind).close()
+        self._columns[kind] = list(dict.fromkeys((*self._columns[kind], *row)))
+        path, wider = self._directory / f"{kind}.csv", self._directory / f"{kind}.csv.partial"
+        with (
+            path.open(encoding="utf-8", newline="") as before,
+            wider.open("w", encoding="utf-8", newline="") as after,
+        ):
+            writer = csv.DictWriter(after, self._columns[kind], restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(csv.DictReader(before))
+        wider.replace(path)
         self._files[kind] = AppendFile(path)
 
-    def _read_table(self, kind: str) -> list[dict[str, Any]]:
-        self._files[kind].flush()
-        with (self._directory / f"{kind}.csv").open(encoding="utf-8", newline="") as file:
-            return [{key: value for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
+
+def _first_of(row: Mapping[str, Any]) -> dict[str, None]:
+    return dict.fromkeys(each for each in _FIRST if each in row)
 
 
 def _row(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.records.run_directory import RunDirectory
+from paceline.telemetry.behind import Behind
 from paceline.telemetry.csv_tracker import CsvTracker
 from paceline.telemetry.hand_over import HandOver, TrackerBehindError, TrackerLostError
 from paceline.telemetry.scalars import scalars
@@ -184,7 +185,7 @@ def build_trackers(
             case "tensorboard":
                 return TensorBoardTracker(directory / name, start_step=start_step)
             case "csv":
-                return CsvTracker(directory / name, RunDirectory(directory).events)
+                return Behind(CsvTracker(directory / name, RunDirectory(directory).events))
         return HandOver(name, directory / name, told)
 
     return [Guarded(name, built(name)) for name in wanted]

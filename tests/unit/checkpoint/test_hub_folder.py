@@ -79,6 +79,8 @@ def test_a_network_built_for_a_size(tmp_path: Path) -> None:
         ("input_size", [3, 32, 64], "32x64"),
         ("mean", [0.5], "mean and std have 1 and 3"),
         ("crop_pct", 1.2, "crop_pct is 1.2"),
+        ("crop_pct", 1e-9, "crop_pct is 1e-09"),
+        ("input_size", [3, 100_000, 100_000], "at most 8192 pixels a side"),
     ],
 )
 def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: str, value: Any, said: str) -> None:
@@ -99,6 +101,10 @@ def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: st
         ({**CONFIG, "pretrained_cfg": {"input_size": [3]}}, "not as timm writes it"),
         ({**CONFIG, "pretrained_cfg": 3}, "not as timm writes it"),
         ({**CONFIG, "model_args": [1]}, "not as timm writes it"),
+        ({**CONFIG, "model_args": {"checkpoint_path": "evil.pth"}}, "has checkpoint_path, which is no argument"),
+        ({**CONFIG, "model_args": {"pretrained_cfg_overlay": {"url": "x"}}}, "has pretrained_cfg_overlay"),
+        ({**CONFIG, "model_args": {"global_pool": ""}}, "global_pool off"),
+        ({**CONFIG, "num_classes": 10**30}, "no tensor of model.safetensors has as many rows"),
     ],
 )
 def test_folders_of_others_are_refused(tmp_path: Path, config: Any, said: str) -> None:

@@ -218,6 +218,10 @@ def test_rounded_to_bf16(digits: Path, tmp_path: Path) -> None:
     written(digits, small, "safetensors", quantize="bf16")
     written(digits, hub, "timm", quantize="bf16")
     assert small.stat().st_size < 0.6 * whole.stat().st_size
+    card = (hub / "README.md").read_text()
+    assert "before they were rounded to bf16" in card
+    assert "model-index" not in card
+    assert "summary.json" not in card
     stored = load_file(small)
     assert stored["fc.weight"].dtype == torch.bfloat16
     assert stored["bn1.running_var"].dtype == torch.float32

@@ -28,7 +28,9 @@ def test_read(text: str, found: Address) -> None:
     assert parse_address(text) == found
 
 
-@pytest.mark.parametrize("text", ["ftp://host/x", "s3://", "s3:///x/", "file://relative", "photos"])
+@pytest.mark.parametrize(
+    "text", ["ftp://h/x", "memory://x", "s3://", "s3:///x/", "file://relative", "photos", "s3://b/..", "file:///a/../b"]
+)
 def test_what_is_none_is_refused(text: str) -> None:
     with pytest.raises(StorageError):
         parse_address(text) if text != "s3:///x/" else parse_address("s3:///")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
 from paceline.records.writer import EventWriter, truncate_after
+from paceline.telemetry.behind import Behind
 from paceline.telemetry.csv_tracker import CsvTracker
 
 
@@ -70,6 +73,46 @@ def test_a_number_that_comes_later_is_a_last_column(tmp_path: Path) -> None:
     assert [row["mfu"] for row in rows] == ["", "", "0.5", ""]
     assert [row["loss"] for row in rows] == [str(1 / number) for number in (1, 2, 3, 4)]
     launch.close()
+
+
+def test_the_loop_waits_for_no_table_and_is_told_what_failed(tmp_path: Path) -> None:
+    goes_on, written = threading.Event(), []
+
+    class Slow:
+        def write(self, event: Mapping[str, Any]) -> None:
+            assert goes_on.wait(60)
+            written.append(event["step"])
+            if event["step"] == 3:
+                raise OSError("no room")
+
+        def close(self, seconds: float) -> None:
+            written.append("closed")
+
+    tracker = Behind(Slow())
+    for number in (1, 2, 3, 4):
+        tracker.write(step(number))
+    assert not written
+    goes_on.set()
+    with pytest.raises(OSError, match="no room"):
+        tracker.close(60)
+    assert written == [1, 2, 3, "closed"]
+    tracker.close(60)
+
+
+def test_a_long_run_goes_on_without_being_in_memory(tmp_path: Path) -> None:
+    number = 3000
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(step(each)) + "\n" for each in range(1, number + 1)))
+    tracker = CsvTracker(tmp_path / "csv", tmp_path / "events.jsonl")
+    tracemalloc.start()
+    try:
+        tracker.write(step(number + 1))
+        tracker.write(step(number + 2, metrics={"mfu": 0.5}))  # a new column
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        tracker.close()
+    assert len(table(tmp_path / "csv", "step")) == number + 2
+    assert peak < 500_000
 
 
 @pytest.mark.parametrize("back_to", [0, 2])

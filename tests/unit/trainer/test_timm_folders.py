@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import PacelineError
+from paceline.inference.predict import load_predictor
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 CLASSES = ("cat", "dog", "owl")
@@ -88,6 +89,30 @@ def test_scored_as_timm_does(save: Callable[..., tuple[Path, Any]], photos: Path
     assert [each["prediction"] for each in said] == probabilities.indices.tolist()
     assert [each["probability"] for each in said] == pytest.approx(probabilities.values.tolist(), abs=1e-5)
     assert len(set(probabilities.indices.tolist())) > 1 or probabilities.values.std() > 1e-4
+
+
+def test_labelled_as_timm_does_whatever_the_size(save: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    """Of images that have the network's size already, too, which timm resizes and crops."""
+    hub, _ = save(crop=0.8)
+    network = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(network), is_training=False)
+    predictor = load_predictor(hub)
+    for side in (SIZE, SIZE + 8):
+        pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photo.png")
+        with Image.open(tmp_path / "photo.png") as image, torch.inference_mode():
+            expected = network(transform(image)[None]).softmax(1)
+        (found,) = predictor.predict([tmp_path / "photo.png"], top_k=3)
+        assert found.probabilities == pytest.approx(expected.sort(descending=True).values[0].tolist(), abs=1e-4)
+
+
+def test_arguments_that_are_none_for_a_network_are_refused(save: Callable[..., tuple[Path, Any]]) -> None:
+    hub, _ = save()
+    config = json.loads((hub / "config.json").read_text())
+    for options in ({"drop_rate": "x"}, {"act_layer": "os.system"}, {"unknown": 1}):
+        (hub / "config.json").write_text(json.dumps({**config, "model_args": options}))
+        with pytest.raises(PacelineError, match=r"model\.options \{.*do not fit|does not take images of 32 pixels"):
+            load_predictor(hub)
 
 
 def test_what_would_be_shown_otherwise_is_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:

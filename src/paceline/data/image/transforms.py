@@ -62,37 +62,41 @@ class View:
 
 
 def evaluation_image(
-    image: Image, size: int | Shape, evaluation_crop: float, interpolation: str = "bilinear"
+    image: Image, size: int | Shape, evaluation_crop: float, interpolation: str = "bilinear", *, always: bool = False
 ) -> torch.Tensor:
     """Resize until the image just covers ``size / evaluation_crop``, and keep the centre; uint8 [C, height, width].
 
-    An image that has this size already is not touched. Training without a random resized crop starts from the same
-    picture.
+    An image that has this size already is not touched, unless told so. Training without a random resized crop starts
+    from the same picture.
 
     Args:
         image: uint8 [H, W, C].
         size: Side of a square in pixels, or height and width of the result.
         evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
         interpolation: ``bilinear`` or ``bicubic``.
+        always: Whether an image of this size is resized and cropped too.
     """
     shape = (size, size) if isinstance(size, int) else size
     height, width = image.shape[:2]
-    if (height, width) == shape:
+    if (height, width) == shape and not (always and evaluation_crop < 1):
         return _channels_first(np.array(image))
-    scaled, (top, left) = evaluation_geometry((height, width), shape, evaluation_crop)
+    scaled, (top, left) = evaluation_geometry((height, width), shape, evaluation_crop, always=always)
     resized = _resize(image, *scaled, interpolation)
     return resized[:, top : top + shape[0], left : left + shape[1]]
 
 
-def evaluation_geometry(size: Shape, shape: Shape, evaluation_crop: float) -> tuple[Shape, tuple[int, int]]:
+def evaluation_geometry(
+    size: Shape, shape: Shape, evaluation_crop: float, *, always: bool = False
+) -> tuple[Shape, tuple[int, int]]:
     """To which size an image is resized for evaluation, and where in that its centre crop begins (top, left).
 
     Args:
         size: Height and width of the image.
         shape: Height and width of the result.
         evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
+        always: Whether an image of this size is resized and cropped too.
     """
-    if size == shape:
+    if size == shape and not always:
         return size, (0, 0)
     height, width = size
     covered = (round(shape[0] / evaluation_crop), round(shape[1] / evaluation_crop))

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from PIL import Image
@@ -111,7 +112,7 @@ def serve(
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=int(limits.request_seconds) + _LAST_SECONDS,
     )
-    _Server(config, ready).run(sockets=[address.socket])
+    _Server(config, ready, service.begin_to_stop).run(sockets=[address.socket])
 
 
 def _warm(predictor: ImagePredictor) -> None:
@@ -124,9 +125,14 @@ def _warm(predictor: ImagePredictor) -> None:
 class _Server(uvicorn.Server):
     """uvicorn's, for which being told to stop is no failure: it would raise the signal once more when it has."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
+        self._stopping = stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._stopping()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

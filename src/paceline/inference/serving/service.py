@@ -43,6 +43,10 @@ class Service:
         self._room = Room(limits.decoded_bytes)
         self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
 
+    def begin_to_stop(self) -> None:
+        """Say from now on that nobody new is let in."""
+        self.is_stopping = True
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Answers are given within."""
@@ -72,7 +76,7 @@ class Service:
             async with asyncio.timeout_at(deadline), self._desk.body(request) as body:
                 is_uploaded = True
                 uploads = await loop.run_in_executor(self._decoders, uploads_of, content_type, body, self.limits)
-                del body
+                body.clear()
                 return await self._answer_for(uploads, top_k)
         except TimeoutError:
             most = f"{self.limits.request_seconds:g} seconds"

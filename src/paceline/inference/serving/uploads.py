@@ -29,6 +29,7 @@ _DISCARDED_BYTES = 16 * 2**20
 _DISCARDING_SECONDS = 2.0
 _LONGEST_NAME = 255
 _LARGEST_HEADER_BYTES = 8192
+_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Desk:
         self._held = 0
 
     @asynccontextmanager
-    async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """Read a body, and hold its place while it is worked on.
+    async def body(self, request: Request) -> AsyncIterator[bytearray]:
+        """Read a body, and hold its place while it is worked on; who has taken it apart may clear it.
 
         Raises:
             RefusedError: If it is too large, or there is no room for it now.
@@ -70,9 +71,7 @@ class Desk:
                         raise self._too_large()
             except ClientDisconnect:
                 raise RefusedError(400, "disconnected", "the client went away before its request was whole") from None
-            body = bytes(content)
-            content.clear()
-            yield body
+            yield content
 
     @contextmanager
     def _place(self) -> Iterator[_Place]:
@@ -122,7 +121,7 @@ async def _discard(request: Request) -> None:
         return
 
 
-def uploads_of(content_type: str, body: bytes, limits: Limits) -> list[Upload]:
+def uploads_of(content_type: str, body: bytearray, limits: Limits) -> list[Upload]:
     """Take a multipart body apart.
 
     Args:
@@ -142,7 +141,8 @@ def uploads_of(content_type: str, body: bytes, limits: Limits) -> list[Upload]:
     parts = _Parts(limits.images)
     try:
         parser = MultipartParser(boundary, parts.callbacks(), max_header_size=_LARGEST_HEADER_BYTES)
-        parser.write(body)
+        for start in range(0, len(body), _PIECE_BYTES):
+            parser.write(bytes(body[start : start + _PIECE_BYTES]))
         parser.finalize()
     except FormParserError as error:
         raise RefusedError(400, "malformed", "the body is not as multipart/form-data is written") from error
