@@ -19,14 +19,15 @@ SMALL = {"model.options.width": 4, "model.options.stages": 1, "train.duration": 
 
 def test_weights_at_an_address_are_those_of_the_file(s3: Any, put: Any, tmp_path: Path) -> None:
     paceline.train("digits", overrides=SMALL, run_dir=tmp_path / "run")
-    file, again = tmp_path / "weights.safetensors", tmp_path / "again.safetensors"
+    file, here, again = (tmp_path / f"{name}.safetensors" for name in ("weights", "here", "again"))
     CliRunner().invoke(export, [str(tmp_path / "run"), "--output", str(file)], catch_exceptions=False)
     put("models/weights.safetensors", file.read_bytes())
     where = "s3://bucket/models/weights.safetensors"
+    CliRunner().invoke(export, [str(file), "--output", str(here)], catch_exceptions=False)
     done = CliRunner().invoke(export, [where, "--output", str(again)], catch_exceptions=False)
     assert done.exit_code == 0
     # The order of what stands in the files' metadata is the library's, and another each time.
-    one, other = read_weights(file), read_weights(again)
+    one, other = read_weights(here), read_weights(again)
     assert other.metadata == one.metadata
     assert other.state.keys() == one.state.keys()
     assert all(torch.equal(other.state[name], tensor) for name, tensor in one.state.items())
