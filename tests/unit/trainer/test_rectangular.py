@@ -247,7 +247,7 @@ def test_pictures_are_predicted_at_their_shape_whatever_is_held_out(
     wide = photos / "val" / "first" / "06.jpg"
     with Image.open(wide) as stored:
         assert max(stored.size) == 90
-    height, width = predictor._shape_of(wide)
+    height, width = predictor.shown.image(wide.read_bytes()).shape[1:]
     assert max(height, width) == 2 * min(height, width)
 
 
