@@ -310,7 +310,7 @@ class TakenError(StorageError):
 def in_line(commits: Iterable[Commit]) -> list[Commit]:
     """The commits that the newest builds on, newest first: later steps of older ones are what a run went back from."""
     line: list[Commit] = []
-    for each in sorted(commits, key=lambda each: (each.sequence, each.name), reverse=True):
+    for each in sorted(commits, key=lambda each: (each.sequence, each.step, each.name), reverse=True):
         if not line or each.step <= line[-1].step:
             line.append(each)
     return line

@@ -19,7 +19,7 @@ from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 
 ROOT = Path(__file__).parents[4]
 GUIDE = ROOT / "docs" / "guide" / "from-nvidia-convnets.md"
-THEIR_TABLE = Path("/work/shared/tables/nvidia_convnets_options.csv")
+THEIR_TABLE = ROOT.parent / "shared" / "tables" / "nvidia_convnets_options.csv"
 TRAINED = ("resnet50", "resnext101-32x4d", "se-resnext101-32x4d", "efficientnet-b0", "efficientnet-b4")
 PRESETS = [(model, *place) for model in TRAINED for place in platforms(model)]
 
