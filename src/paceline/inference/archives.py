@@ -26,7 +26,8 @@ _TARS = (".tar", ".tar.gz", ".tgz")
 _BLOCK = tarfile.BLOCKSIZE
 _LONGEST_NAME_BYTES = 2**16
 _PIECE_BYTES = 2**20
-_DAMAGES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+# What the readers of archives raise of damaged files, and zipfile (a RuntimeError) of locked ones and foreign methods.
+_DAMAGES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def is_archive(path: Path) -> bool:

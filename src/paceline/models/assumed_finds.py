@@ -47,11 +47,11 @@ def all_of(found: Tensor) -> int:
     return len(found)
 
 
-class Finds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class Finds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
     """Answers operators that ask for numbers, by the rule of the moment; where there is none, not at all."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its modes no types
         self._rules: list[Count | None] = [all_of]
 
     @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Remote:
         """
         where = self.path(folder)
         found = self.retries(f"list {where}", lambda: self._find(where))
-        prefix = self._files._strip_protocol(self.path()) + "/"  # noqa: SLF001  # fsspec's own way to say it
+        prefix = self._files._strip_protocol(self.path()) + "/"  # noqa: SLF001  # fsspec names it for others to use, and has no public one
         files = {}
         for path, info in sorted(found.items()):
             name = str(path).removeprefix(prefix)

@@ -76,7 +76,7 @@ class Batcher:
             ask = partial(self._predictor.answer, [each.image for each in batch], max(each.top_k for each in batch))
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self._network, ask)
-            except Exception as error:  # noqa: BLE001 (each request says it; the next batch may be answered)
+            except Exception as error:  # noqa: BLE001  # each request says it, and the next batch may be answered
                 for each in batch:
                     if not each.answer.done():
                         each.answer.set_exception(error)

@@ -28,7 +28,7 @@ class Connection(H11Protocol):
         self._round: asyncio.TimerHandle | None = None
         self._unread_since: float | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn, too, narrows asyncio's type
         """Take a connection, unless there are too many."""
         super().connection_made(transport)
         self._look_at_answers()
