@@ -81,6 +81,17 @@ class Applies:
 
 
 @dataclass(frozen=True)
+class Names:
+    """Marks a field of any text with the names that it may hold; without it they are those that other fields apply to.
+
+    Attributes:
+        values: The names, in the order they are offered in.
+    """
+
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Belongs:
     """Marks a field whose value is meant for one choice of another field, and is dropped where a layer chooses anew.
 

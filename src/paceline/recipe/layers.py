@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.recipe.fields import Applies, Belongs, plain
+from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.foreign import our_key
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
@@ -178,7 +178,10 @@ def _is_known(section: type[Any], name: str, choice: object) -> bool:
 
 
 def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
-    """The choices that keys of a section are for, where any text may be written; none if there are no such keys."""
+    """The choices of a field where any text may be written: those it is marked with, or that other keys are for."""
+    names = _metadata(section, name, Names)
+    if names is not None:
+        return names.values
     if field_types(section)[name] is not str:
         return ()
     marks = (applies_of(section, each) for each in field_types(section))

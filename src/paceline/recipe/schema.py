@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from paceline.recipe.data import Data
 from paceline.recipe.distillation import Distillation
-from paceline.recipe.fields import STRICT, Applies
+from paceline.recipe.fields import STRICT, Applies, Names
 from paceline.recipe.model import Model
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
@@ -21,7 +21,9 @@ from paceline.recipe.training import Batch, Train
 class Recipe:
     """Everything asked of a run. Sections have the names of the rooms that act on them."""
 
-    task: str = "image_classification"
+    task: Annotated[
+        str, Names(("image_classification", "distillation", "language_modeling", "recommendation", "detection"))
+    ] = "image_classification"
     """`image_classification`, `distillation` (the same with a teacher), `language_modeling`, `recommendation`,
     `detection`, or `package.module:factory` of one's own."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0

@@ -193,14 +193,18 @@ def test_a_run_keeps_to_its_cores_and_leaves_the_process_as_it_was(
     assert environment["affinity"].startswith("process 0 here runs on CPU")
 
 
+def children_of_this() -> set[int]:
+    """The processes of this one; one that libraries share (multiprocessing's tracker) may be there for good."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
 @LINUX
 def test_loader_processes_keep_to_them_too(train_tiny: Any, tiny_task: Any) -> None:
-    own, theirs = list[set[int]](), list[set[int]]()
+    own, theirs, before = list[set[int]](), list[set[int]](), children_of_this()
 
     def look(*_: Any) -> None:
         own.append(os.sched_getaffinity(0))
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        theirs.extend(os.sched_getaffinity(int(child)) for child in children)
+        theirs.extend(os.sched_getaffinity(child) for child in children_of_this() - before)
 
     options = {"data.backend": "pytorch", "data.workers": 1, "train.duration": "1 steps", "evaluate.every": "off"}
     train_tiny("run", {"parallel.affinity": "single", **options}, task=tiny_task(on_loss=look))

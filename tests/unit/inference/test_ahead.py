@@ -241,7 +241,7 @@ def test_boxes_in_csv(here: Path) -> None:
     ("more", "words"),
     [
         (("--output", "a.txt"), "must end in .jsonl, .csv or .parquet"),
-        (("--output", "nowhere/a.csv"), "no folder 'nowhere'"),
+        (("--output", "nowhere/a.csv"), "there is no directory 'nowhere'; create it"),
         (("--stdin-image",), "--stdin-image is for the source - alone"),
         (("--draw", "found"), "these weights label images"),
     ],

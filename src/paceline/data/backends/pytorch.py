@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batch import Batch
 from paceline.data.first_batch import first_in_parts, joined
-from paceline.data.image.reading import ReadFailure, SliceReader
+from paceline.data.image.reading import ReadFailure, SliceReader, forget_shared_memory_of
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleSlice
@@ -282,10 +282,13 @@ class _Board:
 
     def kill_survivors(self) -> None:
         """End workers that torch could not: they ignore its SIGTERM, and delay the interpreter's end."""
+        pids = [pid for pid in self._pids if pid]
         for child in multiprocessing.active_children():
-            if child.pid in list(self._pids):
+            if child.pid in pids:
                 child.kill()
                 child.join()
+        for pid in pids:
+            forget_shared_memory_of(pid)
 
     def _tell_unless_orphaned(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

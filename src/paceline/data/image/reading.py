@@ -202,6 +202,15 @@ class SliceReader:
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
 
+def forget_shared_memory_of(pid: int) -> None:
+    """Remove the names of what a loader process could not make, or was killed while it made: torch leaves them.
+
+    What was handed over stays as it is, since its name is gone at once.
+    """
+    for left in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+        left.unlink(missing_ok=True)
+
+
 def _new_shared(size: int) -> torch.UntypedStorage:
     """Shared memory of so many bytes.
 
@@ -214,8 +223,7 @@ def _new_shared(size: int) -> torch.UntypedStorage:
     except RuntimeError as error:
         if "shared memory" not in str(error) and "No space" not in str(error):
             raise
-        for left in SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"):  # torch leaves the name of what it could not make
-            left.unlink(missing_ok=True)
+        forget_shared_memory_of(os.getpid())
         message = (
             f"a loader process found no room in shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "

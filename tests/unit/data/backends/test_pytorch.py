@@ -136,17 +136,17 @@ def test_workers_stay_and_a_left_stream_is_forgotten(small: FileSource, shuffled
         pieces = shuffled(40, 4)
         stream = backend.batches(iter(pieces * 100))
         first = next(stream)
-        before = workers_of(os.getpid())
+        before = workers()
         assert len(before) == 2
         for _ in range(3):
             again = list(backend.batches(iter(pieces)))
             assert [batch.slice.step for batch in again] == list(range(10))
             assert same(first, again[0])
-        assert workers_of(os.getpid()) == before
+        assert workers() == before
         assert next(stream, None) is None
     finally:
         backend.close()
-    assert workers_of(os.getpid()) == set()
+    assert workers() == set()
 
 
 def test_random_state_is_left_alone(small: FileSource, shuffled: Shuffled) -> None:
@@ -274,13 +274,29 @@ def test_a_hung_worker_names_the_file(small: FileSource, slices: Slices) -> None
         backend.close()
 
 
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="shared memory has no names here")  # torch's
+def test_the_name_of_memory_whose_worker_was_killed_goes_with_it(small: FileSource) -> None:
+    backend = PytorchBackend(small, view(None), workers=2)
+    mine, other = (Path(f"/dev/shm/torch_{pid}_1_0") for pid in (max(filter(None, workers())), 1))
+    try:
+        mine.touch()
+        other.touch()
+        backend.close()
+        assert not mine.exists()
+        assert other.exists()
+    finally:
+        backend.close()
+        mine.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
 def test_workers_are_there_before_the_first_batch_is_asked_for(small: FileSource, slices: Slices) -> None:
     backend = PytorchBackend(small, view(None), workers=2)
     try:
-        started = workers_of(os.getpid())
+        started = workers()
         assert len(started) == 2
         assert [batch.ids.tolist() for batch in backend.batches(slices([5], [6]))] == [[5], [6]]
-        assert workers_of(os.getpid()) == started
+        assert workers() == started
     finally:
         backend.close()
 
@@ -298,7 +314,6 @@ def test_an_error_in_the_slices_is_not_a_workers(small: FileSource, slices: Slic
         backend.close()
 
 
-def workers_of(parent: int) -> set[int]:
-    """Return the child processes of a process."""
-    children = Path(f"/proc/{parent}/task").glob("*/children")
-    return {int(pid) for path in children for pid in path.read_text().split()}
+def workers() -> set[int | None]:
+    """The loader processes of this one, but for what multiprocessing starts for itself."""
+    return {child.pid for child in multiprocessing.active_children()}
