@@ -122,6 +122,16 @@ EXTRAS = (
     Extra("gcs", "addresses that begin with gs://", (Library("gcsfs", "gcsfs"),)),
     Extra("azure", "addresses that begin with az://", (Library("adlfs", "adlfs"),)),
     Extra(
+        "labs",
+        "the course of `paceline labs`",
+        (
+            Library("jupyterlab", "jupyterlab"),
+            Library("jupytext", "jupytext"),
+            Library("matplotlib", "matplotlib"),
+            Library("nbclient", "nbclient"),
+        ),
+    ),
+    Extra(
         "docs",
         "these pages built as a site",
         (Library("mkdocs-material", "material"), Library("mkdocstrings", "mkdocstrings")),
