@@ -1,0 +1,98 @@
+"""Paceline as it always trains: records, ledger, clock and checkpoints of the run directory on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from given import LR, MEAN, MOMENTUM, SAMPLES, STD, Clock, Spec, begin, pixels
+
+from paceline.data.image.datasets import ImageDataset
+from paceline.data.image.source import ArraySource
+from paceline.recipe.data import Data
+from paceline.recipe.load import load_recipe
+from paceline.telemetry.display import SilentDisplay
+from paceline.trainer.train import Options, train_recipe
+
+
+class Ticking(SilentDisplay):
+    """Calls the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def advance(self, step: int) -> None:
+        self.clock.step()
+
+
+def noise(data: Data) -> ImageDataset:
+    """The images that the others are given."""
+    size = data.image_size if isinstance(data.image_size, int) else 32
+    counts = (5 * SAMPLES if data.augment.crop == "pad" else SAMPLES, int(os.environ["HELD_OUT"]) or 64)
+    (train, labels), (held_out, asked) = (pixels(count, size, seed) for seed, count in enumerate(counts))
+    return ImageDataset(
+        name="noise",
+        train=ArraySource(train.permute(0, 2, 3, 1).contiguous().numpy(), labels.numpy(), "noise"),
+        validation=ArraySource(held_out.permute(0, 2, 3, 1).contiguous().numpy(), asked.numpy(), "noise"),
+        classes=tuple("0123456789"),
+        channels=3,
+        image_size=size,
+        native_size=(size, size),
+        mean=MEAN,
+        std=STD,
+    )
+
+
+_AUGMENT: dict[str, Any] = {
+    "tensors": None,
+    "memory": {"crop": "pad", "padding": 4, "flip": 0.5},
+    "folder": {"crop": "random_resized", "flip": 0.5},
+}
+
+
+def recipe(spec: Spec) -> dict[str, Any]:
+    """What differs from a recipe's defaults."""
+    saves = f"{spec.save_every} steps" if spec.save_every else "off"
+    data: dict[str, Any] = {"data.dataset": "run_paceline:noise", "data.image_size": spec.image_size}
+    if spec.data == "folder":
+        data = {"data.dataset": "image_folder", "data.path": spec.folder, "data.image_size": spec.image_size}
+        data |= {"data.workers": spec.workers, "data.backend": "pytorch"}
+    data["data.augment"] = _AUGMENT[spec.data]
+    halves = {"train.until": f"{spec.total} steps"} if spec.saves and not spec.resume else {}
+    return {
+        **data,
+        **halves,
+        "model.name": "lecture_net" if spec.network == "lecture_net" else f"torchvision:{spec.network}",
+        "model.channels_last": spec.channels_last,
+        "train.precision": spec.precision,
+        "train.duration": f"{spec.total * (2 if halves else 1)} steps",
+        "batch.global_size": spec.batch,
+        "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "nesterov": False},
+        "schedule.name": "constant",
+        "schedule.warmup": "0 steps",
+        "evaluate.every": f"{spec.total} steps" if spec.evaluate else "off",
+        "checkpoint.every": saves,
+        "parallel.device": "cpu",
+        "parallel.threads": spec.threads,
+        "telemetry.report": False,
+    }
+
+
+def main() -> None:
+    """Train as asked."""
+    spec, clock, out = begin()
+    os.environ["HELD_OUT"] = str(spec.evaluate)
+    path = Path(spec.scratch) / "peers.yaml"
+    path.write_text("task: image_classification\n")
+    result = train_recipe(
+        load_recipe(path, recipe(spec)), Options(run_dir=Path(spec.scratch) / "run", display=Ticking(clock))
+    )
+    for event in read_events(result.run_dir / "events.jsonl"):
+        if event["event"] == "evaluation" and event["weights"] == "model":
+            clock.evaluations.append((event["time"] - event["seconds"], event["time"]))
+    clock.write(out)
+
+
+if __name__ == "__main__":
+    main()

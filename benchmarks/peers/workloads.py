@@ -1,0 +1,130 @@
+"""What is compared: one training for all contenders, and the figures that are read from its clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from given import SAMPLES, Spec
+
+Seen = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a training.
+
+    Attributes:
+        title: What it is, with its unit.
+        of: Computes it from the training and what its clock wrote.
+        more_is_better: Whether the largest wins.
+    """
+
+    title: str
+    of: Callable[[Spec, Seen], float]
+    more_is_better: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training that every contender does.
+
+    Attributes:
+        title: For people.
+        spec: The training.
+        figures: What is read from it, by key.
+        resumed: What is read from a second training that goes on from its checkpoint.
+        without: Contenders that cannot do it, with the reason.
+    """
+
+    title: str
+    spec: Spec
+    figures: Mapping[str, Figure]
+    resumed: Mapping[str, Figure] | None = None
+    without: Mapping[str, str] | None = None
+
+
+def step_milliseconds(spec: Spec, seen: Seen) -> float:
+    """Of the timed steps, all of their time: what a step waited for is part of it."""
+    steps = seen["steps"]
+    return float(1000 * (steps[-1] - steps[spec.warmup - 1]) / (len(steps) - spec.warmup))
+
+
+def images_per_second(spec: Spec, seen: Seen) -> float:
+    """Images of the timed steps over their time."""
+    return spec.batch * 1000 / step_milliseconds(spec, seen)
+
+
+def evaluated_per_second(spec: Spec, seen: Seen) -> float:
+    """Held-out images over the time that scoring them took."""
+    begun, ended = seen["evaluations"][0]
+    return float(spec.evaluate / (ended - begun))
+
+
+def first_step_seconds(_spec: Spec, seen: Seen) -> float:
+    """From the start of the process to the end of its first optimizer step."""
+    return float(seen["steps"][0] - seen["started"])
+
+
+def pause_milliseconds(spec: Spec, seen: Seen) -> float:
+    """Longest of the steps that held a save, beyond a usual step: the median of the saves."""
+    steps = seen["steps"]
+    each = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+    usual, every = statistics.median(each), spec.save_every
+    held = [max(each[at - 2 : at + 1]) for at in range(every, len(steps), every) if at > 2]
+    return 1000 * (statistics.median(held) - usual)
+
+
+def peak_mebibytes(_spec: Spec, seen: Seen) -> float:
+    """Largest resident memory of the process."""
+    return float(seen["peak_rss_bytes"] / 2**20)
+
+
+STEP = Figure("milliseconds a step", step_milliseconds)
+IMAGES = Figure("images/s", images_per_second, more_is_better=True)
+START = Figure("seconds to the first step", first_step_seconds)
+PEAK = Figure("MiB resident at most", peak_mebibytes)
+
+WORKLOADS: Mapping[str, Workload] = {
+    "loop-64": Workload(
+        "loop overhead: 120,078 parameters, batch 64",
+        Spec(steps=400, warmup=40),
+        {"step_milliseconds": STEP, "first_step_seconds": START, "peak_mebibytes": PEAK},
+    ),
+    "loop-4": Workload(
+        "loop overhead: the same at batch 4", Spec(batch=4, steps=1_200, warmup=100), {"step_milliseconds": STEP}
+    ),
+    "folder-64": Workload(
+        "ResNet-18 at 64 pixels from JPEG files, bf16, 2 loader processes",
+        Spec(network="resnet18", data="folder", image_size=64, precision="bf16", steps=40, warmup=8, workers=2),
+        {"images_per_second": IMAGES},
+    ),
+    "folder-160": Workload(
+        "ResNet-18 at 160 pixels from JPEG files, bf16, 2 loader processes",
+        Spec(network="resnet18", data="folder", image_size=160, precision="bf16", steps=16, warmup=4, workers=2),
+        {"images_per_second": IMAGES},
+    ),
+    "memory": Workload(
+        "images of CIFAR-10's size held in memory, shifted and flipped, batch 512",
+        Spec(data="memory", batch=512, steps=60, warmup=10),
+        {"images_per_second": IMAGES},
+    ),
+    "ddp-2": Workload(
+        "two processes over gloo, ResNet-18 at 32 pixels, bf16, batch 128",
+        Spec(network="resnet18", precision="bf16", batch=128, steps=40, warmup=8, threads=1, processes=2),
+        {"images_per_second": IMAGES},
+    ),
+    "evaluation": Workload(
+        f"scoring {SAMPLES:,} images of 32 pixels with ResNet-18, bf16, batch 100",
+        Spec(network="resnet18", precision="bf16", batch=100, steps=2, warmup=1, evaluate=SAMPLES),
+        {"evaluated_per_second": Figure("images/s scored", evaluated_per_second, more_is_better=True)},
+    ),
+    "checkpoint": Workload(
+        "checkpoints of ResNet-50 (205 MB with momentum)",
+        Spec(network="resnet50", batch=16, precision="bf16", steps=48, warmup=0, saves=3),
+        {"pause_milliseconds": Figure("milliseconds that a save holds training back", pause_milliseconds)},
+        resumed={"first_step_seconds": Figure("seconds to the first step of a resumed run", first_step_seconds)},
+    ),
+}
