@@ -1,7 +1,7 @@
 """Each contender's own environment, with exact versions: made once, kept in the user's cache.
 
-A contender whose requirements meet this project's pins sees this environment's packages (torch is 5 GB) and gets its own on
-top; one that needs another torch gets an environment with nothing of ours.
+A contender whose requirements meet this project's pins sees this environment's packages (torch is 5 GB) and gets its
+own on top; one that needs another torch gets an environment with nothing of ours.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
+from paceline.records.reader import read_events
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.train import Options, train_recipe
 

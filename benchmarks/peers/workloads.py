@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def first_step_seconds(_spec: Spec, seen: Seen) -> float:
 def pause_milliseconds(spec: Spec, seen: Seen) -> float:
     """Longest of the steps that held a save, beyond a usual step: the median of the saves."""
     steps = seen["steps"]
-    each = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+    each = [b - a for a, b in itertools.pairwise(steps)]
     usual, every = statistics.median(each), spec.save_every
     held = [max(each[at - 2 : at + 1]) for at in range(every, len(steps), every) if at > 2]
     return 1000 * (statistics.median(held) - usual)
