@@ -75,6 +75,7 @@ def main() -> None:
         save_folder=str(folder) if spec.save_every else None,
         save_interval=f"{spec.save_every}ba" if spec.save_every else "1ep",
         load_path=str(folder / "latest-rank0.pt") if spec.resume else None,
+        device_train_microbatch_size=spec.local_batch,
         spin_dataloaders=False,
     )
     trainer.fit()
