@@ -45,6 +45,10 @@ class RunDirectoryError(PacelineError):
     """The run directory cannot be used for this run."""
 
 
+class LabError(PacelineError):
+    """A lab of the course, or what a student wrote for it, is missing, or cannot be read or run."""
+
+
 class TrainingError(PacelineError):
     """The run itself failed after it had started."""
 
