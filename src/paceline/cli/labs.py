@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
 @_lab_argument
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), required=False)
 @click.option(
-    "--seconds", type=FiniteRange(1, 3600), default=120, show_default=True, help="How long all exercises may take."
+    "--seconds", type=FiniteRange(1, 3600), default=180, show_default=True, help="How long all exercises may take."
 )
 @json_option
 def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
@@ -184,3 +185,34 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
     else:
         click.echo(f"{output}: {lab.slides} slide{'s' * (lab.slides != 1)}")
     return 0
+
+
+@command.command("grade", short_help="Mark a program of the assessment by what it does.")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
+def grade(file: Path, as_json: bool) -> int:
+    """Mark FILE, a training program as the assessment asks for, by what it does with 1, 2 and 3 processes.
+
+    It runs in a scratch folder, within limits of time, memory and processes. Each lost point has its reason.
+
+    Exit code 0 when it passes, else 1.
+
+    \b
+    Examples:
+      paceline labs grade training.py
+      paceline labs grade training.py --json > marks.json
+    """
+    grading = importlib.import_module("paceline.labs.grading")
+    if not file.is_file():
+        raise LabError(f"there is no file '{file}'; name the program that you wrote for the assessment.")
+    marks = grading.grade(file, tell=lambda line: click.echo(line, err=True))
+    if as_json:
+        print_json({"file": str(file), **marks.to_json()})
+        return 0 if marks.passed else 1
+    rows = [(one.title, f"{one.points:g}", f"{one.most:g}") for one in marks.criteria]
+    print_table(("criterion", "points", "of"), [*rows, ("all", f"{marks.points:g}", f"{marks.most:g}")], indent="")
+    for one in marks.criteria:
+        for text in filter(None, (one.reason, one.note)):
+            click.echo(f"\n{one.title}: {text}")
+    click.echo("\nPassed." if marks.passed else "\nNot passed.")
+    return 0 if marks.passed else 1

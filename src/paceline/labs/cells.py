@@ -49,6 +49,7 @@ def read_notebook(path: Path) -> Any:
         ModuleNotFoundError: Without jupytext, which the extra ``labs`` brings.
     """
     import jupytext
+    from nbformat import ValidationError
 
     if path.suffix not in SUFFIXES:
         raise LabError(f"'{path}' is no notebook: its name must end in {' or '.join(SUFFIXES)}.")
@@ -62,7 +63,7 @@ def read_notebook(path: Path) -> Any:
             _ = cell.cell_type, cell.source.strip()
     except OSError as error:
         raise LabError(f"'{path}' cannot be read ({error.strerror}).") from error
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ValidationError) as error:
         why = str(error).partition("\n")[0][:100]
         raise LabError(
             f"'{path}' is no notebook ({type(error).__name__}: {why}). If it was one, undo the last change to it, or "

@@ -152,7 +152,7 @@ def _verdict(
 def _why(ended: Ended, seconds: float) -> str:
     """What stopped a process before its end, as a sentence goes on after its subject."""
     if ended.code is None:
-        return f"was still running after {seconds:g} s: is there a loop that does not end?"
+        return f"was still running after {seconds:g} s: is there a loop that does not end? (--seconds gives more time)"
     if ended.code < 0:
         return f"ended Python with {signal.Signals(-ended.code).name}"
     return f"ended Python with exit code {ended.code}"

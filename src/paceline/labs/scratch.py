@@ -85,6 +85,7 @@ def _environment(folder: Path) -> dict[str, str]:
         **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
         "PATH": f"{programs}{os.pathsep}{inherited.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
+        "XDG_CONFIG_HOME": str(folder / "config"),
         "TMPDIR": str(folder / "t"),
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_CONFIG_DIR": str(folder / "jupyter" / "config"),
