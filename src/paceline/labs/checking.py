@@ -89,21 +89,25 @@ def written_in(notebook: Any, lab: Lab, file: Path) -> dict[str, Written]:
 def _plan(lab: Lab, written: dict[str, Written]) -> Iterator[dict[str, str]]:
     """Cells to run, in order; the lab's own order counts, whatever the student has moved."""
     shipped = {cell.source for cell in lab.notebook.cells if "setup" in tags_of(cell)}
-    begins = {exercise.written: exercise for exercise in lab.exercises}
+    begun = {exercise.written: exercise.name for exercise in lab.exercises if exercise.name in written}
+    ended = {exercise.check: exercise for exercise in lab.exercises if exercise.name in written}
     for at, cell in enumerate(lab.notebook.cells):
         if "setup" in tags_of(cell):
             yield {"kind": "setup", "exercise": "", "source": cell.source}
-        exercise = begins.get(at)
-        if exercise is None or exercise.name not in written:
-            continue
-        own = written[exercise.name]
-        # As they are in the lab, they have run; what a student has changed or added comes on top.
-        for source in (each for each in own.setup if each not in shipped):
-            yield {"kind": "own setup", "exercise": exercise.name, "source": source}
-        for source in own.cells:
-            yield {"kind": "student", "exercise": exercise.name, "source": source}
-        yield {"kind": "check", "exercise": exercise.name, "source": lab.notebook.cells[exercise.check].source}
-        yield {"kind": "answer", "exercise": exercise.name, "source": lab.notebook.cells[exercise.answer].source}
+        if at in begun:
+            yield from _own(begun[at], written[begun[at]], shipped)
+        if at in ended:
+            name, answer = ended[at].name, lab.notebook.cells[ended[at].answer]
+            yield {"kind": "check", "exercise": name, "source": cell.source}
+            yield {"kind": "answer", "exercise": name, "source": answer.source}
+
+
+def _own(name: str, own: Written, shipped: set[str]) -> Iterator[dict[str, str]]:
+    # As they are in the lab, they have run; what a student has changed or added comes on top.
+    for source in (each for each in own.setup if each not in shipped):
+        yield {"kind": "own setup", "exercise": name, "source": source}
+    for source in own.cells:
+        yield {"kind": "student", "exercise": name, "source": source}
 
 
 def _read(notes: Path) -> dict[int, dict[str, Any]]:
