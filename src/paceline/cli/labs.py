@@ -171,6 +171,8 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
     lab = find_lab(number)
     if output.suffix not in (".md", ".html"):
         raise LabError(f"'{output}' should end in .md or .html.")
+    if not output.parent.is_dir():
+        raise LabError(f"there is no folder '{output.parent}' to write '{output.name}' to.")
     program = find_marp(marp) if output.suffix == ".html" else None
     executed = execute(lab.notebook, lab, seconds=seconds)
     if executed.error:
@@ -202,9 +204,9 @@ def grade(file: Path, as_json: bool) -> int:
       paceline labs grade training.py
       paceline labs grade training.py --json > marks.json
     """
-    grading = importlib.import_module("paceline.labs.grading")
     if not file.is_file():
         raise LabError(f"there is no file '{file}'; name the program that you wrote for the assessment.")
+    grading = importlib.import_module("paceline.labs.grading")
     marks = grading.grade(file, tell=lambda line: click.echo(line, err=True))
     if as_json:
         print_json({"file": str(file), **marks.to_json()})

@@ -17,6 +17,7 @@ _FILE = re.compile(r"(\d+)([a-z]?)_(\w+)\.py")
 _HEADING = re.compile(r"^#\s+(?:Lab\s+\w+\s*[:.–-]\s*)?(.+?)\s*$", re.MULTILINE)
 _WORDS = {"an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6}
 _DURATION = re.compile(rf"\b(\d+|{'|'.join(_WORDS)})( and a half)?\s(minute|hour)s?\b( and a half)?", re.IGNORECASE)
+_ANSWER = "reference"
 _BEGINNING = 6  # cells in which a lab says how long it takes
 
 
@@ -54,9 +55,9 @@ class Lab:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What it comes with: the files in the folder of its name, if there is one."""
+        """What it comes with: the files in the folder of its name, if there is one, but for an answer to look up."""
         beside = self.path.parent / self.name
-        return tuple(sorted(path for path in beside.glob("*") if path.is_file()))
+        return tuple(sorted(path for path in beside.glob("*") if path.is_file() and path.stem != _ANSWER))
 
     def lay_out(self, folder: Path) -> None:
         """Copy what it comes with into a folder."""

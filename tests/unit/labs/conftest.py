@@ -96,6 +96,7 @@ def lab(tmp_path: Path) -> Any:
     path = tmp_path / "course" / "9b_sums.py"
     (path.parent / "sums").mkdir(parents=True)
     (path.parent / "sums" / "beside.txt").write_text("beside")
+    (path.parent / "sums" / "reference.py").write_text("an answer to look up")
     path.write_text(SAMPLE)
     return Lab(path)
 

@@ -20,6 +20,7 @@ def test_the_notebook_is_written_with_answers_folded_and_what_it_comes_with(lab:
     path = start_lab(lab, tmp_path / "a" / "b")
     assert path == tmp_path / "a" / "b" / "9b_sums.ipynb"
     assert (path.parent / "beside.txt").read_text() == "beside"
+    assert not (path.parent / "reference.py").exists()
     notebook = read_notebook(path)
     assert [cell.source for cell in notebook.cells] == [cell.source for cell in lab.notebook.cells]
     folded = [tags_of(cell) for cell in notebook.cells if cell.metadata.get("jupyter", {}).get("source_hidden")]
