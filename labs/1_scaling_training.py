@@ -526,7 +526,7 @@ def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float
     order = torch.Generator().manual_seed(seed)
     course: list[tuple[float, float]] = []
     seconds, steps, loss = 0.0, 0, float("inf")
-    while loss > TARGET and len(course) < 200 and steps < 3_000:
+    while loss > TARGET and len(course) < 200 and steps < 2_000:
         begin = now()
         for chosen in torch.randperm(SAMPLES, generator=order).split(batch):
             step(network, optimizer, train_pixels[chosen], train_labels[chosen])
@@ -1035,10 +1035,10 @@ assert np.isclose(speed_up(8, serial), eight)
 # | question | command |
 # |---|---|
 # | where does the time of my steps go? | `paceline attribution RUN` |
-# | how large a batch still pays? | `paceline noise-scale RECIPE`, and measured: `paceline sweep-batch RECIPE` |
+# | how large a batch still pays? | `paceline noise-scale RECIPE`, and measured: `paceline sweep-batch RECIPE --batch-sizes … --to METRIC=VALUE` |
 # | how fast is it at each batch size? | `paceline bench RECIPE --batch-sizes …` |
 # | what would more devices bring? | `paceline scale RECIPE --world-sizes 1,2,4` |
-# | how many do I need by Friday? | `paceline plan RECIPE` |
+# | how many do I need by Friday? | `paceline plan RECIPE --deadline 72h` |
 #
 # **Further reading**
 #
