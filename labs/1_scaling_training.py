@@ -258,9 +258,9 @@ samples_per_step = {"all 256": 256, "8": 8, "1": 1}
 # %% [markdown] tags=["slide"]
 # ## Many rough steps beat one exact step
 #
-# - Gradient descent walks straight down, once per epoch.
+# - Gradient descent walks smoothly down, once per epoch.
 # - SGD makes a step per batch: rougher, but many per epoch.
-# - Its noise never quite lets it settle at the lowest point.
+# - With a constant learning rate, its noise never quite lets it settle.
 
 # %% tags=["slide"]
 best = torch.linalg.lstsq(torch.stack([x, torch.ones_like(x)], 1), y).solution
@@ -601,12 +601,12 @@ assert sooner < more_samples / 4, "the time to the target gains far less than th
 # other things to do. What does not change: the batch with the most samples per second pays for them with epochs.
 
 # %% [markdown]
-# ### Which batch still pays?
+# ### The critical batch size
 #
-# Look at the lines of the race of the race once more, at steps and at samples (epochs). From small batches to
-# middling ones the steps fall nearly in proportion, and the epochs hardly rise: larger batches are all but free. In
-# the end the steps hardly fall any more, and every further sample is wasted. The bend between the two is the
-# **critical batch size**. McCandlish et al. (2018) found one law for both halves,
+# Look at the lines of the race once more, at steps and at samples (epochs). From small batches to middling ones the
+# steps fall nearly in proportion, and the epochs hardly rise: larger batches are all but free. In the end the steps
+# hardly fall any more, and every further sample is wasted. The bend between the two is the **critical batch size**.
+# McCandlish et al. (2018) found one law for both halves,
 #
 # > steps = S · (1 + C / B),   samples = S · (B + C),
 #
@@ -662,7 +662,7 @@ _ = run("paceline noise-scale digits --steps 20")
 #
 # - Below the **critical batch size**, a larger batch saves steps, almost for free.
 # - Above it, a larger batch wastes samples.
-# - It grows with the difficulty of the task, and while training goes on.
+# - In the paper it grows with the difficulty of the task, and while training goes on.
 
 # %% tags=["slide"]
 # McCandlish et al. 2018 (arXiv:1812.06162), table 1: at the start, and averaged over the training.
@@ -688,8 +688,8 @@ plt.show()
 # %% [markdown]
 # The harder the task, the larger the batch that still pays, the paper found. That is good news for those who need
 # many devices: the long trainings are those that can be shared out. Goyal et al. (2017) showed how far it goes on
-# ImageNet: with the learning rate scaled to the batch, and warmed up, ResNet-50 kept its accuracy up to batches of
-# about 8,000 pictures.
+# ImageNet: with the learning rate scaled to the batch, and warmed up (raised step by step at the beginning),
+# ResNet-50 kept its accuracy up to batches of about 8,000 pictures.
 
 # %%
 # Goyal et al. 2017 (arXiv:1706.02677): error in percent after 90 epochs, and its deviation.
@@ -730,7 +730,7 @@ _ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1")
 _ = run("paceline attribution runs/lab1")
 
 # %% [markdown] tags=["slide"]
-# ## Where does the time of a step go?
+# ## The parts of a step
 #
 # data → copy → forward → backward → communication → update
 #
@@ -895,7 +895,8 @@ assert 0.5 < predicted / found.mean() < 2
 # (we do not have ten times the data to see it level off), whether its slope holds for other tasks (this one is easy,
 # and its line steeper than those of the paper's four fields), or tell apart slopes that differ little (see how far
 # the trials scatter). And one network of one size was trained for the same number of steps each time; the paper chose
-# the best model for each amount.
+# the best model for each amount. Finally, our held-out pictures were drawn at random, so people who wrote them also
+# wrote training pictures; those of new writers may be harder.
 
 # %% [markdown]
 # ## 6. What several devices can do, and what limits them
@@ -939,9 +940,9 @@ plt.show()
 
 # %% [markdown]
 # As you saw, the gradient of a mean is the mean of the gradients. So four devices with a quarter of the batch each
-# make **the same step** as one device with the whole batch; only, each has a quarter of the arithmetic. Then they
-# must agree on the mean, which means sending gradients to one another at every step (all-reduce is the name for it;
-# lab 2a builds one). This has a price, and so:
+# make **the same step** as one device with the whole batch, up to rounding; only, each has a quarter of the
+# arithmetic. Then they must agree on the mean, which means sending gradients to one another at every step (all-reduce
+# is the name for it; lab 2a builds one). This has a price, and so:
 #
 # - the **speed-up** on N devices is the time on one, divided by the time on N;
 # - the **efficiency** is the speed-up divided by N: 100 % would be perfect.
@@ -1035,7 +1036,8 @@ assert np.isclose(speed_up(8, serial), eight)
 # | question | command |
 # |---|---|
 # | where does the time of my steps go? | `paceline attribution RUN` |
-# | how large a batch still pays? | `paceline noise-scale RECIPE`, and measured: `paceline sweep-batch RECIPE --batch-sizes … --to METRIC=VALUE` |
+# | how large a batch still pays? | `paceline noise-scale RECIPE` |
+# | and measured? | `paceline sweep-batch RECIPE --batch-sizes … --to METRIC=VALUE` |
 # | how fast is it at each batch size? | `paceline bench RECIPE --batch-sizes …` |
 # | what would more devices bring? | `paceline scale RECIPE --world-sizes 1,2,4` |
 # | how many do I need by Friday? | `paceline plan RECIPE --deadline 72h` |
@@ -1049,6 +1051,8 @@ assert np.isclose(speed_up(8, serial), eight)
 #   arXiv:1812.06162.
 # - Goyal et al.: *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017, arXiv:1706.02677.
 # - Hestness et al.: *Deep Learning Scaling is Predictable, Empirically*, 2017, arXiv:1712.00409.
+# - NVIDIA: *DeepLearningExamples*, PyTorch/Classification/ConvNets, tables of training performance.
+# - Meta: *Llama 3 model card*, 2024.
 # - Amdahl: *Validity of the single processor approach to achieving large scale computing capabilities*, AFIPS 1967.
 #
 # **Next:** lab 2a builds data parallelism from its parts: processes that send each other gradients.
