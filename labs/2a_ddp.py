@@ -22,15 +22,15 @@
 # - start a group of processes, and say what rank, local rank and world size are;
 # - average gradients over processes by hand, and prove that the result is the training of one process;
 # - say what an all-reduce costs, from the latency and the bandwidth of the machine before you;
-# - use `DistributedDataParallel` and `DistributedSampler`, and know four traps that give no error message;
+# - use `DistributedDataParallel` and `DistributedSampler`, and know the traps that give no error message;
 # - evaluate exactly with any number of processes, and find out which process hangs.
 #
 # **You need to know** Python, and how a network is trained with PyTorch: model, loss, `backward()`, optimizer step,
 # batch, epoch. Lab 1 says why one trains with more than one device, and what a larger batch changes.
 #
-# **It takes** about two hours. There are six exercises of five minutes. The notebook itself runs in two or three
-# minutes on two processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of
-# them write files into the current folder, and later cells start them.
+# **It takes** about two hours. There are six exercises of five minutes. The notebook itself runs in a few minutes on
+# two processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of them write
+# files into the current folder, and later cells start them.
 
 # %% tags=["setup"]
 import json
@@ -268,7 +268,7 @@ def judged() -> Iterator[None]:
         said = text[0] if isinstance(error, AssertionError) else f"{type(error).__name__}: {text[0]}"
         if "Timed out" in said:
             said = "it waited in vain for a message from another rank: does each rank send what its neighbour receives?"
-        print(f"PROBLEM on rank {dist.get_rank()}: {said}")
+        sys.stdout.write(f"PROBLEM on rank {dist.get_rank()}: {said}\n")  # one call, so that lines of ranks do not mix
         sys.stdout.flush()
         os._exit(0)  # the others may wait for this rank: do not wait for them
     dist.destroy_process_group()
@@ -281,19 +281,21 @@ from group import join
 from judge import judged
 from toy import ToyModel
 
-rank, world_size, device = join(seconds=30)
+rank, world_size, device = join(seconds=30, cpu=True)
 with judged():
     from averaging import average_gradients
 
     model = ToyModel(seed=0).to(device)
     for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, float(number + 10 * rank))
+        parameter.grad = torch.full_like(parameter, float(number + 10 * (rank + 1)))
     average_gradients(model)
     for number, parameter in enumerate(model.parameters()):
-        expected = number + 10 * (world_size - 1) / 2
+        expected = number + 10 * (world_size + 1) / 2
         found = parameter.grad.mean().item()
-        assert found != 2 * expected, f"a gradient is the sum over the ranks, {found:g}, not the mean, {expected:g}"
-        assert found != number + 10 * rank, f"gradient number {number} is still the rank's own"
+        assert found != number + 10 * (rank + 1), f"gradient number {number} is still the rank's own"
+        assert found != world_size * expected, (
+            f"a gradient is the sum over the ranks, {found:g}, not the mean, {expected:g}"
+        )
         assert torch.all(parameter.grad == expected), (
             f"a gradient is {found:g}, where the mean over the ranks is {expected:g}"
         )
@@ -355,7 +357,7 @@ def average_gradients(model: nn.Module) -> None:
 # 2. one process, the same two halves one after the other, their gradients averaged;
 # 3. two ranks, averaging at rank 0;
 # 4. two ranks, averaging with your `average_gradients`;
-# 5. two ranks, averaging in the same way, but each began with **its own** random weights.
+# 5. two ranks, averaging in the same way, but each began with **its own** random weights (150 steps).
 
 # %%
 # %%writefile by_hand.py
@@ -367,6 +369,7 @@ import torch.distributed as dist
 from at_rank_0 import average_at_rank_0
 from averaging import average_gradients
 from group import join
+from torch.nn.functional import mse_loss
 from toy import ToyModel, backward, descend, part, samples, weights
 
 STEPS = 40
@@ -405,21 +408,27 @@ def apart(model: torch.nn.Module) -> float:
     return difference.item()
 
 
-def on_ranks(average, seed: int) -> tuple[torch.Tensor, list[float], list[float]]:
+def on_ranks(average, seed: int, steps: int = STEPS) -> tuple[torch.Tensor, list[float], list[float]]:
+    """Train; return the weights, and for each step the loss over all samples and the distance of the replicas."""
     model = ToyModel(seed).to(device)
     losses, distances = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
+        with torch.no_grad():
+            loss = mse_loss(model(x), y) / world_size
+        dist.all_reduce(loss)
+        losses.append(loss.item())
         distances.append(apart(model))
-        losses.append(backward(model, *parts[rank]))
+        backward(model, *parts[rank])
         average(model)
         descend(model)
     return weights(model), losses, distances
 
 
 found = {"whole": whole_batch(), "halves": same_halves()}
-found["at rank 0"], _, _ = on_ranks(average_at_rank_0, seed=0)
-found["all-reduce"], _, same_start = on_ranks(average_gradients, seed=0)
-_, _, own_start = on_ranks(average_gradients, seed=rank)
+found["at rank 0"], *_ = on_ranks(average_at_rank_0, seed=0)
+found["all-reduce"], *_ = on_ranks(average_gradients, seed=0)
+_, *same_start = on_ranks(average_gradients, seed=0, steps=150)
+_, *own_start = on_ranks(average_gradients, seed=rank, steps=150)
 if rank == 0:
     differences = {name: (value - found["whole"]).abs().max().item() for name, value in found.items()}
     same_bits = {name: torch.equal(value, found["halves"]) for name, value in found.items()}
@@ -434,7 +443,7 @@ print("largest difference of a weight after 40 steps")
 print(f"{'':14}{'from the whole batch':>22}   same bits as the same halves in one process")
 for name in ("halves", "at rank 0", "all-reduce"):
     print(f"{name:14}{by_hand['differences'][name]:22.1e}   {'yes' if by_hand['same_bits'][name] else 'no'}")
-    assert by_hand["differences"][name] < 1e-5
+    assert by_hand["differences"][name] < 1e-6
 assert by_hand["differences"]["at rank 0"] == by_hand["differences"]["all-reduce"]
 
 # %% [markdown]
@@ -447,24 +456,32 @@ assert by_hand["differences"]["at rank 0"] == by_hand["differences"]["all-reduce
 #
 # And the fifth way?
 
-# %% tags=["slide"]
-figure, axis = plt.subplots()
-axis.semilogy(by_hand["own_start"], color=ORANGE, label="each began with its own weights")
-axis.semilogy(np.maximum(by_hand["same_start"], 1e-9), color=BLUE, label="began with the same weights")
-axis.set(xlabel="step", ylabel="largest difference between ranks", ylim=(3e-10, 30))
-axis.set_title("The same average step, from the same and from different weights")
-axis.annotate(
-    "0 is drawn as 1e-9", (len(by_hand["same_start"]) - 1, 1e-9), (0, 8), textcoords="offset points", ha="right"
-)
-axis.legend(loc="center right")
-plt.show()
-assert max(by_hand["same_start"]) == 0
-assert min(by_hand["own_start"]) > 0.1
+# %% [markdown] tags=["slide"]
+# ### If the first weights differ
+#
+# The same steps from different weights: a difference at the beginning **never goes away**. Each replica is pulled by
+# gradients that are half another network's. No error is raised.
+#
+# So before the first step rank 0 sends its weights to all: `dist.broadcast(tensor, src=0)`.
 
-# %% [markdown]
-# Both ranks take the same steps, so a difference at the beginning **never goes away**: they are two networks, each
-# pulled by gradients that are half another network's. No error is raised and the loss may even fall. So: before the
-# first step, rank 0 sends its weights to all others. That collective is `dist.broadcast(tensor, src=0)`.
+# %% tags=["slide"]
+figure, (apart, training) = plt.subplots(1, 2, figsize=(10, 3.8))
+for name, colour, label in (
+    ("own_start", ORANGE, "each its own first weights"),
+    ("same_start", BLUE, "the same first weights"),
+):
+    losses, distances = by_hand[name]
+    apart.plot(distances, color=colour, label=label)
+    training.plot(losses, color=colour, label=label)
+apart.set(xlabel="step", ylabel="largest difference of a weight", title="Between the ranks", ylim=(-0.05, None))
+training.set(xlabel="step", ylabel="loss over all samples", title="Their training", ylim=(0, None))
+apart.legend(loc="center right")
+plt.show()
+(own_losses, own_distances), (same_losses, same_distances) = by_hand["own_start"], by_hand["same_start"]
+print(f"last loss: {same_losses[-1]:.3f} from the same first weights, {own_losses[-1]:.3f} from different ones")
+assert max(same_distances) == 0
+assert min(own_distances) > 0.1
+assert own_losses[-1] > 1.2 * same_losses[-1]
 
 # %% [markdown] tags=["slide"]
 # ## 3. The ring: an all-reduce where nobody is a bottleneck
@@ -704,6 +721,11 @@ per_byte = max(per_byte, 1e-15)  # a machine so busy that no line fits
 fitted = 2 * latency + sizes * per_byte
 print(f"this machine, two ranks over gloo: latency {1e6 * latency:.0f} us, bandwidth {1e-9 / per_byte:.2f} GB/s;")
 print(f"the line misses the measured times by {100 * np.median(np.abs(fitted / times - 1)):.0f} % (median).")
+by_rank_0 = np.array(measured["at_rank_0"])
+predicted = 2 * (latency + sizes * per_byte)
+print(
+    f"What it predicts for collecting at rank 0 misses by {100 * np.median(np.abs(predicted / by_rank_0 - 1)):.0f} %."
+)
 
 
 # %% tags=["slide"]
@@ -718,10 +740,8 @@ def ring_seconds(n: float, p: np.ndarray) -> np.ndarray:
 figure, (line, growth) = plt.subplots(1, 2, figsize=(10, 4))
 line.loglog(sizes, 1e3 * times, "o", color=BLUE, label="all-reduce, measured")
 line.loglog(sizes, 1e3 * fitted, color=BLUE, label="line fitted to it")
-line.loglog(sizes, 1e3 * np.array(measured["at_rank_0"]), "s", color=ORANGE, label="at rank 0, measured")
-line.loglog(
-    sizes, [1e3 * at_rank_0_seconds(n, np.array(2)) for n in sizes], "--", color=ORANGE, label="at rank 0, predicted"
-)
+line.loglog(sizes, 1e3 * by_rank_0, "s", color=ORANGE, label="at rank 0, measured")
+line.loglog(sizes, 1e3 * predicted, "--", color=ORANGE, label="at rank 0, predicted")
 line.set(xlabel="bytes", ylabel="milliseconds", title="Two ranks on this machine")
 line.legend(fontsize=9)
 devices = 2 ** np.arange(1, 9)
@@ -729,7 +749,8 @@ for n, style in ((100e6, "-"), (10e3, ":")):
     name = f"{n / 1e6:g} MB" if n >= 1e6 else f"{n / 1e3:g} KB"
     growth.loglog(devices, 1e3 * at_rank_0_seconds(n, devices), style, color=ORANGE, label=f"at rank 0, {name}")
     growth.loglog(devices, 1e3 * ring_seconds(n, devices), style, color=BLUE, label=f"ring, {name}")
-growth.set(xlabel="ranks p", title="Predicted, if every link were like it", xticks=devices, xticklabels=devices)
+growth.set(xlabel="ranks p", ylabel="milliseconds", title="Predicted, if every link were like it")
+growth.set_xticks(devices, labels=devices)
 growth.minorticks_off()
 growth.legend(fontsize=9)
 plt.show()
@@ -742,6 +763,11 @@ ratio = at_rank_0_seconds(100e6, np.array(64)) / ring_seconds(100e6, np.array(64
 print(f"100 MB of gradients over 64 such ranks: the ring is {ratio:.0f} times as fast as rank 0 alone.")
 
 # %% [markdown]
+# With two ranks there is little to gain; the difference comes with more of them. The prediction for rank 0 need not
+# be good: part of what the line calls latency is not the wire. A collective is queued, carried out by a thread of its
+# own, and waited for; a plain `send` is not. That is worth remembering for every model of cost: it holds for what it
+# was fitted to.
+#
 # Look at the dotted lines too: for a *small* tensor latency is all there is, and a ring has as many steps as the
 # naive way. So many small tensors are bad, and few large ones are good. That is the reason for what comes next.
 # (Libraries use trees instead of rings where latency rules.)
@@ -759,7 +785,8 @@ print(f"100 MB of gradients over 64 such ranks: the ring is {ratio:.0f} times as
 # Backward begins at the last layer, so the last layers' gradients are ready first, and can travel while the first
 # layers' are still being computed. This is called **overlap**. A *communication hook* is a function that DDP calls
 # with each full bucket; ours does what DDP would do by itself, and notes the time. So we see what was sent and when,
-# and can count.
+# and can count. (On the CPU, also where there are GPUs: there, work runs later than it is called, and a plain clock
+# says nothing about it.)
 
 # %% tags=["setup"]
 # %%writefile watched.py
@@ -809,7 +836,7 @@ from torch.nn.functional import mse_loss
 from toy import ToyModel, part, samples, weights
 from watched import watched
 
-rank, world_size, device = join()
+rank, world_size, device = join(cpu=True)
 found = {}
 
 
@@ -917,13 +944,18 @@ assert early >= 1
 # DDP averages **gradients only**. What a network keeps in *buffers*, such as the running mean and variance of
 # BatchNorm (a layer that normalises by the statistics of its batch), is computed by every rank from its own part; DDP
 # merely copies rank 0's buffers to all before each forward pass.
-#
+
+# %% [markdown] tags=["slide"]
 # ### Several backward passes for one step
 #
-# If the batch does not fit into memory, one cuts a rank's part into **micro-batches**, and adds up their gradients
-# before the optimizer steps: *gradient accumulation*. Trainers that many have copied do it as the second part of
-# `ddp.py` does: `backward()` for each micro-batch, and a counter that decides when to step. How often do the ranks
-# communicate then?
+# *Gradient accumulation*: a rank's part is cut into **micro-batches** that fit into memory; their gradients are added
+# up, then the optimizer steps.
+#
+# How often do the ranks communicate, if one writes `backward()` for each micro-batch and a counter that decides when
+# to step?
+
+# %% [markdown]
+# That loop stands in reference trainers that many have copied. The second part of `ddp.py` is it, and we counted:
 
 # %% tags=["slide"]
 naive = seen["accumulation"]
@@ -950,7 +982,7 @@ from torch.nn.functional import mse_loss
 from toy import ToyModel, part, samples
 from watched import watched
 
-rank, world_size, device = join(seconds=30)
+rank, world_size, device = join(seconds=30, cpu=True)
 with judged():
     from accumulate import accumulate
 
@@ -1051,13 +1083,14 @@ assert orders["without set_epoch"][0] == orders["without set_epoch"][1]
 assert orders["with set_epoch"][0] != orders["with set_epoch"][1]
 
 
-# %% tags=["slide"]
+# %% tags=["setup"]
 def dealt(samples: int, world_size: int, **options: bool) -> list[list[int]]:
     """The indices that each rank gets."""
     data = range(samples)
     return [list(DistributedSampler(data, world_size, rank, shuffle=False, **options)) for rank in range(world_size)]
 
 
+# %% tags=["slide"]
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
 for axis, drop_last in zip(axes, (False, True), strict=True):
     seen_before: set[int] = set()
@@ -1120,17 +1153,20 @@ def dealt_twice(samples: int, world_size: int) -> int:
 
 # %% [markdown]
 # *What you learnt: padding adds up to one sample less than the world size, and says nothing.*
-#
+
+# %% [markdown] tags=["slide"]
 # ### The price: an accuracy that depends on the number of processes
 #
-# A simple classifier of handwritten digits (scikit-learn's, 8 × 8 pixels) that is trained once. Only its
-# **evaluation** is spread over more and more ranks, in three ways:
+# One trained classifier of digits. Only its **evaluation** is spread over more and more ranks, in three ways:
 #
 # 1. as trainers often do it: padded parts, the mean of all ranks' accuracies ("all-reduce the mean");
 # 2. parts without padding, but still the mean of the ranks' means;
 # 3. sums and counts: all correct answers, divided by all samples.
 
-# %% tags=["setup"]
+# %% [markdown]
+# The digits are scikit-learn's: handwritten, 8 × 8 pixels. The classifier is a single linear layer.
+
+# %%
 from sklearn.datasets import load_digits
 
 digits = load_digits()
@@ -1177,8 +1213,8 @@ assert abs(padded[0] - exact) < 1e-6
 assert wrong > len(padded) // 2
 
 # %% [markdown]
-# The difference is as large as many an improvement in a paper, and it changes when nothing but the number of
-# processes changes.
+# Which of these would you report? The orange and the pink one change when nothing but the number of processes
+# changes.
 #
 # **Exercise 2a.5.** Write both halves of an exact evaluation: what a rank contributes, and what becomes of all
 # contributions. Some ranks may have no sample at all.
@@ -1206,8 +1242,8 @@ with exercise("2a.5"):
         found = float(accuracy(total))
         expected = 100 * answers.double().mean().item()
         assert not np.isnan(found), "a rank without any sample must contribute zeros, not a mean of nothing"
-        assert abs(found - expected / 100) > 1e-6, "the accuracy is to be in per cent"
-        assert abs(found - expected) < 1e-6, (
+        assert abs(found - expected / 100) > 1e-3, "the accuracy is to be in per cent"
+        assert abs(found - expected) < 1e-3, (
             f"with {ranks} ranks the accuracy is {found:.3f} %, where it should be {expected:.3f} %"
         )
 
@@ -1349,7 +1385,7 @@ assert not np.array_equal(alone, next_epoch)
 #
 # Every rank must call **the same collectives in the same order**. Else:
 #
-# - a rank waits until a timeout ends it (half an hour with gloo, unless set);
+# - a rank waits until a timeout ends it (gloo's is 30 minutes, unless set);
 # - or its call is paired with **another** one of the other rank: no error, wrong numbers.
 #
 # `if rank == 0: validate()` with an all-reduce inside does it, and so does one batch more on one rank.
