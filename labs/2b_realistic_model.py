@@ -1459,22 +1459,23 @@ import psutil
 
 import paceline
 
-wanted = {
-    "train.duration": f"{EPOCHS} epochs",
-    "checkpoint.every": "10 steps",
-    "parallel.exact": "true",
-    "parallel.logical_ranks": "2",
-}
+wanted = [
+    f"train.duration={EPOCHS} epochs",
+    "checkpoint.every=10 steps",
+    "parallel.exact=true",
+    "parallel.logical_ranks=2",
+]
 undisturbed = paceline.train("wide.yaml", overrides=wanted, run_dir="runs/undisturbed", quiet=True)
 
 words = [sys.executable, "-m", "paceline", "train", "wide.yaml", "--run-dir", "runs/killed", "--processes", "2"]
 with open("killed.log", "w") as log:
-    launcher = subprocess.Popen([*words, *(f"{key}={value}" for key, value in wanted.items())], stdout=log, stderr=log)
+    launcher = subprocess.Popen([*words, *wanted], stdout=log, stderr=log)
 while launcher.poll() is None and not list(Path("runs/killed/checkpoints").glob("step-*")):
     time.sleep(0.02)
 for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ():
     process.send_signal(signal.SIGKILL)
-print(f"The command ended with exit code {launcher.wait()} (137 is 128 + 9, for SIGKILL).")
+launcher.wait()
+print(*[line for line in Path("killed.log").read_text().splitlines() if "SIGKILL" in line], sep="\n")
 left = sorted(path.name for path in Path("runs/killed/checkpoints").glob("step-*"))
 print(f"Checkpoints it left: {', '.join(left)}")
 
