@@ -505,8 +505,8 @@ numbers_kept = {
 with exercise("4.4"):
     missing = [name for name, value in numbers_kept.items() if value is ...]
     assert not missing, f"still to fill in: {', '.join(missing)}"
-    right = {"encoder's first": 16 * 14**2, "encoder's second": 32 * 7**2, "code": 64, "decoder's first": 32 * 7**2}
-    right |= {"decoder's second": 16 * 14**2, "sigmoid": 28**2}
+    right = {"encoder's first": 16 * 14**2, "encoder's second": 32 * 7**2, "the code": 64}
+    right |= {"decoder's first": 32 * 7**2, "decoder's second": 16 * 14**2, "sigmoid": 28**2}
     for part, value in right.items():
         name = next(each for each in numbers_kept if part in each)
         assert numbers_kept[name] == value, f"{name}: {numbers_kept[name]:,} is not channels × height × width there"
@@ -617,7 +617,7 @@ def watch_step(model: nn.Module, inputs: torch.Tensor, loss) -> list[int]:
 history = watch_step(lecture_net(10).to("meta"), pictures, lambda output: F.cross_entropy(output, labels))
 
 # %% [markdown] tags=["slide"]
-# ### Activation checkpointing
+# ## Activation checkpointing
 #
 # - keeps only the borders between groups of layers
 # - computes a group again when the backward pass gets there
@@ -852,8 +852,7 @@ assert operations[2] == operations[64]
 #
 # `t(B) = a + b · B`
 #
-# with the fixed cost *a* and the cost *b* of a picture. (Lab 1 has the same line for several processes.) A GPU has
-# a small *b*, and on this table a larger *a*.
+# with the fixed cost *a* and the cost *b* of a picture. A GPU has a small *b*, and on this table a larger *a*.
 
 # %%
 batch_sizes = np.array(sorted(lecture))
@@ -1212,16 +1211,15 @@ for command in (
 # `model.compile`, and `--processes` or torchrun.
 
 # %% [markdown] tags=["slide"]
-# ### Sizes that 8 does not divide
+# ## Sizes that 8 does not divide
 #
 # - *Tensor Cores*, a GPU's units for products, work on *tiles*, of 128×128 numbers for example
 # - what hangs over the last tile is computed and thrown away
 # - the deck's lists were written for older libraries: a prediction, until it is measured
 
 # %% [markdown]
-# *Tensor Cores* are a GPU's units for matrix products. A product is cut into *tiles*, of 128×128 numbers for
-# example, and what hangs over the last tile is computed and thrown away. So the deck lists sizes that should divide
-# a layer's width:
+# The deck lists numbers that should divide the sizes of a layer. They are 16 bytes (at least) and 128 bytes (best,
+# on an A100) in numbers of each type:
 
 # %%
 from paceline.formulas.tiles import alignment_bytes_multiple, best_tiling, tile_overhead
@@ -1322,18 +1320,18 @@ plan = run("paceline train autoencoding.yaml --processes 2 --plan-only parallel.
 print("\n".join(line for line in plan.splitlines() if line.strip().startswith(("processes", "parallel.strategy"))))
 
 # %% [markdown] tags=["slide"]
-# ### ImageNet in one hour
+# ## ImageNet in one hour
 #
 # - Goyal et al. 2017: ResNet-50, 90 epochs, 256 GPUs with 32 pictures each
-# - a batch of 8,192, a rate of 3.2, a warm-up
-# - 29 hours on 8 GPUs become one
+# - the learning rate grows with the batch, after a warm-up
+# - 29 hours became one
 
 # %% [markdown]
 # Goyal et al. (2017) trained ResNet-50 on ImageNet (1,281,167 pictures, 90 epochs) with 256 GPUs, 32 pictures on
-# each. On 8 GPUs it had taken 29 hours, as NVIDIA's developer site reported it, and the paper's abstract gives a
-# scaling efficiency of about 90 % from 8 to 256. *Scaling efficiency* is the speed-up over the number of times as
-# many GPUs. Their rule for the learning rate, the *linear scaling rule*, starts from 0.1 for a batch of 256 (labs 1
-# and 3 look at when it holds).
+# each. Before, it had taken 29 hours, as NVIDIA's developer site reported at the time. We take these for the time
+# of 8 GPUs, since the paper's abstract compares with 8: its *scaling efficiency*, the speed-up over the number of
+# times as many GPUs, is about 90 % from 8 to 256. The rule for the learning rate, the *linear scaling rule*, starts
+# from 0.1 for a batch of 256 (labs 1 and 3 look at when it holds).
 #
 # **Exercise 4.6.** Do the arithmetic: the global batch, the learning rate, the number of optimizer steps (each
 # epoch's last step takes what is left), and the hours.
