@@ -48,7 +48,7 @@ class Runs:
         """Apply a check to the runs with 2 and 3 processes, and return the first complaint."""
         runs = self.complete("two", "three")
         if not runs:
-            return Finding("This could not be seen: no run with 2 or 3 processes came to its end.")
+            return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
         findings = [check(run) for run in runs.values()]
         return next((finding for finding in findings if finding.reason), findings[0])
 

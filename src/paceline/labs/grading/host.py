@@ -105,7 +105,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
                 elif codes[pid] > 0:
                     limits = Limits(**{**asdict(limits), "idle_seconds": min(limits.idle_seconds, _GRACE_SECONDS)})
                 supervisor.limits = limits
-        objection = supervisor.objection(pid for pid in left if pid not in codes)
+        objection = supervisor.objection([pid for pid in left if pid not in codes])
         if objection:
             # After a failure, waiting for the one that failed is no hang.
             has_failed = any(codes.values())

@@ -13,6 +13,8 @@ _WHY = {
     "processes": "started more processes than it may",
     "time": "did not end in the time that it may have",
 }
+# In what gloo says.
+_LOST_CONTACT = ("closed by peer", "reset by peer", "Broken pipe", "gloo")
 _RESULT = 1e-5
 
 
@@ -24,31 +26,32 @@ def ends(runs: Runs) -> Finding:
             return Finding("Not all runs were made, since the others had failed already.")
         if run.ended_for:
             return Finding(f"The run {with_processes(run)} {_WHY.get(run.ended_for, run.ended_for)}.")
-        for rank, member in enumerate(run.ranks):
-            if member.end is not None and member.end.message:
-                return Finding(
-                    f"The run {with_processes(run)} failed on rank {rank} with {member.end.message.rstrip('.')}."
-                )
+        failure = _failure(run)
+        if failure:
+            return Finding(f"The run {with_processes(run)} {failure}.")
         killed = [rank for rank, member in enumerate(run.ranks) if member.end is None]
         if killed:
             return Finding(
                 f"The run {with_processes(run)} broke off on ranks {listing(killed)}: {run.last_words.rstrip('.')}."
             )
+        counts = [len(member.steps) for member in run.ranks]
+        if not all(counts):
+            return Finding(f"The run {with_processes(run)} ended without a step of an optimizer on every rank.")
+        if len(set(counts)) > 1:
+            return Finding(f"The run {with_processes(run)} ended after {listing(counts)} steps on its ranks.")
     return Finding()
 
 
 def clean_exit(runs: Runs) -> Finding:
     """Is the exit code 0 and the process group destroyed?"""
-    found = {name: run for name in ("one", "two", "three", "batchnorm") if (run := runs.get(name)) is not None}
+    found = runs.complete("one", "two", "three", "batchnorm")
     for run in found.values():
         codes = sorted({code for code in run.exit_codes if code > 0})
         if codes:
             return Finding(f"The run {with_processes(run)} ended with exit code {codes[0]}.")
         if any(rank.end is not None and rank.end.has_process_group for rank in run.ranks):
             return Finding(f"The run {with_processes(run)} ended without destroy_process_group().")
-    if not any(run.is_complete for run in found.values()):
-        return Finding("This could not be seen: no run came to its end.")
-    return Finding()
+    return Finding() if found else Finding("This could not be seen: no run trained to its end.")
 
 
 def one_writer(runs: Runs) -> Finding:
@@ -72,9 +75,7 @@ def resume(runs: Runs) -> Finding:
     """Does a run that was killed in its second epoch go on from the checkpoint of the first, to the same weights?"""
     whole, resumed = runs.complete("two").get("two"), runs.get("resumed")
     if whole is None or resumed is None:
-        return Finding(
-            "This could not be seen: the run with 2 processes that should have been killed did not come to its end."
-        )
+        return Finding("This could not be seen: the run with 2 processes did not train to its end.")
     if not resumed.steps:
         return Finding(f"Started again after a kill, it made no step: {resumed.last_words or 'it said nothing'}.")
     first = whole.epoch_steps(1).start
@@ -125,6 +126,17 @@ def inside(runs: Runs) -> Finding:
     """Does it write in its own directory only?"""
     paths = [path for run in runs.by_name.values() for rank in run.ranks for path in rank.refused]
     return Finding(f"It tried to write to {listing(sorted(set(paths)))}, and was not let.") if paths else Finding()
+
+
+def _failure(run: Run) -> str:
+    """Say what went wrong first: that a rank lost contact to another tells only that the other had gone."""
+    messages = {rank: member.end.message for rank, member in enumerate(run.ranks) if member.end and member.end.message}
+    telling = {rank: text for rank, text in messages.items() if not any(word in text for word in _LOST_CONTACT)}
+    for rank, text in telling.items():
+        return f"failed on rank {rank} with {text.rstrip(': .')}"
+    return (
+        "failed: ranks lost one another, for they did not make the same exchanges in the same order" if messages else ""
+    )
 
 
 def _is_same(first: Vector, second: Vector) -> bool:

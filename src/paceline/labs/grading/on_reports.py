@@ -26,8 +26,8 @@ def loss(runs: Runs) -> Finding:
 def validation(runs: Runs) -> Finding:
     """Is every sample of the validation set counted once, and the accuracy in the log the one of these weights?"""
     every = runs.complete("one", "two", "three")
-    if not every:
-        return Finding("This could not be seen: no run came to its end.")
+    if not runs.complete("two", "three"):
+        return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
     findings = [_validation(run) for run in every.values()]
     return next((finding for finding in findings if finding.reason), findings[-1])
 
@@ -41,7 +41,7 @@ def batchnorm(runs: Runs) -> Finding:
     """Are the statistics of BatchNorm the same on all ranks when it counts?"""
     run = runs.complete("batchnorm").get("batchnorm")
     if run is None:
-        return Finding("This could not be seen: the run of the network with BatchNorm did not come to its end.")
+        return Finding("This could not be seen: the run of the network with BatchNorm was not trained to its end.")
     for rank, member in enumerate(run.ranks):
         if any(seen.training for seen in member.validations):
             return Finding(

@@ -35,7 +35,7 @@ def one_process(runs: Runs) -> Finding:
     """Is the result with several processes that of one process with the same global batch?"""
     alone = runs.complete("one").get("one")
     if alone is None:
-        return Finding("This could not be seen: the run with 1 process did not come to its end.")
+        return Finding("This could not be seen: the run with 1 process did not train to its end.")
 
     def check(run: Run) -> Finding:
         gap = _gap(_final(run, 0), _final(alone, 0))
@@ -46,13 +46,14 @@ def one_process(runs: Runs) -> Finding:
     return runs.on_several(check)
 
 
-def explain_gradient(found: Vector, expected: Vector, before: Vector | None) -> str:
+def explain_gradient(found: Vector, expected: Vector, before: Vector | None, processes: int) -> str:
     """Say how a gradient differs from what it should be; empty if it does not.
 
     Args:
         found: What the optimizer was given.
         expected: The gradient of the mean loss over the global batch.
         before: What the optimizer was given at the step before, if any.
+        processes: World size.
     """
     size = float(np.linalg.norm(expected)) + 1e-12
     if np.linalg.norm(found - expected) <= _GRADIENT * size:
@@ -65,8 +66,9 @@ def explain_gradient(found: Vector, expected: Vector, before: Vector | None) -> 
     if np.linalg.norm(found - ratio * expected) > _GRADIENT * size * max(1.0, abs(ratio)):
         apart = float(np.linalg.norm(found - expected)) / size
         return f"differ from the gradient of the mean loss over the global batch by {apart:.0%} of its size"
-    meaning = "they were summed, not averaged" if ratio > 1 else "they were divided once too often"
-    return f"are {ratio:.3g} times those of the mean over the global batch: {meaning}"
+    meanings = {processes: ": they were summed, not averaged", 1 / processes: ": they were divided once too often"}
+    meaning = next((text for factor, text in meanings.items() if abs(ratio - factor) < _GRADIENT * factor), "")
+    return f"are {ratio:.3g} times those of the mean over the global batch{meaning}"
 
 
 def _gradient(run: Run) -> Finding:
@@ -79,22 +81,22 @@ def _gradient(run: Run) -> Finding:
         found = [rank.steps[step].gradients for rank in run.ranks]
         before = [rank.steps[step - 1].gradients for rank in run.ranks] if step else [None] * run.processes
         for rank, vector in enumerate(found):
-            complaint = explain_gradient(vector, expected, before[rank])
+            complaint = explain_gradient(vector, expected, before[rank], run.processes)
             if complaint:
-                return Finding(
-                    f"Gradients at step {step} {with_processes(run)} {complaint}{_where(run, step, found, rank)}."
-                )
+                return Finding(f"Gradients at step {step} {with_processes(run)} {complaint}{_where(run, step, found)}.")
             worst = max(worst, float(np.linalg.norm(vector - expected)) / (float(np.linalg.norm(expected)) + 1e-12))
     return Finding(seen={"largest relative difference": worst})
 
 
-def _where(run: Run, step: int, found: list[Vector], rank: int) -> str:
+def _where(run: Run, step: int, found: list[Vector]) -> str:
     if any(_gap(vector, found[0]) > _SAME for vector in found):
         return "; ranks have different gradients, so they were not combined"
     sizes = [len(member.steps[step].samples) for member in run.ranks]
     if step and len(set(sizes)) > 1 and sum(sizes) < run.batch:
-        return f" (a smaller batch, whose shares have {' and '.join(map(str, sizes))} samples)"
-    return "" if len(found) == 1 else f" (rank {rank})"
+        return (
+            f"; its batch is smaller, with shares of {' and '.join(map(str, sizes))} samples, which count by their size"
+        )
+    return ""
 
 
 def _same_weights(run: Run) -> Finding:

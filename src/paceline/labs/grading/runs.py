@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.labs.assignment import TRAINING_SAMPLES
+
 Vector = NDArray[np.float32]
 
 
@@ -112,7 +114,7 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank ended by itself, whatever its exit code, after as many steps as the others, at least one."""
+        """Whether all ranks ended by themselves, with whatever exit code, after equally many steps, at least one."""
         counts = {len(rank.steps) for rank in self.ranks}
         has_ended = all(rank.end is not None for rank in self.ranks) and not self.ended_for
         has_raised = any(rank.end.message for rank in self.ranks if rank.end is not None)
@@ -125,13 +127,15 @@ class Run:
 
     @property
     def steps_in_epoch(self) -> int:
-        """Steps of one epoch, if epochs are equally long."""
-        return max(1, self.steps // self.epochs)
+        """Steps of one epoch: as many as it takes, unless the epochs that were made are equally long."""
+        whole, over = divmod(self.steps, self.epochs)
+        return -(-TRAINING_SAMPLES // self.batch) if over or not whole else whole
 
     def epoch_steps(self, epoch: int) -> range:
-        """Return the steps of an epoch, both from 0; the last epoch takes what is over."""
-        begin = epoch * self.steps_in_epoch
-        return range(begin, self.steps if epoch == self.epochs - 1 else begin + self.steps_in_epoch)
+        """Return the steps of an epoch, both from 0; the last takes what is over, and there may be none."""
+        begin = min(epoch * self.steps_in_epoch, self.steps)
+        is_last = epoch == self.epochs - 1
+        return range(begin, self.steps if is_last else min(begin + self.steps_in_epoch, self.steps))
 
 
 def read_run(folder: Path, output: Path, *, epochs: int, batch: int, **outcome: Any) -> Run:

@@ -28,6 +28,7 @@ class Limits:
         processes: At once.
         memory_bytes: Of address space for each process, besides what torch takes.
         file_bytes: The largest file.
+        look_seconds: Between two looks at all this.
     """
 
     processor_seconds: float = 20
@@ -36,6 +37,7 @@ class Limits:
     processes: int = 32
     memory_bytes: int = 4 << 30
     file_bytes: int = 64 << 20
+    look_seconds: float = 0.25
 
 
 class Supervisor:
@@ -43,13 +45,16 @@ class Supervisor:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._begin = self._active = time.monotonic()
+        self._begin = self._active = self._looked = time.monotonic()
         self._ticks = 0
 
     def objection(self, pids: Iterable[int]) -> str:
         """Return why the processes have to be ended now, such as ``hang``; empty if they may go on."""
-        family = descendants(pids)
         now = time.monotonic()
+        if now - self._looked < self.limits.look_seconds:
+            return ""
+        self._looked = now
+        family = descendants(pids)
         uses = [use for use in map(_use, family) if use is not None]
         ticks = sum(use.ticks for use in uses)
         # Threads that watch over others wake for a moment now and then: five hundredths of a second are work.

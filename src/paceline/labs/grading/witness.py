@@ -154,10 +154,10 @@ class Witness:
             target = kwargs.get("f", kwargs.get("filename", args[position] if len(args) > position else None))
             if isinstance(target, str | os.PathLike):
                 self._note_written(os.fspath(target))
-                if self.watch.tear:
+                if self.watch.tear and self.steps:
                     os.truncate(target, os.path.getsize(target) // 2)
                     os.kill(os.getpid(), signal.SIGKILL)
-            elif self.watch.tear and target is not None and hasattr(target, "fileno"):
+            elif self.watch.tear and self.steps and target is not None and hasattr(target, "fileno"):
                 target.flush()
                 os.ftruncate(target.fileno(), os.fstat(target.fileno()).st_size // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
