@@ -158,7 +158,7 @@ def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 # %% tags=["exercise"]
 def loss_factor(global_batch: int, world_size: int) -> float:
-    """What a rank multiplies the sum of its losses by; `global_batch` counts the samples of this step over all ranks."""
+    """What a rank multiplies the sum of its losses by; `global_batch` counts the samples of all ranks."""
     raise NotImplementedError
 
 
@@ -287,7 +287,8 @@ def learning_rate(step: int, base_lr: float, batch: int, warmup: int) -> float:
 fig, ax = plt.subplots(figsize=(7, 3))
 for batch in (32, 64, 128):
     ax.plot([learning_rate(step, 0.05, batch, 6) for step in range(15)], "o-", markersize=4, label=f"batch of {batch}")
-ax.set(xlabel="step", ylabel="learning rate", ylim=(0, None), title="Scaled with the batch, warmed up over 6 steps")
+ax.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+ax.set_title("Scaled with the batch, warmed up over 6 steps")
 ax.legend()
 plt.show()
 
@@ -308,8 +309,8 @@ plt.show()
 validation_images, validation_labels = validation_set().tensors
 
 
-def train(batch, base_lr=0.1, warmup=6, epochs=12, seed=0, ranks_scale=1.0, scaled=True):
-    """Train the plain network and return the records of its log; `ranks_scale` multiplies gradients."""
+def train(batch, base_lr=0.1, warmup=6, epochs=12, seed=0, ranks_scale=1.0, scaled=True, until=100.0):
+    """Train the plain network, at most until an accuracy, and return the records of its log."""
     torch.manual_seed(seed)
     network = build_model("plain")
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9)
@@ -323,14 +324,17 @@ def train(batch, base_lr=0.1, warmup=6, epochs=12, seed=0, ranks_scale=1.0, scal
             optimizer.param_groups[0]["lr"] = rate
             loss = F.cross_entropy(network(images[samples]), labels[samples])
             optimizer.zero_grad()
-            (loss * ranks_scale).backward()
+            (loss * ranks_scale).backward()  # 8 for gradients that eight ranks added up
             optimizer.step()
             total += loss.item() * len(samples)
             step += 1
         with torch.no_grad():
             correct = (network(validation_images).argmax(dim=1) == validation_labels).sum().item()
         accuracy = 100 * correct / len(validation_labels)
-        log.append({"epoch": epoch, "steps": step, "train_loss": total / len(images), "validation_accuracy": accuracy})
+        mean = total / len(images)
+        log.append({"epoch": epoch, "steps": step, "train_loss": mean, "validation_accuracy": accuracy})
+        if accuracy >= until:
+            break
     return log
 
 
@@ -345,7 +349,7 @@ right.set(xlabel="epoch", ylabel="validation accuracy (%)", ylim=(0, 100))
 left.legend()
 plt.show()
 middle = {name: log[5]["train_loss"] for name, log in logs.items()}
-assert middle["B"] > 2 * middle["A"] > 4 * middle["C"] or middle["B"] > middle["A"] > 1.5 * middle["C"]
+assert middle["B"] > 1.5 * middle["A"] > 2 * middle["C"]
 
 # %% [markdown]
 # **Exercise 5.4. What went wrong?** One program is right (`"right"`), one did not scale its learning rate with the
@@ -444,34 +448,29 @@ def steps_to_target(batch, base_lr, warmup, seeds=(0, 1, 2)):
     """The steps of the slowest of three seeds; infinite if one does not arrive within 25 epochs."""
     found = []
     for seed in seeds:
-        log = train(batch, base_lr, warmup, epochs=25, seed=seed)
-        found.append(next((r["steps"] for r in log if r["validation_accuracy"] >= TARGET), float("inf")))
+        last = train(batch, base_lr, warmup, epochs=25, seed=seed, until=TARGET)[-1]
+        found.append(last["steps"] if last["validation_accuracy"] >= TARGET else float("inf"))
     return max(found)
 
 
 # %% tags=["slide"]
+batches, rates = (16, 32, 64, 128, 256), (0.05, 0.1, 0.2)
 table = {
-    (batch, base_lr): steps_to_target(batch, base_lr, warmup=6) * step_seconds(batch)
-    for batch in (16, 32, 64, 128, 256)
-    for base_lr in (0.05, 0.2)
+    (batch, rate): steps_to_target(batch, rate, warmup=6) * step_seconds(batch) for batch in batches for rate in rates
 }
 fig, ax = plt.subplots(figsize=(7, 3.4))
-for base_lr, marker in ((0.05, "o"), (0.2, "s")):
-    points = [(batch, value) for (batch, lr), value in table.items() if lr == base_lr and value < float("inf")]
-    ax.plot(*zip(*points, strict=True), marker=marker, label=f"base learning rate {base_lr}")
-lost = [batch for (batch, _), value in table.items() if value == float("inf")]
-ax.set(xscale="log", xlabel="global batch", ylabel="seconds", ylim=(0, None))
-ax.set_xticks([16, 32, 64, 128, 256], ["16", "32", "64", "128", "256"])
+for rate, marker in zip(rates, "os^", strict=True):
+    seconds = [table[batch, rate] for batch in batches]  # an infinite one leaves a gap
+    ax.plot(range(len(batches)), seconds, marker=marker, label=f"base learning rate {rate}")
+ax.set_xticks(range(len(batches)), batches)
+ax.set(xlabel="global batch", ylabel="seconds", ylim=(0, None))
 ax.set_title(f"Time to {TARGET:g} %, the slowest of 3 seeds, 8 processes")
 ax.legend()
 plt.show()
 best = min(table.values())
-display(
-    Markdown(
-        f"The quickest of these takes **{best:.2f} s**. Not arrived with every seed: batches of {lost or 'none'} with the base "
-        "learning rate of 0.2."
-    )
-)
+lost = [f"a batch of {batch} with {rate}" for (batch, rate), seconds in table.items() if seconds == float("inf")]
+text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived for: {'; '.join(lost) or 'none'}."
+display(Markdown(text))
 
 # %% [markdown]
 # **Exercise 5.6. Your choice.** Choose batch, base learning rate and warm-up, so that all three seeds arrive in at
@@ -495,7 +494,7 @@ with exercise("5.6"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
-batch, base_lr = min(table, key=table.__getitem__)
+batch, base_lr = min(table, key=table.get)
 choice = {"batch": batch, "base_lr": base_lr, "warmup": 6}
 
 # %%
@@ -526,16 +525,9 @@ import torch.nn.functional as F
 from paceline.labs.assignment import build_model, training_set
 
 parser = argparse.ArgumentParser()
-for name, kind in (
-    ("output", str),
-    ("epochs", int),
-    ("batch", int),
-    ("base-lr", float),
-    ("warmup", int),
-    ("network", str),
-):
+for name, kind in {"batch": int, "epochs": int, "base-lr": float, "network": str}.items():
     parser.add_argument(f"--{name}", type=kind)
-args = parser.parse_args()
+args, _ = parser.parse_known_args()
 dist.init_process_group("gloo")
 network = build_model(args.network)
 optimizer = torch.optim.SGD(network.parameters(), lr=args.base_lr, momentum=0.9)
