@@ -1,0 +1,38 @@
+"""Which files would an action that Python announces change?"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Audit events whose first so many arguments are paths that are changed.
+_PATHS = {
+    "os.chmod": 1,
+    "os.chown": 1,
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.truncate": 1,
+    "os.utime": 1,
+    "shutil.rmtree": 1,
+}
+# A link changes where its new name stands, not what it points to.
+_LINKS = ("os.link", "os.symlink")
+_NOWHERE = ("/dev/", "/proc/self/")
+
+
+def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
+    """Return the paths that an audit event (see :func:`sys.audit`) is about to change; most change none."""
+    if event == "open":
+        path, mode, flags = args
+        is_writing = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITING)
+        paths = [path] if is_writing else []
+    elif event in _LINKS:
+        paths = [args[1]]
+    else:
+        paths = list(args[: _PATHS.get(event, 0)])
+    # A number is a file that is open already.
+    names = [os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike)]
+    return [name for name in names if not name.startswith(_NOWHERE)]

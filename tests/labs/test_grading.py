@@ -1,0 +1,145 @@
+"""The reference answer earns everything; each wrong answer loses what it should, for the right reason, and no more.
+
+A wrong answer is a small change of the reference, kept as a row of a table in ``wrong/``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.labs.grading import Marks, grade
+from paceline.labs.grading.grade import Host, hosting
+from paceline.labs.grading.supervise import TOKEN, Limits
+
+ASSESSMENT = Path(__file__).parents[2] / "labs" / "assessment"
+TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
+LIMITS = Limits(processor_seconds=12, idle_seconds=3)
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="hangs are recognised by what /proc tells"),
+]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One row: ``lost`` are the criteria that lose points, ``ALL`` for every one that needs a program that trains."""
+
+    name: str
+    about: str
+    changes: list[list[str]]
+    lost: list[str]
+    says: str
+
+    def program(self) -> str:
+        text = (ASSESSMENT / "reference.py").read_text()
+        for old, new in self.changes:
+            assert text.count(old) == 1, f"{self.name} changes {old!r}, which stands {text.count(old)} times"
+            text = text.replace(old, new)
+        return text
+
+
+WRONG = [Wrong(name, **row) for table in TABLES for name, row in tomllib.loads(table.read_text()).items()]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    """Torch is loaded once for all gradings of this file."""
+    with hosting() as started:
+        yield started
+
+
+def test_the_reference_earns_all_points(tmp_path: Path) -> None:
+    told: list[str] = []
+    marks = grade(ASSESSMENT / "reference.py", tell=told.append)
+    assert reasons(marks) == {}
+    assert (marks.points, marks.most, marks.passed) == (100, 100, True)
+    assert len(told) >= 9
+    assert json.loads(json.dumps(marks.to_json()))["points"] == 100
+    # Measured at 8 to 15 on two cores.
+    assert marks.processor_seconds < 60
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+def test_a_wrong_answer_loses_what_it_should(wrong: Wrong, host: Host, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(wrong.program())
+    marks = grade(program, limits=LIMITS, host=host)
+    lost = reasons(marks)
+    if wrong.lost == ["ALL"]:
+        assert set(lost) == {one.name for one in marks.criteria} - {"inside"}
+        assert wrong.says in lost["ends"]
+        assert not marks.passed
+        return
+    assert set(lost) == set(wrong.lost), lost
+    assert wrong.says in lost[wrong.lost[0]]
+
+
+def test_the_skeleton_runs_and_earns_next_to_nothing(host: Host) -> None:
+    marks = grade(ASSESSMENT / "skeleton.py", limits=LIMITS, host=host)
+    assert marks.points <= 1
+    assert "without a step of an optimizer" in reasons(marks)["ends"]
+
+
+@pytest.mark.parametrize("detaches", [False, True], ids=["child", "daemon"])
+def test_nothing_that_it_started_is_left(detaches: bool, host: Host, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session={detaches})\n"
+    )
+    marks = grade(program, limits=LIMITS, host=host)
+    assert marks.points <= 1
+    assert [pid for pid in carriers() if b"time.sleep(600)" in command_line(pid)] == []
+
+
+def test_too_many_processes_too_much_memory_and_too_large_files_end_it(host: Host, tmp_path: Path) -> None:
+    said = []
+    for body in (
+        "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n        break\ntime.sleep(60)\n",
+        "import torch\nfull = torch.ones(3 << 30)\n",
+        "open('large', 'wb').write(bytes(65 << 20))\n",
+    ):
+        program = tmp_path / "train.py"
+        program.write_text(body)
+        said.append(reasons(grade(program, limits=LIMITS, host=host))["ends"])
+    assert "more processes than it may" in said[0]
+    assert "RuntimeError" in said[1]
+    assert "OSError" in said[2]
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(PacelineError, match="There is no file"):
+        grade(Path("nowhere.py"))
+
+
+def reasons(marks: Marks) -> dict[str, str]:
+    return {one.name: one.reason for one in marks.lost}
+
+
+def carriers() -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{TOKEN}=".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def command_line(pid: int) -> Any:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
