@@ -4,7 +4,7 @@ Neighbouring pixels are nearly alike, so that a plain first layer sees mostly on
 brightness. The filters here are the eigenvectors of the patches' second moments, each divided by the square root of
 its eigenvalue, so that every output is of about the same size and none repeats another. The idea is from the public
 CIFAR-10 records: Page, "How to Train Your ResNet 8" (2019); Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU"
-(arXiv:2404.00498, 2024, section 3.1), whose division by ``sqrt(eigenvalue + eps)`` and mirrored filters are used.
+(arXiv:2404.00498, 2024), whose division by ``sqrt(eigenvalue + eps)`` and mirrored filters are used.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def whitening_filters(images: Tensor, kernel_size: int) -> Tensor:
 def _second_moments(images: Tensor, kernel_size: int) -> Tensor:
     """Mean outer product of the patches with themselves, float64 [C k k, C k k]."""
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for part in torch.split(images, 256):  # not all patches at once, which are as many times the images as one has pixels
+    for part in torch.split(images, 256):  # all patches at once would take four times the images' memory and more
         patches = nn.functional.unfold(part.double(), kernel_size).transpose(1, 2).flatten(0, 1)
         total, count = total + patches.T @ patches, count + len(patches)
     return total / count

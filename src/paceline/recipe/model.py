@@ -37,7 +37,7 @@ class Model:
     {"layer4.*": "2 epochs", "*": "4 epochs"}."""
     freeze_after: dict[str, Length] = Field(default_factory=dict)
     """Patterns of parameters that are trained only so long, by the latest that matches, and then stay as they are:
-    {"whitening.bias": "3 epochs"}. What they would have cost is saved (Brock et al. 2017)."""
+    {"whitening.bias": "3 epochs"}. What they would have cost is saved (after Brock et al. 2017)."""
     adapters: Adapters = Adapters()
     """Low-rank matrices that are trained instead of the network's own weights."""
     activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None

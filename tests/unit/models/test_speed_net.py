@@ -45,7 +45,7 @@ def test_answers_to_patches_are_whitened_and_come_with_their_negatives(channels:
 
 
 def test_filters_are_the_eigenvectors_over_the_root_of_eigenvalue_and_eps() -> None:
-    """Jordan 2024, section 3.1, written out patch by patch."""
+    """Jordan 2024, written out patch by patch."""
     images = pictures(count=8, side=6)
     rows = [image[:, y : y + 2, x : x + 2].flatten().double() for image in images for y in range(5) for x in range(5)]
     patches = torch.stack(rows)
