@@ -121,7 +121,7 @@ _FOR_TRAINING = (
     *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
     *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),
-    *("model.frozen", "model.unfreeze", "model.adapters.", "model.ghost_batch_norm"),
+    *("model.frozen", "model.unfreeze", "model.freeze_after", "model.adapters.", "model.ghost_batch_norm"),
 )
 
 

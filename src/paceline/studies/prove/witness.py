@@ -143,6 +143,10 @@ class Witness(Task):
         self._network = network
         return network
 
+    def first_weights(self, network: nn.Module) -> None:
+        """The task's."""
+        self.task.first_weights(network)
+
     def check_network(self, network: nn.Module) -> None:
         """Nothing: the task was asked when it had built it."""
 
