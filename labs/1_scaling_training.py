@@ -526,7 +526,7 @@ def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float
     order = torch.Generator().manual_seed(seed)
     course: list[tuple[float, float]] = []
     seconds, steps, loss = 0.0, 0, float("inf")
-    while loss > TARGET and len(course) < 200 and steps < 2_000:
+    while loss > TARGET and len(course) < 200 and steps < 1_500:
         begin = now()
         for chosen in torch.randperm(SAMPLES, generator=order).split(batch):
             step(network, optimizer, train_pixels[chosen], train_labels[chosen])
