@@ -760,7 +760,7 @@ from paceline.formulas.scaling import ring_all_reduce_seconds
 
 assert np.isclose(ring_seconds(100e6, np.array(64)), ring_all_reduce_seconds(100e6, 64, 1 / per_byte, latency))
 ratio = at_rank_0_seconds(100e6, np.array(64)) / ring_seconds(100e6, np.array(64))
-print(f"100 MB of gradients over 64 such ranks: the ring is {ratio:.0f} times as fast as rank 0 alone.")
+print(f"100 MB of gradients over 64 such ranks: by the formulas the ring is {ratio:.0f} times as fast as rank 0 alone.")
 
 # %% [markdown]
 # With two ranks there is little to gain; the difference comes with more of them. The prediction for rank 0 need not
@@ -1471,7 +1471,7 @@ alone = json.loads(run("paceline evaluate runs/two --json", quiet=True))
 together = json.loads(Path("runs/two/summary.json").read_text())["metrics"]
 print(f"top-1 accuracy, evaluated by two processes: {together['top1_accuracy']:.4f} %")
 print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f} %")
-assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3
+assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3  # one image, if a tie is rounded otherwise
 
 # %%
 from paceline.records.ledger import read_ledger
