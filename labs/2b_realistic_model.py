@@ -88,6 +88,7 @@ from paceline.errors import PacelineError
 from paceline.recipe.data import Data
 
 SEED, EPOCHS, GLOBAL_BATCH, RATE, SAVE_EVERY = 0, 4, 64, 0.1, 10
+torch.backends.cudnn.deterministic = True  # on GPUs too: the same run gives the same bits
 
 
 def named_data():
@@ -105,15 +106,15 @@ def named_data():
 def load_data(device):
     """Training images and labels, held-out images and labels: tensors on the device, images normalised."""
     dataset = open_dataset(named_data())
-    few = {} if device.type == "cuda" else {"train": 1438, "held out": 359}  # a CPU takes what it can in a minute
+    most_train, most_held_out = (50_000, 10_000) if device.type == "cuda" else (1438, 359)  # what a CPU does in seconds
 
-    def tensors(source, count):
-        count = min(count or len(source.labels), len(source.labels))
-        pixels = torch.from_numpy(np.stack([source.read(i) for i in range(count)])).permute(0, 3, 1, 2) / 255
+    def tensors(source, most):
+        chosen = torch.randperm(len(source.labels), generator=torch.Generator().manual_seed(SEED))[:most].tolist()
+        pixels = torch.from_numpy(np.stack([source.read(i) for i in chosen])).permute(0, 3, 1, 2) / 255
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (dataset.mean, dataset.std))
-        return ((pixels - mean) / std).to(device), torch.as_tensor(source.labels[:count]).long().to(device)
+        return ((pixels - mean) / std).to(device), torch.as_tensor(source.labels)[chosen].long().to(device)
 
-    return *tensors(dataset.train, few.get("train")), *tensors(dataset.validation, few.get("held out"))
+    return *tensors(dataset.train, most_train), *tensors(dataset.validation, most_held_out)
 
 
 def device_and_backend():
@@ -194,10 +195,10 @@ def sums(network, images, labels):
     return total
 
 
-def digest(network):
-    """A fingerprint of the weights: equal only if every bit is equal."""
-    state = network.state_dict()
-    return hashlib.sha256(b"".join(state[key].cpu().numpy().tobytes() for key in sorted(state))).hexdigest()[:16]
+def digest(state):
+    """A fingerprint of named tensors, such as network.state_dict(): equal only if every bit is equal."""
+    content = (state[name].detach().cpu().contiguous().numpy().tobytes() for name in sorted(state))
+    return hashlib.sha256(b"".join(content)).hexdigest()[:16]
 
 
 def save(state, path):
@@ -220,7 +221,7 @@ print(
 print(f"The network has {PARAMETERS:,} parameters; an epoch has {STEPS} steps of {GLOBAL_BATCH} images.")
 
 # %% tags=["slide"] jupyter={"source_hidden": true}
-x, stages, y = images[:1].cpu(), [], 0.0
+x, stages = images[:1].cpu(), []
 with torch.no_grad():
     for layer in network.features:
         x = layer(x)
@@ -317,7 +318,7 @@ def main(checkpoint, die_at=None):
         if (step + 1) % SAVE_EVERY == 0 or position == steps - 1:
             state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
             save({**state, "schedule": schedule.state_dict(), "step": step + 1, "history": history}, checkpoint)
-    print(f"weights {digest(network)}", flush=True)
+    print(f"weights {digest(network.state_dict())}", flush=True)
 
 
 if __name__ == "__main__":
@@ -504,7 +505,7 @@ def main(checkpoint, die_at=None):
             save({**state, "schedule": schedule.state_dict(), "step": step + 1, "history": history}, checkpoint)
     for buffer in network.buffers():
         dist.broadcast(buffer, src=0)
-    print(f"rank {rank} of {world}: weights {digest(network)}\n", end="", flush=True)
+    print(f"rank {rank} of {world}: weights {digest(network.state_dict())}\n", end="", flush=True)
     leave_group()
 
 
@@ -516,21 +517,24 @@ if __name__ == "__main__":
 
 # %% jupyter={"source_hidden": true}
 import difflib
+from html import escape
+
+from IPython.display import HTML
 
 old, new = (Path(name).read_text().splitlines() for name in ("train_one.py", "train_ddp.py"))
-changes = [
-    line
-    for line in difflib.unified_diff(old, new, n=0, lineterm="")
-    if line[0] in "+-" and line[:3] not in ("+++", "---")
+colours = {"+": "#d5f0d5", "-": "#f9dcd3", "@": "white"}
+changes = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
+shown = ["" if line[0] == "@" else escape(line) for line in changes]
+styled = [
+    f'<div style="background: {colours[c[0]]}">{text or "&nbsp;"}</div>' for c, text in zip(changes, shown, strict=True)
 ]
-added, removed = sum(line[0] == "+" for line in changes), sum(line[0] == "-" for line in changes)
-display(Markdown("```diff\n" + "\n".join(changes) + "\n```"))
-print(f"{removed} lines went and {added} came, in a script of {len(old)} lines.")
+display(HTML(f'<pre style="font-size: 85%; line-height: 1.3">{"".join(styled)}</pre>'))
+print(f"{sum(c[0] == '-' for c in changes)} lines went and {sum(c[0] == '+' for c in changes)} came, of {len(old)}.")
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 train_ddp.py two.pt")
+seen = run("torchrun --standalone --nproc-per-node=2 train_ddp.py two.pt", seconds=300)
 
-# %% tags=["slide"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true}
 one, two = (torch.load(name, weights_only=True) for name in ("one.pt", "two.pt"))
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
 for name, state, marker in (("one process", one, "o"), ("two processes", two, "s")):
@@ -550,13 +554,16 @@ assert min(last_one, last_two) > (85 if named_data().dataset == "digits" else 15
 # %% [markdown]
 # The curves are alike, but they are not the same curve. Two things differ: each rank draws its own shifts (place 4),
 # and each rank normalises its own share of the batch. The second is worth a section.
-#
+
+# %% [markdown] tags=["slide"]
 # ## 4 Batch normalisation across ranks
 #
-# *Batch normalisation* (BatchNorm) subtracts from every channel its mean over the batch and divides by its standard
-# deviation. Under DDP "the batch" is what the rank has: **local statistics**. So the network that is trained
-# depends on the batch per rank. How much? We compute the gradient of one batch of 64, once as a whole and once as DDP
-# would with 2, 4, … ranks: each share by itself, gradients averaged.
+# *Batch normalisation* (BatchNorm) subtracts from every channel its mean over the batch, and divides by its standard
+# deviation. Under DDP "the batch" is what the rank has: **local statistics**.
+
+# %% [markdown]
+# So the network that is trained depends on the batch per rank. How much? We compute the gradient of one batch of 64,
+# once as a whole and once as DDP would with 2, 4, … ranks: each share by itself, gradients averaged.
 
 # %%
 torch.manual_seed(0)
@@ -598,7 +605,7 @@ figure, axes = plt.subplots()
 places = torch.arange(len(ranks))
 for shift, values, name in ((-0.2, with_norm, "with BatchNorm"), (0.2, plain, "without")):
     bars = axes.bar(places + shift, values, width=0.4, label=name)
-    axes.bar_label(bars, [f"{value:.2g} %" for value in values], fontsize=9)
+    axes.bar_label(bars, [f"{value:.0f} %" if value > 0.5 else "rounding" for value in values], fontsize=9)
 axes.set_xticks(places, [f"{count} ranks,\n{GLOBAL_BATCH // count} images each" for count in ranks])
 axes.set(
     ylabel="difference from the gradient\nof the whole batch, %",
@@ -664,30 +671,53 @@ def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # %% [markdown]
 # **Learnt:** a synchronised BatchNorm costs one small all-reduce for each layer and pass, of sums and not of means.
-# PyTorch's is written for GPUs:
-
-# %%
-try:
-    nn.SyncBatchNorm.convert_sync_batchnorm(deepcopy(probe))(images[:4].cpu() if device.type == "cpu" else images[:4])
-    print("SyncBatchNorm ran; with one process it is BatchNorm.")
-except ValueError as error:
-    print(f"On a processor: {error}")
 
 # %% [markdown]
 # **Buffers.** BatchNorm keeps a running mean and variance for scoring. They are *buffers*: part of `state_dict()`,
 # but without gradient, so DDP does not average them. What it does do: at the beginning of each forward pass it sends
 # rank 0's buffers to all (`broadcast_buffers=True`). After the pass they differ again. Whoever scores then scores
-# another network on every rank, and that is why place 5 is there. Here is a run of five steps without it.
+# another network on every rank, and that is why place 5 is there. Here are five steps without it, and a last line that
+# tries PyTorch's `SyncBatchNorm`.
 
 # %%
-script = Path("train_ddp.py").read_text()
-without = script.replace("for buffer in network.buffers()", "for buffer in ()").replace("EPOCHS * steps):", "5):")
-Path("without_broadcast.py").write_text(without)
-seen = run("torchrun --standalone --nproc-per-node=2 without_broadcast.py local.pt", quiet=True)
-print("\n".join(text for text in seen.splitlines() if ": weights " in text))
-fingerprints = {text.split()[-1] for text in seen.splitlines() if ": weights " in text}
-print(f"{len(fingerprints)} different networks on 2 ranks: the fingerprint covers parameters and buffers.")
-assert len(fingerprints) == 2, "running statistics of ranks differ after a step"
+# %%writefile buffers.py
+"""Five steps with DDP; then each rank tells what it holds."""
+
+import torch
+import torch.distributed as dist
+from realistic import GLOBAL_BATCH, RATE, WideResNet, device_and_backend, digest, leave_group, load_data, order
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+device, backend = device_and_backend()
+dist.init_process_group(backend)
+rank, world = dist.get_rank(), dist.get_world_size()
+images, labels, _, _ = load_data(device)
+torch.manual_seed(0)
+network = WideResNet(in_channels=images.shape[1]).to(device)
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+for batch in order(0, len(images)).split(GLOBAL_BATCH)[:5]:
+    mine = batch[rank::world]
+    optimizer.zero_grad()
+    F.cross_entropy(model(images[mine]), labels[mine]).backward()
+    optimizer.step()
+weights, statistics = digest(dict(network.named_parameters())), digest(dict(network.named_buffers()))
+try:
+    nn.SyncBatchNorm.convert_sync_batchnorm(network)(images[:8])
+    answer = "it runs"
+except ValueError as error:
+    answer = str(error)
+print(f"rank {rank}: parameters {weights}, buffers {statistics}\n  SyncBatchNorm: {answer}\n", end="", flush=True)
+leave_group()
+
+# %%
+seen = run("torchrun --standalone --nproc-per-node=2 buffers.py", seconds=300)
+told = [line.split() for line in seen.splitlines() if ": parameters " in line]
+parameters, buffers = {words[3] for words in told}, {words[5] for words in told}
+print(f"On 2 ranks: {len(parameters)} set of parameters, {len(buffers)} sets of buffers.")
+assert (len(parameters), len(buffers)) == (1, 2), "DDP keeps parameters equal, and not the running statistics"
 
 # %% [markdown] tags=["slide"]
 # ## 5 Checkpoints: what must be in one?
@@ -867,35 +897,39 @@ def save_checkpoint(state: dict, path: str, rank: int) -> None:
 # %% [markdown]
 # **Learnt:** one rank writes, since all have the same weights; all ranks read, so that all begin alike.
 #
-# ### Killing it
+# Now the test that counts.
+
+# %% [markdown] tags=["slide"]
+# ## Killing it
 #
-# Now the test that counts. Rank 1 sends itself SIGKILL at a step of our choice, which no program can catch: no last
-# word, no clean-up. torchrun notices, ends rank 0 and fails. The same command then goes on, and must end where the
-# undisturbed run did.
+# Rank 1 sends itself SIGKILL at a step of our choice. No program can catch it: no last word, no clean-up. torchrun
+# notices, ends rank 0 and fails. The same command then goes on, and must end where the undisturbed run did.
 
 # %% tags=["slide"]
 from paceline.labs.shell import CommandError
 
 die_at = 2 * STEPS - 7
 try:
-    run(f"torchrun --standalone --nproc-per-node=2 train_ddp.py killed.pt {die_at}", quiet=True)
+    run(f"torchrun --standalone --nproc-per-node=2 train_ddp.py killed.pt {die_at}", seconds=300, quiet=True)
 except CommandError:
     reached = torch.load("killed.pt", weights_only=True)["step"]
     print(f"Killed at step {die_at}; the newest checkpoint is of step {reached}: {die_at - reached} steps to do again.")
-seen = run("torchrun --standalone --nproc-per-node=2 train_ddp.py killed.pt", quiet=True)
+seen = run("torchrun --standalone --nproc-per-node=2 train_ddp.py killed.pt", seconds=300, quiet=True)
 resumed, whole = (torch.load(name, weights_only=True) for name in ("killed.pt", "two.pt"))
 equal = all(torch.equal(resumed["network"][key], whole["network"][key]) for key in whole["network"])
 print(f"Killed and resumed against undisturbed: {'equal to the bit' if equal else 'different'}.")
 assert equal
 
-# %% [markdown]
-# ### Being asked to stop
+# %% [markdown] tags=["slide"]
+# ## Being asked to stop
 #
-# Machines that are cheap because they may be taken away, and batch systems, send SIGTERM first and SIGKILL some time
-# later. The reference trainer sets a flag when rank 0 receives SIGTERM; the other ranks ignore it. Every 20 steps the
-# ranks ask rank 0 for the flag; if it is set, they leave the epoch, save a checkpoint that says *go on with the next
-# epoch*, and end. Here is that logic, without a network: it only counts how often each sample is used. We look at the
-# flag every 5 steps, since our epochs are short.
+# Batch systems, and machines that are cheap because they may be taken away, send SIGTERM first and SIGKILL some time
+# later. The reference trainer sets a flag when *rank 0* receives SIGTERM; when it next looks at the flag, it leaves the
+# epoch and saves *go on with the next epoch*.
+
+# %% [markdown]
+# All ranks ask rank 0 for the flag every 20 steps; the other ranks ignore the signal. Here is that logic without a
+# network: it only counts how often each sample is used. We look at the flag every 5 steps, since our epochs are short.
 
 # %%
 # %%writefile sigterm.py
@@ -955,7 +989,7 @@ if rank == 0:
 leave_group()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 sigterm.py")
+seen = run("torchrun --standalone --nproc-per-node=2 sigterm.py", seconds=300)
 to_rank_0, to_rank_1 = json.loads(Path("sigterm.json").read_text())
 dropped = 1438 - to_rank_0["used"][1]
 print(f"SIGTERM to rank 0: stopped {to_rank_0['stopped']}; {dropped} of the epoch's 1438 samples were never used.")
@@ -1085,7 +1119,7 @@ if rank == 0:
 leave_group()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 throughput.py")
+seen = run("torchrun --standalone --nproc-per-node=2 throughput.py", seconds=300)
 times = json.loads(Path("throughput.json").read_text())
 images_in = {"alone": 64, "side by side": 128, "DDP, 64 each": 128, "DDP, 32 each": 64}
 rates = {name: count / times[name] for name, count in images_in.items()}
@@ -1113,15 +1147,16 @@ for name, rate in rates.items():
 
 # %%
 source = named_data()
+more = f", path: '{source.path}', subset: {len(images)}" if source.path else ""
 Path("wide.yaml").write_text(f"""\
 base: digits
 model: {{name: "realistic:WideResNet", options: {{width: 2}}, channels_last: true}}
-data: {{dataset: {source.dataset}{f", path: '{source.path}'" if source.path else ""}}}
+data: {{dataset: {source.dataset}{more}}}
 parallel: {{device: cpu, threads: 1}}
 """)
 seconds = json.loads(Path("throughput.json").read_text())["alone"]
 command = f"paceline scale wide.yaml --world-sizes 1,2 --strategy ddp --step-seconds {seconds:.5f} --one-gpu-batch 64"
-prediction = run(command)
+prediction = run(command, seconds=300)
 
 # %% tags=["slide"] jupyter={"source_hidden": true}
 line = next(text for text in prediction.splitlines() if text.split()[:2] == ["2", "ddp"])
@@ -1270,7 +1305,7 @@ if rank == 0:
 leave_group()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 memory.py")
+seen = run("torchrun --standalone --nproc-per-node=2 memory.py", seconds=300)
 found = json.loads(Path("memory.json").read_text())
 parts = ("parameters", "gradients", "optimizer")
 totals = {kind: [sum(rank[part] for part in parts) for rank in found[kind]] for kind in found}
@@ -1309,12 +1344,15 @@ plt.show()
 # every rank has, and shards that do not divide evenly. (Rank 0 gets the larger piece where a tensor's first dimension
 # does not divide by the ranks.)
 #
-# **What it costs.** To add up N bytes on p ranks and give all the sum, a ring all-reduce sends 2 (p - 1)/p x N bytes
-# per rank (lab 2a): a reduce-scatter and an all-gather of (p - 1)/p x N each. FSDP gathers parameters for the forward
-# pass, again for the backward pass, since it lets go of them in between, and scatters gradients: three times (p -
-# 1)/p x N. That is **1.5 times** DDP's traffic (Rajbhandari et al. 2020, section 7.2.2).
+# To add up N bytes on p ranks and give all the sum, a ring all-reduce sends 2 (p - 1)/p x N bytes per rank (lab 2a): a
+# reduce-scatter and an all-gather of (p - 1)/p x N each. FSDP gathers parameters for the forward pass, again for the
+# backward pass, since it lets go of them in between, and scatters gradients: three times (p - 1)/p x N. That is **1.5
+# times** DDP's traffic (Rajbhandari et al. 2020, section 7.2.2).
+
+# %% [markdown] tags=["slide"]
+# ## DDP and FSDP: the lecture's table
 #
-# The lecture's table, with the numbers of this network:
+# With the numbers of this network, counted on two ranks:
 
 # %% tags=["slide"] jupyter={"source_hidden": true}
 weights = {kind: found[kind][0]["parameters"] / 2**20 for kind in found}
@@ -1336,13 +1374,18 @@ display(
 )
 
 # %% [markdown]
-# (*Up to*, since the last part put together in the forward pass is not let go of: the backward pass needs it at
-# once.)
+# *Up to*, since the last part put together in the forward pass is not let go of: the backward pass needs it at once.
+# DDP's broadcasts are BatchNorm's buffers, its all-reduces the gradients, in buckets.
 #
-# When does a network not fit? The course's network does, anywhere. Take the largest of GPT-3's smaller sizes, 6.7
-# billion parameters, trained in mixed precision with Adam: 2 bytes for a 16-bit weight, 2 for its gradient, 12 for
-# the optimizer's fp32 copy and its two averages (the same paper, section 3.1). Stage 0 is DDP, stage 3 shards
-# everything, as FSDP does.
+# When does a network not fit? This one does, anywhere. Take GPT-3's size of 6.7 billion parameters (Brown et al.,
+# *Language Models are Few-Shot Learners*, 2020, arXiv:2005.14165), trained in mixed precision with Adam: 2 bytes for a
+# 16-bit weight, 2 for its gradient, 12 for the optimizer's fp32 copy and its two averages (ZeRO, section 3.1). Stage 0
+# of ZeRO is DDP; stage 3 shards everything, as FSDP does.
+
+# %% [markdown] tags=["slide"]
+# ## When does a network not fit?
+#
+# Weights, gradients and Adam's state take 16 bytes for each parameter in mixed precision.
 
 # %%
 from paceline.formulas.memory import zero_bytes
@@ -1372,10 +1415,8 @@ print(
 # with them, without a GPU (it takes a minute or two; try it), and says whether DDP fits, or FSDP, and with which
 # batch.
 #
-# ## 8 Several machines
-
 # %% [markdown] tags=["slide"]
-# ## One script, several machines
+# ## 8 One script, several machines
 #
 # - On each machine (*node*) runs one torchrun, its *agent*; it starts that node's ranks.
 # - All agents meet at one address, the *rendezvous*, and agree on ranks and world size.
@@ -1404,14 +1445,18 @@ def on_two_nodes(processes: int, script: str) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # one that is free
+    place = f"--rdzv-backend=static --rdzv-endpoint=localhost:{port}"
     commands = [
-        f"torchrun --nnodes=2 --node-rank={node} --nproc-per-node={processes} --rdzv-id=lab "
-        f"--rdzv-backend=static --rdzv-endpoint=localhost:{port} {script}"
-        for node in range(2)
+        f"torchrun --nnodes=2 --node-rank={node} --nproc-per-node={processes} {place} {script}" for node in range(2)
     ]
     print("\n".join(commands))
+    gpus = ["0", "1"] if torch.cuda.device_count() >= 2 else ["", ""]  # a GPU for each node, if there are two
+
+    def agent(node: int) -> str:
+        return run(commands[node], seconds=300, env={"CUDA_VISIBLE_DEVICES": gpus[node]}, quiet=True)
+
     with ThreadPoolExecutor() as nodes:
-        return "".join(nodes.map(lambda command: run(command, quiet=True), commands))
+        return "".join(nodes.map(agent, range(2)))
 
 
 lines = sorted(line for line in on_two_nodes(2, "who.py").splitlines() if line.startswith("node"))
@@ -1438,11 +1483,9 @@ assert equal
 # endpoint is the first node's name and an open port; and the network between nodes is slower than what lies within
 # one. With root on Linux, two network namespaces come closer to it than this does (`docs/guide/several-hosts.md`
 # tells what was tried so).
-#
-# ## 9 The same with one command
 
 # %% [markdown] tags=["slide"]
-# ## The same, with one command
+# ## 9 The same, with one command
 #
 # `paceline train wide.yaml --processes 2`
 #
@@ -1462,6 +1505,7 @@ import paceline
 wanted = [
     f"train.duration={EPOCHS} epochs",
     "checkpoint.every=10 steps",
+    f"evaluate.every={EPOCHS} epochs",
     "parallel.exact=true",
     "parallel.logical_ranks=2",
 ]
@@ -1472,12 +1516,14 @@ with open("killed.log", "w") as log:
     launcher = subprocess.Popen([*words, *wanted], stdout=log, stderr=log)
 while launcher.poll() is None and not list(Path("runs/killed/checkpoints").glob("step-*")):
     time.sleep(0.02)
-for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ():
-    process.send_signal(signal.SIGKILL)
+with suppress(psutil.NoSuchProcess):  # it may have ended by itself
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        process.send_signal(signal.SIGKILL)
 launcher.wait()
 print(*[line for line in Path("killed.log").read_text().splitlines() if "SIGKILL" in line], sep="\n")
 left = sorted(path.name for path in Path("runs/killed/checkpoints").glob("step-*"))
 print(f"Checkpoints it left: {', '.join(left)}")
+assert left
 
 # %% tags=["slide"]
 resumed = paceline.train(
@@ -1492,7 +1538,7 @@ assert undisturbed.summary.weights_sha256 == resumed.summary.weights_sha256
 # The ledger, a list of the samples of every step, proves that each was used once per epoch, the kill included:
 
 # %%
-run("paceline audit runs/killed")
+seen = run("paceline audit runs/killed")
 
 # %% [markdown] tags=["slide"]
 # ## What to remember
