@@ -186,8 +186,8 @@ def epochs_for(wanted: int, samples: int, batch: int) -> int:
 
 # %% [markdown]
 # *Generalisation gap* has two meanings. Keskar et al. (2017) mean **test accuracy with a small batch less that with a
-# large batch**; so do we in this section. Others, and the column `gap` of `paceline landscape` below, mean training
-# accuracy less test accuracy.
+# large batch**; so do we in this section. Others, and the column `gap` that `paceline landscape` prints, mean
+# training accuracy less test accuracy.
 #
 # We train in three ways, all at the same learning rate, with five seeds each: a batch of 16 for 30 epochs; a batch of
 # 256 for **as many epochs**; a batch of 256 for **as many updates**. Then the same again with *noisy labels*: a fifth
