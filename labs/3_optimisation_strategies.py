@@ -260,7 +260,7 @@ assert gaps["a fifth of the labels random", "batch 256, as many epochs"][0] < -4
 #
 # * right labels, as many **epochs**: the large batch is worse. Its training loss says why: it has not come down as
 #   far.
-# * as many **updates**: what is left is small beside the spread of the seeds.
+# * right labels, as many **updates**: little of that is left; the table says whether it may be chance.
 # * noisy labels, as many epochs: the large batch is **better**. It stopped before it had learnt the wrong labels.
 #
 # One number for "the gap" of a batch size does not exist.
@@ -402,8 +402,8 @@ assert means["sqrt"][at_512] > means["linear"][at_512] + 20, "32 times: linear h
 #
 # `noise scale = (variance of one sample's gradient) / |G|²`, in samples.
 #
-# The rate that gains most in one update is about `ε_max / (1 + noise scale / batch)`: **linear** while the batch is
-# far smaller, **flat** when it is far larger (McCandlish et al. 2018).
+# The rate that gains most in one update is about `ε_max / (1 + noise scale / batch)`, with `ε_max` for an endless
+# batch: **linear** while the batch is far smaller, **flat** when it is far larger (McCandlish et al. 2018).
 
 # %% [markdown]
 # Let us measure that flat part directly. For each batch we take 40 updates without momentum at each of nine rates,
@@ -615,8 +615,8 @@ assert lost[0] >= lost[1] + 2, "the warm-up saves runs"
 assert steepness[36] < steepness[0] / 3, "the loss is less curved after the warm-up"
 
 # %% [markdown]
-# A run that is lost may stay at a loss of about 2.3, which is `log(10)`: it guesses. Its first updates threw the
-# weights so far that its ReLUs give 0 for every image, and then no gradient brings them back.
+# A run that is lost may stay at a loss of about 2.3, which is `log(10)`: it guesses. The usual cause is that updates
+# have thrown the weights so far that ReLUs give 0 for every image, and then no gradient brings them back.
 #
 # Why a bound? Along a direction of curvature λ, a step of plain gradient descent multiplies the distance to the
 # bottom by `1 - rate · λ`. Beyond `rate = 2 / λ` each step lands farther out than the last. With momentum `m` the
@@ -646,8 +646,8 @@ assert np.mean(still) < 80, "warm-up does not save this one"
 #
 # `layer rate = η · ‖w‖ / (‖g‖ + β ‖w‖)`,
 #
-# with the gradient `g` and the weight decay `β`. It multiplies the schedule's rate. **LAMB** (You et al. 2019) does
-# the same to Adam's update.
+# with the gradient `g` and the weight decay `β`, which pulls weights towards zero. It multiplies the schedule's rate.
+# **LAMB** (You et al. 2019) does the same to Adam's update.
 
 # %% [markdown]
 # **Exercise 3.4.** Write the layer rate. `‖·‖` is the square root of the sum of squares. A layer whose weights or
