@@ -29,8 +29,7 @@
 # - decide between DDP and FSDP, and do the arithmetic of "ImageNet in one hour".
 #
 # **What you need to know before.** Python, and a training loop in PyTorch: forward pass, loss, backward pass,
-# optimizer step. Labs [1](1_scaling_training.ipynb) and [2a](2a_ddp.ipynb) for the words *batch*, *process*, *rank*
-# and *DDP*; all others are explained here.
+# optimizer step. Labs 1 and 2a for the words *batch*, *process*, *rank* and *DDP*; all others are explained here.
 #
 # **Time.** About 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. No
 # GPU is needed; where there is one, it is used.
@@ -205,10 +204,10 @@ def to_device(batch, device):
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 
 import paceline
+from paceline.data.image.digits import read_digits
 from paceline.data.simple import SimplePipeline
 from paceline.metrics.accumulator import Metric
 from paceline.recipe.plan import DataFacts
@@ -241,7 +240,7 @@ class Autoencoder(nn.Module):
 
 def read_pictures():
     """All digits as floats in [0, 1], [1797, 1, 28, 28]."""
-    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 16
+    pixels = torch.from_numpy(read_digits().images).permute(0, 3, 1, 2) / 255
     return F.interpolate(pixels, size=28, mode="bilinear")
 
 
@@ -929,10 +928,11 @@ print(f"its line says {sum(through_small['CPU']):.2f} ms.")
 assert crossover(through_small["CPU"], through_small["GPU"]) < 1 < crossover(through_all["CPU"], through_all["GPU"])
 
 # %% [markdown]
-# *What was learnt:* two honest answers, and they differ. The line through all three puts the crossover just above 2
-# images, and is contradicted by the table itself, in which the GPU is ahead at 2. The line through the two smallest
-# batches puts it below one image: on that machine and with that network, the CPU would never win. Both are
-# **extrapolations**, from a figure each. What may be said: near one or two images the two are about equal there.
+# *What was learnt:* two answers, and they differ. The line through all three puts the crossover just above 2
+# images, but it does not fit, and the table itself contradicts it: at 2 images the GPU is ahead. The line through
+# the two smallest batches puts it below one image, so that on that machine and with that network the CPU would
+# never win; that is an **extrapolation**, below everything that was measured. What may be said: near one or two
+# images the two are about equal there.
 #
 # For the CPU to win, its step must take less than the GPU's fixed cost: a much smaller network, or a GPU that is
 # far away, or a step that is held up for another reason. That is what the slide's rules of thumb (a model and a
