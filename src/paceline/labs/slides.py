@@ -35,8 +35,8 @@ style: |
 _LINES_OF_OUTPUT = 12
 _MARP = "marp"
 _PATIENCE_SECONDS = 180
-# Pictures of characters would be fetched from elsewhere.
-_CONFIGURATION = {"options": {"emoji": {"unicode": False, "shortcode": False}}}
+# Pictures of characters would be fetched from elsewhere; a line's end in the source is none on the slide.
+_CONFIGURATION = {"options": {"emoji": {"unicode": False, "shortcode": False}, "markdown": {"breaks": False}}}
 
 
 def slides_of(notebook: Any, title: str) -> str:
