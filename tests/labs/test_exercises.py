@@ -19,7 +19,7 @@ from paceline.labs.course import Lab, all_labs
 LABS = pytest.mark.parametrize("lab", all_labs(), ids=lambda lab: lab.number)
 TAGS = {"setup", "exercise", "check", "hint", "answer", "slide"}
 # A slide of a talk: a heading and a few lines.
-WORDS_OF_A_SLIDE = 80
+WORDS_OF_A_SLIDE = 90
 
 
 def python_of(cell: Any) -> str:

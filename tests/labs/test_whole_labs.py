@@ -81,7 +81,7 @@ def test_its_slides_open_without_a_network(run: tuple[Lab, Executed], browser: A
     # Nothing hangs out of a slide.
     outside = opened.evaluate(
         """[...document.querySelectorAll("section")].filter(each => each.scrollHeight > each.clientHeight + 2)
-            .map(each => each.innerText.slice(0, 40))"""
+            .map(each => each.textContent.slice(0, 40))"""
     )
     assert outside == []
     context.close()

@@ -23,19 +23,20 @@ paginate: true
 math: mathjax
 style: |
   section {{ font-family: "Noto Sans", "DejaVu Sans", Helvetica, Arial, sans-serif; }}
-  section {{ font-size: 30px; padding: 48px 64px; }}
+  section {{ font-size: 28px; padding: 44px 64px; }}
+  section {{ display: flex; flex-direction: column; justify-content: flex-start; }}
   section h1, section h2 {{ color: #0b4f6c; }}
   section pre {{ font-size: 20px; }}
-  section p > img {{ display: block; margin: 0 auto; max-width: 100%; object-fit: contain; }}
+  section > * {{ flex: 0 0 auto; margin: 0 0 0.5em; }}
+  section > p:has(> img) {{ flex: 1 1 0; min-height: 0; }}
+  section > p > img {{ width: 100%; height: 100%; object-fit: contain; }}
 ---
 """
-# What a slide of 1280 by 720 pixels has room for below its words.
-_FIGURE_HEIGHTS = {0: 600, 1: 520, 2: 460, 4: 400, 7: 330, 10: 270}
-_LINES_OF_OUTPUT = 14
+_LINES_OF_OUTPUT = 12
 _MARP = "marp"
 _PATIENCE_SECONDS = 180
-# Pictures of characters would be fetched from elsewhere.
-_CONFIGURATION = {"options": {"emoji": {"unicode": False, "shortcode": False}}}
+# Pictures of characters would be fetched from elsewhere; a line's end in the source is none on the slide.
+_CONFIGURATION = {"options": {"emoji": {"unicode": False, "shortcode": False}, "markdown": {"breaks": False}}}
 
 
 def slides_of(notebook: Any, title: str) -> str:
@@ -55,34 +56,28 @@ def slides_of(notebook: Any, title: str) -> str:
         if cell.cell_type == "markdown":
             slides.append([cell.source.strip()])
         elif slides:
-            slides[-1] += _outputs(cell, slides[-1][0])
+            slides[-1] += _outputs(cell)
     if not slides:
         raise LabError(f"no cell of '{title}' has the tag slide.")
     return _HEAD.format(title=json.dumps(title)) + "\n\n---\n\n".join("\n\n".join(slide) for slide in slides) + "\n"
 
 
-def _outputs(cell: Any, words: str) -> Iterator[str]:
+def _outputs(cell: Any) -> Iterator[str]:
     for output in cell.get("outputs", ()):
         if output.output_type == "stream":
             if output.name == "stdout" and output.text.strip():
                 yield _fenced(output.text)
         elif output.output_type in ("display_data", "execute_result"):
-            yield from _displayed(output.data, words)
+            yield from _displayed(output.data)
 
 
-def _displayed(data: Any, words: str) -> Iterator[str]:
+def _displayed(data: Any) -> Iterator[str]:
     if "image/png" in data:
-        yield f"![h:{_height_beside(words)}](data:image/png;base64,{''.join(data['image/png'].split())})"
+        yield f"![](data:image/png;base64,{''.join(data['image/png'].split())})"
     elif "text/markdown" in data:
         yield data["text/markdown"].strip()
     elif "text/plain" in data:
         yield _fenced(data["text/plain"])
-
-
-def _height_beside(words: str) -> int:
-    """Pixels that a figure can have below a slide's words: a heading and lines of about 80 characters."""
-    lines = sum(1 + len(line) // 80 for line in words.splitlines() if line.strip() and not line.startswith("#"))
-    return next((height for most, height in _FIGURE_HEIGHTS.items() if lines <= most), 220)
 
 
 def _fenced(text: str) -> str:

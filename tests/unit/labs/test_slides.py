@@ -39,7 +39,7 @@ def test_markdown_begins_a_slide_and_outputs_go_on_it() -> None:
     assert 'title: "A \\"title\\": here"' in head
     assert first.startswith("# One")
     assert "](data:image/png;base64,iVBORw0KGgo=)" in first
-    assert first.count("a line") == 13
+    assert first.count("a line") == 11
     assert "…" in first
     assert "**said**" in first
     assert "~~~~text\n``` 7 ```\n~~~~" in first
