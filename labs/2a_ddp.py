@@ -785,7 +785,7 @@ print(f"100 MB of gradients over 64 such ranks: by the formulas the ring is {rat
 # %% [markdown] tags=["slide"]
 # ## 4. DistributedDataParallel
 #
-# `DDP(model)` does what you did by hand, and three things more:
+# `DDP(model)` does what you did by hand, and more:
 #
 # - **at construction** it broadcasts rank 0's weights and buffers;
 # - it packs gradients into **buckets**: few large messages;
@@ -912,7 +912,7 @@ assert len(seen["timeline"]["buckets"]) > 1
 
 # %% tags=["slide"]
 timeline = seen["timeline"]
-figure, axis = plt.subplots(figsize=(9, 3.6))
+figure, axis = plt.subplots(figsize=(9, 3.3))
 begin = 0.0
 for place, (name, moment) in enumerate(sorted(timeline["layers"].items(), key=lambda item: item[1])):
     axis.barh(
@@ -941,6 +941,8 @@ axis.set(
 axis.invert_yaxis()
 axis.set_title("One backward pass of rank 0, as it was measured")
 plt.show()
+
+# %%
 last_gradient = max(timeline["layers"].values())
 early = sum(bucket["start"] < last_gradient for bucket in buckets)
 print(f"{early} of {len(buckets)} buckets set off before the last gradient was there.")
@@ -1076,10 +1078,10 @@ def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Ten
 # %% [markdown] tags=["slide"]
 # ## 5. Who gets which samples
 #
-# `DistributedSampler(dataset, num_replicas=world_size, rank=rank)` deals out indices. Two traps:
+# `DistributedSampler` deals out indices to ranks. Two traps:
 #
 # - without `sampler.set_epoch(epoch)` every epoch has **the same order**;
-# - if the number of samples does not divide by the world size, it **pads**: some samples are dealt twice.
+# - where division leaves a rest it **pads**: some samples are dealt twice.
 
 # %%
 ten = range(10)
@@ -1217,6 +1219,8 @@ axis.set(
 )
 axis.legend()
 plt.show()
+
+# %%
 wrong = sum(abs(value - exact) > 1e-6 for value in padded)
 print(f"exact: {100 * exact:.2f} %. Padded, it is wrong for {wrong} of {len(padded)} world sizes:")
 print(f"from {100 * min(padded):.2f} to {100 * max(padded):.2f} %.")
