@@ -13,8 +13,9 @@
 # %% [markdown] tags=["slide"]
 # # Lab 2a: Data parallelism, step by step
 #
-# Several processes train one network. Each takes a part of every batch. What must they tell one another, how much
-# does it cost, and what goes wrong without a message?
+# Several processes train one network, each with a part of every batch.
+#
+# What must they tell one another, what does it cost, and what goes wrong without a message?
 
 # %% [markdown]
 # **After this lab you can**
@@ -52,11 +53,9 @@ BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 # %% [markdown] tags=["slide"]
 # ## 1. Who takes part
 #
-# - **process**: one running program with memory of its own; one for each device
-# - **rank**: its number among all processes; **world size**: how many there are
-# - **node**: one computer; **local rank**: the number on that computer, so it says which device
-# - **process group**: the processes that can talk to one another
-# - **launcher** (`torchrun`): starts them, and gives each its numbers
+# - **process**: a running program with its own memory; one per device
+# - **rank**: its number among all; **world size**: how many there are
+# - **local rank**: its number on its **node**, one computer
 
 
 # %% tags=["slide"]
@@ -84,6 +83,9 @@ axis.set_title("Two nodes with two devices each")
 plt.show()
 
 # %% [markdown]
+# The processes that can talk to one another are a **process group**. A **launcher**, here `torchrun`, starts them and
+# gives each its numbers; the local rank says which device of the node is its own.
+#
 # The launcher hands the numbers over in environment variables: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, and `MASTER_ADDR`
 # with `MASTER_PORT`, the place where the processes meet for the first time. `init_process_group` reads them.
 #
@@ -459,10 +461,9 @@ assert by_hand["differences"]["at rank 0"] == by_hand["differences"]["all-reduce
 # %% [markdown] tags=["slide"]
 # ### If the first weights differ
 #
-# The same steps from different weights: a difference at the beginning **never goes away**. Each replica is pulled by
-# gradients that are half another network's. No error is raised.
+# A difference at the beginning **never goes away**. No error is raised.
 #
-# So before the first step rank 0 sends its weights to all: `dist.broadcast(tensor, src=0)`.
+# So rank 0 first sends its weights to all: `dist.broadcast(tensor, src=0)`
 
 # %% tags=["slide"]
 figure, (apart, training) = plt.subplots(1, 2, figsize=(10, 3.8))
@@ -477,21 +478,30 @@ apart.set(xlabel="step", ylabel="largest difference of a weight", title="Between
 training.set(xlabel="step", ylabel="loss over all samples", title="Their training", ylim=(0, None))
 apart.legend(loc="center right")
 plt.show()
+
+# %%
 (own_losses, own_distances), (same_losses, same_distances) = by_hand["own_start"], by_hand["same_start"]
 print(f"last loss: {same_losses[-1]:.3f} from the same first weights, {own_losses[-1]:.3f} from different ones")
 assert max(same_distances) == 0
 assert min(own_distances) > 0.1
 assert own_losses[-1] > 1.2 * same_losses[-1]
 
+# %% [markdown]
+# Both ranks subtract the same mean gradient, so what is between their weights stays. And each replica is pulled by
+# gradients that are half another network's: the training suffers, although the loss falls at first.
+
 # %% [markdown] tags=["slide"]
-# ## 3. The ring: an all-reduce where nobody is a bottleneck
+# ## 3. The ring: no rank is a bottleneck
 #
-# The *p* ranks sit in a ring; each sends only to its right neighbour. The tensor is cut into *p* chunks.
+# The tensor is cut into *p* chunks; each rank sends to its right neighbour.
 #
-# - **Reduce-scatter**, *p − 1* steps: chunks travel and are added up. Then each rank has one complete chunk.
+# - **Reduce-scatter**, *p − 1* steps: chunks travel and are added up.
 # - **All-gather**, *p − 1* steps: complete chunks travel and are copied.
 
 # %% [markdown]
+# The *p* ranks sit in a ring. After the first half each rank has one complete chunk, after the second half all of
+# them.
+#
 # In the first step rank *r* sends chunk *r*, so it receives chunk *r − 1* from its left neighbour, and adds it to its
 # own. What it has just added to is what it sends next. All indices are modulo *p*: to the left of rank 0 sits rank *p
 # − 1*.
@@ -775,7 +785,7 @@ print(f"100 MB of gradients over 64 such ranks: by the formulas the ring is {rat
 # %% [markdown] tags=["slide"]
 # ## 4. DistributedDataParallel
 #
-# `DDP(model)` does what you did by hand, and three things more:
+# `DDP(model)` does what you did by hand, and more:
 #
 # - **at construction** it broadcasts rank 0's weights and buffers;
 # - it packs gradients into **buckets**: few large messages;
@@ -902,7 +912,7 @@ assert len(seen["timeline"]["buckets"]) > 1
 
 # %% tags=["slide"]
 timeline = seen["timeline"]
-figure, axis = plt.subplots(figsize=(9, 3.6))
+figure, axis = plt.subplots(figsize=(9, 3.3))
 begin = 0.0
 for place, (name, moment) in enumerate(sorted(timeline["layers"].items(), key=lambda item: item[1])):
     axis.barh(
@@ -931,6 +941,8 @@ axis.set(
 axis.invert_yaxis()
 axis.set_title("One backward pass of rank 0, as it was measured")
 plt.show()
+
+# %%
 last_gradient = max(timeline["layers"].values())
 early = sum(bucket["start"] < last_gradient for bucket in buckets)
 print(f"{early} of {len(buckets)} buckets set off before the last gradient was there.")
@@ -948,14 +960,15 @@ assert early >= 1
 # %% [markdown] tags=["slide"]
 # ### Several backward passes for one step
 #
-# *Gradient accumulation*: a rank's part is cut into **micro-batches** that fit into memory; their gradients are added
-# up, then the optimizer steps.
+# **Micro-batches**: a rank's part in pieces that fit into memory.
 #
-# How often do the ranks communicate, if one writes `backward()` for each micro-batch and a counter that decides when
-# to step?
+# **Accumulation**: add up their gradients, then take one optimizer step.
+#
+# How often do the ranks communicate, if the loop just calls `backward()` for each?
 
 # %% [markdown]
-# That loop stands in reference trainers that many have copied. The second part of `ddp.py` is it, and we counted:
+# That loop, with a counter that decides when to step, stands in reference trainers that many have copied. The second
+# part of `ddp.py` is it, and we counted:
 
 # %% tags=["slide"]
 naive = seen["accumulation"]
@@ -1065,10 +1078,10 @@ def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Ten
 # %% [markdown] tags=["slide"]
 # ## 5. Who gets which samples
 #
-# `DistributedSampler(dataset, num_replicas=world_size, rank=rank)` deals out indices. Two traps:
+# `DistributedSampler` deals out indices to ranks. Two traps:
 #
 # - without `sampler.set_epoch(epoch)` every epoch has **the same order**;
-# - if the number of samples does not divide by the world size, it **pads**: some samples are dealt twice.
+# - where division leaves a rest it **pads**: some samples are dealt twice.
 
 # %%
 ten = range(10)
@@ -1155,16 +1168,16 @@ def dealt_twice(samples: int, world_size: int) -> int:
 # *What you learnt: padding adds up to one sample less than the world size, and says nothing.*
 
 # %% [markdown] tags=["slide"]
-# ### The price: an accuracy that depends on the number of processes
+# ### The price: one network, evaluated on more and more ranks
 #
-# One trained classifier of digits. Only its **evaluation** is spread over more and more ranks, in three ways:
-#
-# 1. as trainers often do it: padded parts, the mean of all ranks' accuracies ("all-reduce the mean");
-# 2. parts without padding, but still the mean of the ranks' means;
-# 3. sums and counts: all correct answers, divided by all samples.
+# 1. padded parts, the mean of the ranks' accuracies
+# 2. parts without padding, the mean of the ranks' accuracies
+# 3. **sums and counts**: all correct answers, divided by all samples
 
 # %% [markdown]
-# The digits are scikit-learn's: handwritten, 8 × 8 pixels. The classifier is a single linear layer.
+# The images are scikit-learn's handwritten digits, 8 × 8 pixels; the classifier is a single linear layer, trained
+# once. Only its **evaluation** is spread over ranks. The first way is the usual one: let `DistributedSampler` pad,
+# and all-reduce the mean.
 
 # %%
 from sklearn.datasets import load_digits
@@ -1206,6 +1219,8 @@ axis.set(
 )
 axis.legend()
 plt.show()
+
+# %%
 wrong = sum(abs(value - exact) > 1e-6 for value in padded)
 print(f"exact: {100 * exact:.2f} %. Padded, it is wrong for {wrong} of {len(padded)} world sizes:")
 print(f"from {100 * min(padded):.2f} to {100 * max(padded):.2f} %.")
@@ -1296,15 +1311,16 @@ assert max(by_world_size) == min(by_world_size)
 # %% [markdown] tags=["slide"]
 # ## 6. Seeds: who draws which random numbers
 #
-# *Augmentation* varies training images at random. The images are read by *workers*: processes beside each rank. A
-# recipe that is often copied:
+# Often copied, "so that no two workers draw the same numbers":
 #
 # `np.random.seed(seed + local_rank + worker_id)`
 #
-# "so that no two workers draw the same numbers". 8 ranks with 5 workers each are 40 workers. How many different seeds
-# do they get?
+# 8 ranks with 5 workers each are 40 workers. How many seeds?
 
 # %% [markdown]
+# *Augmentation* varies training images at random. The images are read by *workers*: processes beside each rank, each
+# with random numbers of its own.
+#
 # **Exercise 2a.6.** Predict it: how many different values has `seed + local_rank + worker_id`? Both count from 0.
 
 
@@ -1386,14 +1402,14 @@ assert not np.array_equal(alone, next_epoch)
 # Every rank must call **the same collectives in the same order**. Else:
 #
 # - a rank waits until a timeout ends it (gloo's is 30 minutes, unless set);
-# - or its call is paired with **another** one of the other rank: no error, wrong numbers.
+# - or its call is paired with **another** one: no error, wrong numbers.
 #
-# `if rank == 0: validate()` with an all-reduce inside does it, and so does one batch more on one rank.
+# `if rank == 0: validate()` does it, and so does one batch more on one rank.
 
 # %% [markdown]
-# Both at once, safely, with a timeout of five seconds. Rank 0 has three batches, rank 1 has two. Each all-reduces the
-# loss after every batch, and the number of correct answers at the end. Then they look for the culprit with
-# `monitored_barrier`, a barrier of gloo that says who has not come.
+# (If there is an all-reduce in `validate`.) Both at once, safely, with a timeout of five seconds. Rank 0 has three
+# batches, rank 1 has two. Each all-reduces the loss after every batch, and the number of correct answers at the end.
+# Then they look for the culprit with `monitored_barrier`, a barrier of gloo that says who has not come.
 
 # %%
 # %%writefile uneven.py
@@ -1452,11 +1468,13 @@ assert "Rank 1 failed to pass monitoredBarrier" in uneven
 # %% [markdown] tags=["slide"]
 # ## 8. The same, as a tool
 #
-# `paceline train digits --processes 2` does all of this lab. Then
-#
-# - `paceline audit` reads the **ledger**, the list of samples that each rank says it used, and proves that each was
-#   used once per epoch;
-# - `paceline evaluate` with one process must find what two found.
+# - `paceline train digits --processes 2` does all of this lab
+# - `paceline audit` proves that each sample was used once per epoch
+# - `paceline evaluate`, with one process, must find what two found
+
+# %% [markdown]
+# Each rank keeps a **ledger**: a list of the samples it has used. The audit reads the ledgers of all ranks, and
+# compares them with the order that the recipe asks for.
 
 # %%
 short = 'model.options.width=4 train.duration="3 epochs" telemetry.log_every="1 epoch"'
