@@ -30,10 +30,9 @@
 # **Time**: about 90 minutes with the exercises. Everything runs on two processor cores. GPUs are used where there is
 # one for each process.
 #
-# **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, as
-# published, name their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a
-# processor the lab then takes as many images of them as there are digits; CIFAR's are 32 x 32, so count on ten times
-# the time.
+# **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, name
+# their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes as
+# many images of them as there are digits; CIFAR's have sixteen times the pixels, so it takes much longer.
 
 # %% tags=["setup"]
 import json
@@ -1546,11 +1545,11 @@ seen = run("paceline audit runs/killed")
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
-# 1. Going to DDP changes eight places; most bugs sit in validation, random numbers and who writes.
+# 1. DDP changes eight places; bugs sit in validation, random numbers, and who writes.
 # 2. BatchNorm's statistics are local, its buffers rank 0's.
-# 3. A checkpoint holds all that the next step depends on, or it is a function of the position. Test by killing.
-# 4. Throughput: warm-up left out, the same threads, the machine shared.
-# 5. FSDP divides what a rank holds by the ranks, for half as much traffic again.
+# 3. A checkpoint holds what the next step depends on, unless it is a function of the position. Test by killing.
+# 4. Throughput: without warm-up, with the same threads.
+# 5. FSDP divides what a rank holds, for half as much traffic again.
 
 # %% [markdown]
 # ### Further reading
