@@ -31,8 +31,8 @@
 # one for each process.
 #
 # **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, name
-# their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes as
-# many images of them as there are digits; CIFAR's have sixteen times the pixels, so it takes much longer.
+# their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes
+# as many images of them as there are digits; CIFAR's have sixteen times the pixels, so it takes much longer.
 
 # %% tags=["setup"]
 import json
