@@ -30,10 +30,9 @@
 # **Time**: about 90 minutes with the exercises. Everything runs on two processor cores. GPUs are used where there is
 # one for each process.
 #
-# **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, as
-# published, name their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a
-# processor the lab then takes as many images of them as there are digits; CIFAR's are 32 x 32, so count on ten times
-# the time.
+# **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, name
+# their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes
+# as many images of them as there are digits; CIFAR's have sixteen times the pixels, so it takes much longer.
 
 # %% tags=["setup"]
 import json
@@ -76,6 +75,7 @@ torch.set_num_threads(1)  # as in every process below, so that times can be comp
 
 import hashlib
 import os
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -94,13 +94,15 @@ torch.backends.cudnn.deterministic = True  # on GPUs too: the same run gives the
 def named_data():
     """The data set that lies in the folder PACELINE_LABS_DATA, or the digits, as a recipe's section `data`."""
     folder = os.environ.get("PACELINE_LABS_DATA")
-    for name in ("cifar10", "fashion_mnist") if folder else ():
-        try:
+    if not folder:
+        return Data(dataset="digits")
+    for name in ("cifar10", "fashion_mnist"):
+        with suppress(PacelineError):
             open_dataset(Data(dataset=name, path=folder))
-        except PacelineError:
-            continue
-        return Data(dataset=name, path=folder)
-    return Data(dataset="digits")
+            return Data(dataset=name, path=folder)
+    raise FileNotFoundError(
+        f"PACELINE_LABS_DATA={folder} holds neither CIFAR-10 nor Fashion-MNIST; name their folder, or unset it."
+    )
 
 
 def load_data(device):
@@ -250,9 +252,10 @@ plt.show()
 # ## 2 One process
 #
 # First the training as one would write it for one device. Its loop counts *steps* from the first to the last; epoch
-# and position in the epoch follow from the step. Every ten steps, and after each epoch, it saves a checkpoint; if one
-# is there at the start, it goes on from it. `save()` and what it saves are the subject of section 5. (`die_at` ends
-# the process in the middle, for section 5 as well.)
+# and position in the epoch follow from the step. The optimizer has momentum, and weight decay, which pulls weights
+# towards zero; the learning rate falls along half a cosine. Every ten steps, and after each epoch, it saves a
+# checkpoint; if one is there at the start, it goes on from it. `save()` and what it saves are the subject of section
+# 5. (`die_at` ends the process in the middle, for section 5 as well.)
 
 # %%
 # %%writefile train_one.py
@@ -286,7 +289,7 @@ def main(checkpoint, die_at=None):
     torch.manual_seed(SEED)
     network = WideResNet(in_channels=images.shape[1]).to(device)
     model = network
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
     steps = len(images) // GLOBAL_BATCH  # of an epoch
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * steps)
     begin, history = 0, []
@@ -466,7 +469,7 @@ def main(checkpoint, die_at=None):
     torch.manual_seed(SEED)
     network = WideResNet(in_channels=images.shape[1]).to(device)
     model = DistributedDataParallel(network)  # 2. rank 0's first weights for all; gradients averaged in backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
     steps = len(images) // GLOBAL_BATCH  # of an epoch
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * steps)
     begin, history = 0, []
@@ -528,7 +531,7 @@ shown = ["" if line[0] == "@" else escape(line) for line in changes]
 styled = [
     f'<div style="background: {colours[c[0]]}">{text or "&nbsp;"}</div>' for c, text in zip(changes, shown, strict=True)
 ]
-display(HTML(f'<pre style="font-size: 85%; line-height: 1.3">{"".join(styled)}</pre>'))
+display(HTML(f'<pre style="font: 85%/1.3 monospace">{"".join(styled)}</pre>'))
 print(f"{sum(c[0] == '-' for c in changes)} lines went and {sum(c[0] == '+' for c in changes)} came, of {len(old)}.")
 
 # %%
@@ -830,7 +833,7 @@ assert min(off.values()) > 0.1, "each thing left out leads elsewhere"
 #
 # There are two remedies. Save it, as above. Or make it a function of the position, as `train_ddp.py` does: order and
 # shifts come from generators that are seeded by epoch, step and rank, so there is no random state to save, and the
-# position in the data is the step. The second is shorter and works with any number of ranks.
+# position in the data is the step. The second is shorter, and there is less to forget.
 #
 # ### Writing it
 #
@@ -923,9 +926,9 @@ assert equal
 # %% [markdown] tags=["slide"]
 # ## Being asked to stop
 #
-# Batch systems, and machines that are cheap because they may be taken away, send SIGTERM first and SIGKILL some time
-# later. The reference trainer sets a flag when *rank 0* receives SIGTERM; when it next looks at the flag, it leaves the
-# epoch and saves *go on with the next epoch*.
+# Batch systems, and machines that are cheap because they may be taken away, send SIGTERM first, a request to end, and
+# SIGKILL some time later. The reference trainer sets a flag when *rank 0* receives SIGTERM; when it next looks at the
+# flag, it leaves the epoch and saves *go on with the next epoch*.
 
 # %% [markdown]
 # All ranks ask rank 0 for the flag every 20 steps; the other ranks ignore the signal. Here is that logic without a
@@ -1378,9 +1381,9 @@ display(
 # DDP's broadcasts are BatchNorm's buffers, its all-reduces the gradients, in buckets.
 #
 # When does a network not fit? This one does, anywhere. Take GPT-3's size of 6.7 billion parameters (Brown et al.,
-# *Language Models are Few-Shot Learners*, 2020, arXiv:2005.14165), trained in mixed precision with Adam: 2 bytes for a
-# 16-bit weight, 2 for its gradient, 12 for the optimizer's fp32 copy and its two averages (ZeRO, section 3.1). Stage 0
-# of ZeRO is DDP; stage 3 shards everything, as FSDP does.
+# *Language Models are Few-Shot Learners*, 2020, arXiv:2005.14165), trained with Adam in mixed precision (16-bit
+# numbers in the passes, fp32 in the optimizer): 2 bytes for a weight, 2 for its gradient, 12 for the optimizer's fp32
+# copy and its two averages (ZeRO, section 3.1). Stage 0 of ZeRO is DDP; stage 3 shards everything, as FSDP does.
 
 # %% [markdown] tags=["slide"]
 # ## When does a network not fit?
@@ -1412,9 +1415,8 @@ print(
 
 # %% [markdown]
 # Activations and the parts put together come on top. `paceline estimate gpt-7b --device h100 --processes 8` reckons
-# with them, without a GPU (it takes a minute or two; try it), and says whether DDP fits, or FSDP, and with which
-# batch.
-#
+# with them, without a GPU (it takes a while; try it), and says whether DDP fits, or FSDP, and with which batch.
+
 # %% [markdown] tags=["slide"]
 # ## 8 One script, several machines
 #
@@ -1543,11 +1545,11 @@ seen = run("paceline audit runs/killed")
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
-# 1. Going to DDP changes eight places; most bugs sit in validation, random numbers and who writes.
+# 1. DDP changes eight places; bugs sit in validation, random numbers, and who writes.
 # 2. BatchNorm's statistics are local, its buffers rank 0's.
-# 3. A checkpoint holds all that the next step depends on, or it is a function of the position. Test by killing.
-# 4. Throughput: warm-up left out, the same threads, the machine shared.
-# 5. FSDP divides what a rank holds by the ranks, for half as much traffic again.
+# 3. A checkpoint holds what the next step depends on, unless it is a function of the position. Test by killing.
+# 4. Throughput: without warm-up, with the same threads.
+# 5. FSDP divides what a rank holds, for half as much traffic again.
 
 # %% [markdown]
 # ### Further reading
