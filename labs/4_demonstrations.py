@@ -562,6 +562,7 @@ axes[0].set_ylabel("MB")
 axes[0].legend(fontsize=9, loc="upper left")
 plt.show()
 
+# %%
 fixed = sum(causes(Autoencoder(), predicted, 0).values())
 print(f"Autoencoder: {fixed / 1e6:.2f} MB for any batch, and {predicted / 1e3:.1f} kB for each picture:")
 print(f"activations overtake the rest at a batch of {fixed / predicted:.0f}.")
@@ -664,6 +665,7 @@ for axis, title, curves in zip(axes, ("Convolutional network", "Sixteen equal la
 axes[0].set_ylabel("MB of tensors made in the step")
 plt.show()
 
+# %%
 print(f"sixteen layers: a peak of {max(plain) / 1e6:.1f} MB, in four groups {max(saved) / 1e6:.1f} MB")
 print(f"convolutional network: a peak of {max(history) / 1e6:.1f} MB, in part again {max(again) / 1e6:.1f} MB")
 assert max(saved) < 0.65 * max(plain)
@@ -803,7 +805,7 @@ print("batch   " + "   ".join(f"{name:>16}" for name in mine))
 for size in sizes:
     print(f"{size:5}   " + "   ".join(f"{size / times[size]:9,.0f} images/s" for times in mine.values()))
 
-# %% tags=["slide"]
+# %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 4))
 for index, name in enumerate(("CPU", "GPU")):
     rates = [lecture[size][index] for size in sorted(lecture)]
@@ -903,6 +905,12 @@ def crossover(cpu: tuple[float, float], gpu: tuple[float, float]) -> float:
     return (gpu[0] - cpu[0]) / (cpu[1] - gpu[1])
 
 
+# %% [markdown] tags=["slide"]
+# ## Where would the CPU win?
+#
+# - a step takes `a + b · B`: a fixed cost, and a cost for each picture
+# - the lecture's figures, with two lines through them: two answers
+
 # %% tags=["slide"]
 figure, axes = plt.subplots(1, 2, figsize=(10, 4))
 for axis, (title, lines) in zip(
@@ -989,7 +997,7 @@ for axis, (title, drawn) in zip(axes, rows.items(), strict=True):
     axis.grid(visible=False)
 plt.show()
 
-# %% tags=["slide"]
+# %%
 scores = [each for each in events if each["event"] == "evaluation"]
 figure, axis = plt.subplots()
 axis.plot(
@@ -1237,6 +1245,8 @@ axes[0].legend()
 axes[1].plot(widths, [100 * best_tiling(4096, int(width), 1024, 108).waste for width in widths], color="C1")
 axes[1].set(title="Predicted waste, best tiling, 108 units", xlabel="columns asked for", ylabel="% of the work", ylim=0)
 plt.show()
+
+# %%
 print(
     f"257 columns instead of 256: {257 / 256 - 1:.2%} more asked for, {tile_overhead(256, 257) - 1:.0%} more computed"
 )
@@ -1307,6 +1317,8 @@ axis.set(
     title="Below a line: DDP. Above it: FSDP",
 )
 plt.show()
+
+# %%
 for name, gigabytes in gpus.items():
     print(f"{name}: DDP up to {0.7 * gigabytes * 1e9 / training_state_bytes(1, states=2) / 1e9:.1f} billion parameters")
 
@@ -1397,6 +1409,8 @@ axis.set_xticks(counts, counts)
 axis.minorticks_off()
 axis.legend(loc="lower left")
 plt.show()
+
+# %%
 print(f"From 8 to 256 GPUs: predicted {gain:.1f} times as fast, an efficiency of {gain / 32:.0%}.")
 low, high = (1_281_167 * 90 / 3600 / ddp[256][f"samples_per_second_{end}"] for end in ("high", "low"))
 print(f"Predicted for 256 GPUs: {ddp[256]['hours']:.2f} hours, with its range from {low:.2f} to {high:.2f}.")
