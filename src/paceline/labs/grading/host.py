@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import runpy
 import signal
@@ -19,6 +20,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from paceline.labs.grading.supervise import TOKEN, Limits, Supervisor, end_all
 from paceline.labs.grading.witness import Watch, Witness
@@ -126,6 +129,8 @@ def _be_rank(launch: Launch, rank: int, port: int) -> None:
         _redirect()
         os.environ.update(_environment(launch, rank, port))
         _limit(launch.limits)
+        random.seed()  # as in processes that were not forked from one another; torch begins with the same seed in all
+        np.random.seed()  # noqa: NPY002  # it is this old generator that programs may use
         witness = Witness(rank, launch.watch)
         witness.install()
         code = _run_program(launch, witness)
