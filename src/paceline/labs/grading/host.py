@@ -15,6 +15,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -128,6 +129,7 @@ def _be_rank(launch: Launch, rank: int, port: int) -> None:
         os.chdir(launch.directory)
         _redirect()
         os.environ.update(_environment(launch, rank, port))
+        tempfile.tempdir = None  # it may remember where temporary files were before the fork
         _limit(launch.limits)
         random.seed()  # as in processes that were not forked from one another; torch begins with the same seed in all
         np.random.seed()  # noqa: NPY002  # it is this old generator that programs may use
