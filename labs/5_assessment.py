@@ -102,7 +102,8 @@ for ax, processes in zip(axes, (1, 2, 3), strict=True):
         below = [sum(len(batch[other::processes]) for other in range(rank)) for batch in batches]
         ax.bar(range(len(batches)), sizes, bottom=below, color=COLOURS[rank], width=0.8, label=f"rank {rank}")
     last = " + ".join(str(len(batches[-1][rank::processes])) for rank in range(processes))
-    ax.annotate(f"last: {last}", (len(batches) - 1, 2), (len(batches) - 6, 55), arrowprops={"arrowstyle": "->"})
+    end, arrow = len(batches) - 1, {"arrowstyle": "->"}
+    ax.annotate(f"last: {last}", (end, 3), (end + 0.5, 53), ha="right", arrowprops=arrow)
     ax.set(title=f"{processes} process{'es' * (processes > 1)}", xlabel="step of the epoch", ylim=(0, 75))
     ax.legend(loc="upper left", ncols=3, fontsize=8, columnspacing=0.8, handlelength=1)
 axes[0].set_ylabel("samples")
@@ -190,7 +191,7 @@ def loss_factor(global_batch: int, world_size: int) -> float:
 # once with your factor and once in the usual way, with the mean over each rank's own share.
 
 # %%
-Path("factor.json").write_text(json.dumps(loss_factor(2, 3)))
+_ = Path("factor.json").write_text(json.dumps(loss_factor(2, 3)))
 
 # %%
 # %%writefile last_batch.py

@@ -9,7 +9,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,14 @@ pytestmark = [
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Answer:
     """One row: ``lost`` are the criteria that lose points, ``ALL`` for every one that needs a program that trains."""
 
     name: str
     about: str
     changes: list[list[str]]
-    lost: list[str]
-    says: str
+    lost: list[str] = field(default_factory=list)
+    says: str = ""
 
     def program(self) -> str:
         text = (ASSESSMENT / "reference.py").read_text()
@@ -49,7 +49,8 @@ class Wrong:
         return text
 
 
-WRONG = [Wrong(name, **row) for table in TABLES for name, row in tomllib.loads(table.read_text()).items()]
+WRONG = [Answer(name, **row) for table in TABLES for name, row in tomllib.loads(table.read_text()).items()]
+RIGHT = [Answer(name, **row) for name, row in tomllib.loads((TABLES[0].parents[1] / "right.toml").read_text()).items()]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,15 @@ def test_the_reference_earns_all_points(tmp_path: Path) -> None:
     assert marks.processor_seconds < 60
 
 
+@pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.name)
+def test_other_right_answers_earn_all_points(right: Answer, host: Host, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(right.program())
+    assert reasons(grade(program, limits=LIMITS, host=host)) == {}
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
-def test_a_wrong_answer_loses_what_it_should(wrong: Wrong, host: Host, tmp_path: Path) -> None:
+def test_a_wrong_answer_loses_what_it_should(wrong: Answer, host: Host, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(wrong.program())
     marks = grade(program, limits=LIMITS, host=host)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from paceline.labs.grading.supervise import TOKEN, Limits, Supervisor, end_all
 from paceline.labs.grading.witness import Watch, Witness
@@ -125,7 +129,10 @@ def _be_rank(launch: Launch, rank: int, port: int) -> None:
         os.chdir(launch.directory)
         _redirect()
         os.environ.update(_environment(launch, rank, port))
+        tempfile.tempdir = None  # it may remember where temporary files were before the fork
         _limit(launch.limits)
+        random.seed()  # as in processes that were not forked from one another; torch begins with the same seed in all
+        np.random.seed()  # noqa: NPY002  # it is this old generator that programs may use
         witness = Witness(rank, launch.watch)
         witness.install()
         code = _run_program(launch, witness)

@@ -57,9 +57,13 @@ def batchnorm(runs: Runs) -> Finding:
                 f"{present[0][0]} in the last validation: each rank used what it had seen itself."
             )
     saved, logged = accuracy_of_state(run.weights), _logged(run, run.epochs - 1, "validation_accuracy")
-    if saved is None or logged is None or abs(saved - logged) > _HALF_A_SAMPLE:
+    if saved is None:
         return Finding(
-            f"The saved network has an accuracy of {_percent(saved)}; the last one in the log is {_percent(logged)}."
+            "The network with BatchNorm was not saved as weights.safetensors, with its weights by their names."
+        )
+    if logged is None or abs(saved - logged) > _HALF_A_SAMPLE:
+        return Finding(
+            f"The saved network has an accuracy of {_percent(saved)}; the last in the log is {_percent(logged)}."
         )
     return Finding()
 
@@ -69,10 +73,9 @@ def accuracy(runs: Runs) -> Finding:
     run = runs.get("batchnorm")
     found = accuracy_of_state(run.weights) if run is not None and run.weights else None
     if found is None or found < TARGET_ACCURACY:
-        return Finding(
-            f"The target is {TARGET_ACCURACY:g} % on the validation set, and the saved network has {_percent(found)}.",
-            seen={"accuracy": found},
-        )
+        has = "none was saved" if found is None else f"the saved one has {_percent(found)}"
+        reason = f"The target of the network with BatchNorm is {TARGET_ACCURACY:g} % on the validation set, and {has}."
+        return Finding(reason, seen={"accuracy": found})
     return Finding(seen={"accuracy": found})
 
 
@@ -152,4 +155,4 @@ def _end_weights(run: Run) -> Any:
 
 
 def _percent(value: float | None) -> str:
-    return "no number for it" if value is None else f"{value:.2f} %"
+    return "no number" if value is None else f"{value:.2f} %"

@@ -77,6 +77,12 @@ def _gradient(run: Run) -> Finding:
         shares = step_shares(run, step)
         if not any(samples for _, samples in shares):
             return Finding(f"Step {step} {with_processes(run)} was made without a single sample of the training set.")
+        taken = sum(len(samples) for _, samples in shares)
+        if taken > run.batch:
+            return Finding(
+                f"Step {step} {with_processes(run)} took {taken} samples over all ranks, "
+                f"and the global batch is {run.batch}."
+            )
         _, expected = mean_loss_and_gradient(shares)
         found = [rank.steps[step].gradients for rank in run.ranks]
         before = [rank.steps[step - 1].gradients for rank in run.ranks] if step else [None] * run.processes

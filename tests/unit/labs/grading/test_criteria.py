@@ -228,7 +228,7 @@ def test_statistics_of_batchnorm(only: Any, right: Any, rank_changed: Any) -> No
 
 def test_the_target(only: Any, right: Any) -> None:
     finding = on_reports.accuracy(only(batchnorm=right(2)))
-    assert "The target is 90 %" in finding.reason
+    assert "is 90 % on the validation set, and the saved one has" in finding.reason
     assert finding.seen["accuracy"] == pytest.approx(right(2).log[-1]["validation_accuracy"])
 
 

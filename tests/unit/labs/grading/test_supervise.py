@@ -54,10 +54,12 @@ def test_who_left_the_group_is_found_by_the_token() -> None:
     environment = {**os.environ, TOKEN: "of this test"}
     code = (
         "import subprocess, sys\n"
-        f"inner = subprocess.Popen([sys.executable, '-c', {IDLE!r}], stdout=subprocess.DEVNULL, start_new_session=True)\n"
-        "print(inner.pid, flush=True)\n"
+        "nowhere = subprocess.DEVNULL\n"
+        f"inner = [sys.executable, '-c', {IDLE!r}]\n"
+        "print(subprocess.Popen(inner, stdout=nowhere, stderr=nowhere, start_new_session=True).pid, flush=True)\n"
     )
-    started = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    started = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     pid = int(started.stdout)
     state = Path(f"/proc/{pid}/stat")
     assert state.exists()
