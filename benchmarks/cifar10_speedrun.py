@@ -91,8 +91,8 @@ def told(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str
     lines = [
         (
             f"{recipe}: mean top-1 {statistics.mean(accuracies):.2f} % ({min(accuracies):.2f} to "
-            f"{max(accuracies):.2f}) over {len(runs)} seed(s); {len(reached)} of {len(runs)} reached {target:g} %; {processor:.0f} s of "
-            "processor time a run (median)."
+            f"{max(accuracies):.2f}) over {len(runs)} seed(s); {len(reached)} of {len(runs)} reached {target:g} %; "
+            f"{processor:.0f} s of processor time a run (median)."
         )
     ]
     for key, what in (("seconds_from_command", "the command's start"), ("seconds_from_first_step", "the first step")):

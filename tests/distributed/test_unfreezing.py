@@ -74,6 +74,7 @@ def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
 
 
+@pytest.mark.thorough
 def test_an_exact_speed_run_has_the_same_bits_from_one_process_and_two(
     tmp_path: Path, train_in_ranks: Callable[..., Any]
 ) -> None:
