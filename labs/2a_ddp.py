@@ -304,13 +304,14 @@ with judged():
 
 
 # %% tags=["setup"]
-def check_on_ranks(script: str, written_in: str, processes: int = 2) -> None:
-    """Start a check on several ranks; the first problem that one of them met is the exercise's."""
+def check_on_ranks(script: str, written_in: str, processes: int = 2) -> str:
+    """Start a check on several ranks and return what it prints; the first problem that a rank met is told."""
     if "raise NotImplementedError" in Path(written_in).read_text():
         raise NotImplementedError
     output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True)
     problems = [line for line in output.splitlines() if line.startswith("PROBLEM ")]
     assert not problems, problems[0].removeprefix("PROBLEM ")
+    return output
 
 
 # %% tags=["exercise"]
@@ -871,7 +872,11 @@ micro_batches = list(zip(x.chunk(4), y.chunk(4), strict=True))
 for micro_x, micro_y in micro_batches:
     loss = mse_loss(ddp(micro_x), micro_y) / len(micro_batches)
     loss.backward()
+whole = ToyModel(seed=0).to(device)
+mse_loss(whole(samples()[0]), samples()[1]).backward()
+gradients = zip(ddp.parameters(), whole.parameters(), strict=True)
 found["accumulation"] = {
+    "difference": max((mine.grad - theirs.grad).abs().max().item() for mine, theirs in gradients),
     "micro_batches": len(micro_batches),
     "all_reduces": len(messages),
     "bytes": sum(message["bytes"] for message in messages),
@@ -951,7 +956,7 @@ assert early >= 1
 # %% [markdown]
 # The size of a bucket (`bucket_cap_mb`, 25 MB unless set) is a compromise: small ones set off earlier, large ones pay
 # the latency less often. The last bucket has nothing left to hide behind. On two cores computing and sending share
-# the cores, so do not expect overlap to gain much here; on GPUs sending is done by other units than computing.
+# the cores, so do not expect overlap to gain much here.
 #
 # DDP averages **gradients only**. What a network keeps in *buffers*, such as the running mean and variance of
 # BatchNorm (a layer that normalises by the statistics of its batch), is computed by every rank from its own part; DDP
@@ -974,7 +979,8 @@ assert early >= 1
 naive = seen["accumulation"]
 count = naive["all_reduces"]
 print(f"{naive['micro_batches']} micro-batches, one optimizer step: {count} all-reduces, {naive['bytes']} bytes.")
-print(f"Needed: 1 all-reduce, {naive['bytes'] // count} bytes.")
+print(f"Gradients: those of the whole batch, to {naive['difference']:.0e}.")
+assert naive["difference"] < 1e-6
 assert naive["all_reduces"] == naive["micro_batches"]
 
 # %% [markdown]
@@ -1014,8 +1020,10 @@ with judged():
             f"the gradients are {ratio:.2f} times as large as those of the whole batch: divide the loss"
         )
         assert torch.allclose(found.grad, expected.grad, rtol=1e-4, atol=1e-6), (
-            "the gradients are not those of the whole batch"
+            "the gradients are not the whole batch's"
         )
+    if rank == 0:
+        print(f"{len(messages)} all-reduce of {messages[0]['bytes']} bytes, and the gradients of the whole batch")
 
 
 # %% tags=["exercise"]
@@ -1061,6 +1069,14 @@ def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Ten
             loss = mse_loss(ddp(x), y) / len(micro_batches)
             loss.backward()
 
+
+# %% [markdown]
+# With `no_sync`, and the answer above:
+
+# %%
+counted = check_on_ranks("check_accumulate.py", "accumulate.py")
+print(counted)
+assert counted.startswith("1 all-reduce")
 
 # %% [markdown]
 # *What you learnt: once per optimizer step is enough for everything that belongs to a step: averaging gradients, the
