@@ -22,7 +22,7 @@ from paceline.labs.grading.supervise import TOKEN, Limits
 
 ASSESSMENT = Path(__file__).parents[2] / "labs" / "assessment"
 TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
-LIMITS = Limits(processor_seconds=12, idle_seconds=3)
+LIMITS = Limits(processor_seconds=12, idle_seconds=5)
 
 pytestmark = [
     pytest.mark.thorough,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,13 +78,20 @@ def throughput(runs: Runs) -> Finding:
     loops = runs.complete("pace-before", "pace-after")
     if len(loops) < 2:
         return Finding(note="The bare loop could not be measured, so throughput was not judged.")
-    return judge_pace([_step_seconds(run) for run in programs.values()], [_step_seconds(run) for run in loops.values()])
+    times = [[_step_seconds(run) for run in found.values()] for found in (programs, loops)]
+    return judge_pace(times[0], times[1], crowding=os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def judge_pace(programs: Sequence[float], loops: Sequence[float]) -> Finding:
-    """Compare the times of a step of a program with those of the bare loop, in seconds, each measured once or more."""
+def judge_pace(programs: Sequence[float], loops: Sequence[float], *, crowding: float = 0.0) -> Finding:
+    """Compare the times of a step of a program with those of the bare loop, in seconds, each measured once or more.
+
+    Args:
+        programs: Of the program; the best counts.
+        loops: Of the bare loop; their mean counts.
+        crowding: How many processes there are for each core, which the other may have been spared by chance.
+    """
     program, loop = min(programs), sum(loops) / len(loops)
-    share, noise = loop / program, max(loops) / min(loops)
+    share, noise = loop / program, max(max(loops) / min(loops), crowding)
     seen = {"step seconds": list(programs), "bare loop": list(loops), "share": share}
     if share >= _SHARE_OF_PACE:
         return Finding(seen=seen)

@@ -57,8 +57,8 @@ class Supervisor:
         family = descendants(pids)
         uses = [use for use in map(_use, family) if use is not None]
         ticks = sum(use.ticks for use in uses)
-        # Threads that watch over others wake for a moment now and then: five hundredths of a second are work.
-        if ticks > self._ticks + 0.05 / _TICK or ticks < self._ticks or any(use.is_ready for use in uses):
+        # Threads that watch over others wake for a moment now and then: two hundredths of a second are work.
+        if ticks > self._ticks + 0.02 / _TICK or ticks < self._ticks or any(use.is_ready for use in uses):
             self._active, self._ticks = now, ticks
         if not _PROC.is_dir():
             self._active = now

@@ -259,6 +259,8 @@ def test_pace() -> None:
     assert (busy.reason, "too busy" in busy.note) == ("", True)
     assert judge_pace([0.010, 0.004], [0.003, 0.003]).reason == "", "the better of two measurements counts"
     assert "2% of" in judge_pace([0.2], [0.003, 0.006]).reason, "no noise explains that"
+    assert "too busy" in judge_pace([0.016], [0.0026, 0.0026], crowding=4.0).note
+    assert judge_pace([0.2], [0.003, 0.003], crowding=4.0).reason
 
 
 # -- endings
