@@ -129,7 +129,6 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
 
 @pytest.mark.slow
 def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_path: Path) -> None:
-    pytest.importorskip("paceline.labs.grading")
     right = paceline("labs", "grade", ROOT / "labs" / "assessment" / "reference.py", timeout=280)
     assert right.code == 0, right.out + right.err
     assert right.out.splitlines()[-1] == "Passed."

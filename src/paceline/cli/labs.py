@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -206,8 +205,9 @@ def grade(file: Path, as_json: bool) -> int:
     """
     if not file.is_file():
         raise LabError(f"there is no file '{file}'; name the program that you wrote for the assessment.")
-    grading = importlib.import_module("paceline.labs.grading")
-    marks = grading.grade(file, tell=lambda line: click.echo(line, err=True))
+    from paceline.labs.grading import grade as mark
+
+    marks = mark(file, tell=lambda line: click.echo(line, err=True))
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
         return 0 if marks.passed else 1

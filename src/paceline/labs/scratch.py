@@ -13,8 +13,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_MARK = "PACELINE_LABS_SCRATCH"
+_MARKS = "PACELINE_LABS_MARKS"
 _OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.02
 
@@ -60,7 +61,7 @@ def run_apart(module: str, arguments: Sequence[str], folder: Path, *, seconds: f
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=folder / "work",
-            env={**_environment(folder), _MARK: mark},
+            env=_environment(folder) | marked_environment(mark),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=complaints,
@@ -71,7 +72,7 @@ def run_apart(module: str, arguments: Sequence[str], folder: Path, *, seconds: f
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process, mark)
+            end_marked(process, mark)
     return Ended(code, log.read_text(encoding="utf-8", errors="replace")[-2000:].strip())
 
 
@@ -94,7 +95,7 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+def end_marked(process: subprocess.Popen[Any], mark: str) -> None:
     """SIGKILL the process and all it started, whichever session they are in (where there is no /proc: its own)."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -106,12 +107,18 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+def marked_environment(mark: str) -> dict[str, str]:
+    """The variable by which what a process starts is found again; marks of who started this one stay."""
+    return {_MARKS: ",".join(filter(None, (os.environ.get(_MARKS), mark)))}
+
+
 def _marked(mark: str) -> Iterator[int]:
-    wanted = f"{_MARK}={mark}".encode()
+    begin, wanted = f"{_MARKS}=".encode(), mark.encode()
     if not Path("/proc/self/environ").exists():
         return
     for entry in Path("/proc").iterdir():
         # That of a process just forked, or ended, is empty or gone; that of another user cannot be read.
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
+            for variable in (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else ():
+                if variable.startswith(begin) and wanted in variable.removeprefix(begin).split(b","):
+                    yield int(entry.name)
