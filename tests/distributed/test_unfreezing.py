@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# Two launches one after the other, each with the time that the fixture gives it.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
+
 RECIPE = """
 model:
   name: small_resnet
@@ -26,7 +29,6 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-@pytest.mark.thorough
 def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
     """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
     pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]
@@ -35,7 +37,6 @@ def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_r
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2])
 def test_an_exact_run_does_not_depend_on_the_processes(
     tmp_path: Path, processes: int, train_in_ranks: Callable[..., Any]
@@ -66,7 +67,6 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-@pytest.mark.thorough
 def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
     pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3, 4)]
     done = train_in_ranks(tmp_path, SPEED, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
@@ -74,7 +74,6 @@ def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
 
 
-@pytest.mark.thorough
 def test_an_exact_speed_run_has_the_same_bits_from_one_process_and_two(
     tmp_path: Path, train_in_ranks: Callable[..., Any]
 ) -> None:

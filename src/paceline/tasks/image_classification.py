@@ -177,6 +177,11 @@ class ImageClassification(Task):
         for layer in layers:
             layer.begin_from(normalised)
 
+    def begins_from_data(self, network: nn.Module) -> bool:
+        """Whether it has layers that whiten, or a task made of this one has first weights of its own."""
+        is_own = type(self).first_weights is not ImageClassification.first_weights
+        return is_own or bool(whitening_layers(network))
+
     def check_network(self, network: nn.Module) -> None:
         """Try each size that training or evaluation shows, beside the one that the network was built for."""
         found, data = self.dataset, self.recipe.data

@@ -114,6 +114,13 @@ class Task(ABC):
         function of the recipe and the data alone. The first process's weights are then sent to all.
         """
 
+    def begins_from_data(self, network: nn.Module) -> bool:
+        """Whether :meth:`first_weights` sets any of this network, which may be without numbers: it is then built whole.
+
+        By default wherever a task has a :meth:`first_weights` of its own.
+        """
+        return type(self).first_weights is not Task.first_weights
+
     def check_network(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
         """Find out before it is used whether the network takes what it will be shown; by default anything goes.
 

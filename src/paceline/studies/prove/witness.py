@@ -147,6 +147,10 @@ class Witness(Task):
         """The task's."""
         self.task.first_weights(network)
 
+    def begins_from_data(self, network: nn.Module) -> bool:
+        """The task's."""
+        return self.task.begins_from_data(network)
+
     def check_network(self, network: nn.Module) -> None:
         """Nothing: the task was asked when it had built it."""
 

@@ -14,6 +14,8 @@ from paceline.studies.memory.estimate import MemoryEstimate, estimate
 from paceline.studies.scaling.planning import LrRule, TrainingPlan, Wanted, plan_training
 from paceline.studies.scaling.study import Asked, Figure
 
+RULES: tuple[LrRule, ...] = ("none", "linear", "sqrt")
+
 
 def _plan(
     *,
@@ -182,3 +184,21 @@ def test_devices_of_unknown_memory_are_told_of() -> None:
     plan = _plan_on("ethernet-10g", figure=Figure(throughput=1000, batch=64))
     assert all(each.room is None and each.has_room for each in plan.choices)
     assert any("memory is unknown" in each for each in plan.report.notices)
+
+
+def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
+    asked = Asked(
+        recipe="resnet50_goyal",
+        cluster="dgx-a100",
+        figure=Figure(throughput=2470, batch=32),
+        seconds_per_sample=0.0,
+        batch_per_device=256,
+    )
+    linear = [plan_training(Wanted(scaling=asked, deadline_hours=9, most=2, lr_rule=rule), print) for rule in RULES]
+    assert [each.recipe_lr for each in linear] == pytest.approx([3.2] * 3)
+    rates = [[choice.learning_rate for choice in each.choices] for each in linear]
+    # 256 samples are the recipe's reference, and two GPUs' twice as many; a rule of one's own is about its 8,192.
+    assert rates[0] == pytest.approx([0.1, 0.2])
+    assert rates[1] == pytest.approx([0.1, 0.2])
+    assert rates[2] == pytest.approx([3.2 / 32**0.5, 3.2 / 16**0.5])
+    assert "learning rate stays" not in linear[0].choices[0].warning
