@@ -333,6 +333,7 @@ with exercise("1.3"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# The answer
 times_less_noise = 10
 
 # %% [markdown] tags=["slide"]
@@ -420,7 +421,7 @@ sizes = np.array([1, 4, 16, 64, 256, 1024])
 step_seconds = np.array([seconds_per_step(int(batch)) for batch in sizes])
 for batch, seconds in zip(sizes, step_seconds, strict=True):
     print(f"batch {batch:>5}: {seconds * 1e6:>6,.0f} µs per step, {batch / seconds:>11,.0f} samples/s")
-assert step_seconds[3] < 16 * step_seconds[0]  # 64 samples at once take far less than 64 times as long as one
+assert step_seconds[3] < 40 * step_seconds[0]  # 64 samples at once; far less than 40 on a quiet machine
 
 # %% [markdown]
 # A step with 64 samples takes nowhere near 64 times as long as a step with one. Why? Each step has a **fixed cost**
@@ -647,7 +648,7 @@ assert needed_steps[-2] < 3 * needed_steps[-1], "above it, four times the batch 
 # recipe `digits` (a small network for images, on the same pictures, at its first weights):
 
 # %%
-_ = run("paceline noise-scale digits --steps 20")
+_ = run("paceline noise-scale digits --steps 20", seconds=300)
 
 # %% [markdown]
 # It prints a **range** for the critical batch size, and a wide one. That is honest: the two agree only in their order
@@ -724,10 +725,10 @@ plt.show()
 # ask. ("Top-1 accuracy" is the share of the held-out pictures whose digit is told rightly.)
 
 # %%
-_ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1")
+_ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1", seconds=300)
 
 # %%
-_ = run("paceline attribution runs/lab1")
+_ = run("paceline attribution runs/lab1", seconds=300)
 
 # %% [markdown] tags=["slide"]
 # ## The parts of a step
@@ -737,7 +738,7 @@ _ = run("paceline attribution runs/lab1")
 # Measure it before you change anything.
 
 # %% tags=["slide"]
-attribution = json.loads(run("paceline attribution runs/lab1 --json", quiet=True))
+attribution = json.loads(run("paceline attribution runs/lab1 --json", quiet=True, seconds=300))
 shares = {name: 100 * phase["share"] for name, phase in attribution["phases"].items()}
 figure, axes = plt.subplots(figsize=(7, 3.2))
 bars = axes.barh(list(shares), list(shares.values()), color="C0")

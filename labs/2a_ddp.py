@@ -91,14 +91,18 @@ plt.show()
 #
 # Messages travel through a **backend**: NCCL between NVIDIA GPUs, gloo between processors (CPUs). The little file
 # below chooses: NCCL if every process of this machine gets a GPU of its own, else gloo. All scripts of this lab begin
-# with it. A cell that begins with `%%writefile` does not run what follows; it writes it into a file.
+# with its `join`, and end with its `leave`: all wait for one another, then each ends at once. (Gloo works with threads
+# of its own, and such a thread can bring down a Python that ends in the usual way.) A cell that begins with
+# `%%writefile` does not run what follows; it writes it into a file.
 
 # %% tags=["setup"]
 # %%writefile group.py
-"""Join the group of processes that torchrun describes."""
+"""Join the group of processes that torchrun describes, and leave it."""
 
 import os
+import sys
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -115,6 +119,14 @@ def join(seconds: float = 60, cpu: bool = False) -> tuple[int, int, torch.device
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def leave() -> NoReturn:
+    """Wait for all ranks, leave the group, and end this process, with success."""
+    dist.barrier()  # nobody goes while another still waits for its message
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # at once: threads of gloo that are still there can abort a Python that ends by itself
+
+
 # %% [markdown]
 # The smallest program for two processes. Every process runs the **same file**; `if rank == 0` is the only thing that
 # makes them differ. `send` and `recv` (receive) are a message from one process to one other, **point to point**: the
@@ -127,7 +139,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 
 rank, world_size, device = join()
 for turn in range(world_size):
@@ -142,10 +154,10 @@ if rank == 1:
     received = torch.zeros(2, device=device)
     dist.recv(received, src=0)
     print(f"rank 1 received {received.tolist()} from rank 0")
-dist.destroy_process_group()
+leave()
 
 # %%
-hello = run("torchrun --standalone --nproc-per-node=2 hello.py")
+hello = run("torchrun --standalone --nproc-per-node=2 hello.py", seconds=300)
 assert "rank 1 received [3.0, 4.0] from rank 0" in hello
 
 # %% [markdown]
@@ -271,9 +283,8 @@ def judged() -> Iterator[None]:
         if "Timed out" in said:
             said = "it waited in vain for a message from another rank: does each rank send what its neighbour receives?"
         sys.stdout.write(f"PROBLEM on rank {dist.get_rank()}: {said}\n")  # one call, so that lines of ranks do not mix
-        sys.stdout.flush()
-        os._exit(0)  # the others may wait for this rank: do not wait for them
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without `leave()`: a rank that met a problem is not waited for, and waits for no other
 
 
 # %% tags=["setup"]
@@ -308,7 +319,7 @@ def check_on_ranks(script: str, written_in: str, processes: int = 2) -> str:
     """Start a check on several ranks and return what it prints; the first problem that a rank met is told."""
     if "raise NotImplementedError" in Path(written_in).read_text():
         raise NotImplementedError
-    output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True)
+    output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True, seconds=300)
     problems = [line for line in output.splitlines() if line.startswith("PROBLEM ")]
     assert not problems, problems[0].removeprefix("PROBLEM ")
     return output
@@ -371,7 +382,7 @@ import torch
 import torch.distributed as dist
 from at_rank_0 import average_at_rank_0
 from averaging import average_gradients
-from group import join
+from group import join, leave
 from torch.nn.functional import mse_loss
 from toy import ToyModel, backward, descend, part, samples, weights
 
@@ -437,10 +448,10 @@ if rank == 0:
     same_bits = {name: torch.equal(value, found["halves"]) for name, value in found.items()}
     curves = {"same_start": same_start, "own_start": own_start}
     Path("by_hand.json").write_text(json.dumps({"differences": differences, "same_bits": same_bits, **curves}))
-dist.destroy_process_group()
+leave()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 by_hand.py")
+run("torchrun --standalone --nproc-per-node=2 by_hand.py", seconds=300)
 by_hand = json.loads(Path("by_hand.json").read_text())
 print("largest difference of a weight after 40 steps")
 print(f"{'':14}{'from the whole batch':>22}   same bits as the same halves in one process")
@@ -635,7 +646,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 from ring_chunks import all_gather_chunk, reduce_scatter_chunk
 
 rank, world_size, device = join(cpu=True)
@@ -706,11 +717,10 @@ if rank < 2:
     }
     if rank == 0:
         Path("ring.json").write_text(json.dumps(found))
-dist.barrier()
-dist.destroy_process_group()
+leave()
 
 # %%
-run("torchrun --standalone --nproc-per-node=4 ring.py")
+run("torchrun --standalone --nproc-per-node=4 ring.py", seconds=300)
 measured = json.loads(Path("ring.json").read_text())
 p, tensor_bytes = measured["p"], measured["tensor_bytes"]
 print(f"{p} ranks, a tensor of {tensor_bytes} bytes: every rank sent {measured['sent_bytes']} bytes,")
@@ -841,7 +851,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 from torch import nn
 from torch.nn.functional import mse_loss
 from toy import ToyModel, part, samples, weights
@@ -904,10 +914,10 @@ found["timeline"] = {
 }
 if rank == 0:
     Path("ddp.json").write_text(json.dumps(found))
-dist.destroy_process_group()
+leave()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 ddp.py")
+run("torchrun --standalone --nproc-per-node=2 ddp.py", seconds=300)
 seen = json.loads(Path("ddp.json").read_text())
 before, after = seen["apart"]["before"], seen["apart"]["after"]
 print(f"largest difference between the ranks' weights before DDP was constructed: {before:.2f}, after: {after:g}")
@@ -1433,7 +1443,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 
 rank, world_size, device = join(cpu=True)
 dist.barrier()  # both have started
@@ -1455,11 +1465,10 @@ if rank == 0:
         dist.monitored_barrier(watch, timeout=timedelta(seconds=1))
     except RuntimeError as error:
         print(f"rank {rank}: {str(error).splitlines()[0]}")
-dist.barrier()  # where rank 1 stands meanwhile
-dist.destroy_process_group()
+leave()  # it begins with a barrier: there rank 1 stands meanwhile
 
 # %%
-uneven = run("torchrun --standalone --nproc-per-node=2 uneven.py", seconds=90)
+uneven = run("torchrun --standalone --nproc-per-node=2 uneven.py", seconds=300)
 assert "200 would be right" in uneven
 assert "rank 0: waited" in uneven
 assert "Rank 1 failed to pass monitoredBarrier" in uneven
@@ -1494,14 +1503,14 @@ assert "Rank 1 failed to pass monitoredBarrier" in uneven
 
 # %%
 short = 'model.options.width=4 train.duration="3 epochs" telemetry.log_every="1 epoch"'
-log = run(f"paceline train digits {short} --processes 2 --run-dir runs/two")
+log = run(f"paceline train digits {short} --processes 2 --run-dir runs/two", seconds=300)
 
 # %% tags=["slide"]
-audit = run("paceline audit runs/two")
+audit = run("paceline audit runs/two", seconds=300)
 assert "Passed" in audit
 
 # %%
-alone = json.loads(run("paceline evaluate runs/two --json", quiet=True))
+alone = json.loads(run("paceline evaluate runs/two --json", quiet=True, seconds=300))
 together = json.loads(Path("runs/two/summary.json").read_text())["metrics"]
 print(f"top-1 accuracy, evaluated by two processes: {together['top1_accuracy']:.4f} %")
 print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f} %")

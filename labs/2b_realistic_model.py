@@ -75,6 +75,7 @@ torch.set_num_threads(1)  # as in every process below, so that times can be comp
 
 import hashlib
 import os
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -132,6 +133,7 @@ def leave_group():
     """Leave the group of processes and end this one at once: gloo's threads can abort an interpreter that ends."""
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
     os._exit(0)
 
 
@@ -1044,6 +1046,7 @@ with exercise("2b.5"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# The answer
 dropped_images = 1281167 - 1020 * 256
 dropped_share = 100 * dropped_images / 1281167
 
@@ -1540,7 +1543,7 @@ assert undisturbed.summary.weights_sha256 == resumed.summary.weights_sha256
 # The ledger, a list of the samples of every step, proves that each was used once per epoch, the kill included:
 
 # %%
-seen = run("paceline audit runs/killed")
+seen = run("paceline audit runs/killed", seconds=300)
 
 # %% [markdown] tags=["slide"]
 # ## What to remember

@@ -332,7 +332,7 @@ def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> flo
 
 # %%
 RULE = "optimizer.lr=0.05 optimizer.lr_scaling=linear optimizer.lr_reference_batch=16 schedule.warmup_from=unscaled"
-plan = run(f"paceline train digits batch.global_size=512 {RULE} --plan-only", quiet=True)
+plan = run(f"paceline train digits batch.global_size=512 {RULE} --plan-only", quiet=True, seconds=300)
 told = ("lr_scaling", "warmup", "from the peak")
 print(*(line for line in plan.splitlines() if any(word in line for word in told)), sep="\n")
 
@@ -484,7 +484,7 @@ assert lowest[-1] / lowest[0] < SIZES[-1] / SIZES[0] / 4, "the best rate grows f
 # From 20 to millions, and larger on average than at the start. Paceline measures it for any recipe, without training:
 
 # %%
-print(run("paceline noise-scale digits --steps 10", quiet=True))
+print(run("paceline noise-scale digits --steps 10", quiet=True, seconds=300))
 
 # %% [markdown]
 # In a real run, `telemetry.noise_scale="10 steps"` writes it into the step records at no extra pass, and where a
@@ -806,7 +806,7 @@ assert np.median(kit["small"]) >= np.median(kit["large"]), "as many epochs, same
 # %%
 def landscape(runs: str, options: str, name: str) -> list[dict]:
     """What `paceline landscape` says of each run; it also writes a page, landscape.html, to look at."""
-    run(f"paceline landscape {runs} {options} --output {RUNS / name}", quiet=True)
+    run(f"paceline landscape {runs} {options} --output {RUNS / name}", quiet=True, seconds=300)
     return json.loads((RUNS / name / "landscape.json").read_text())["runs"]
 
 

@@ -684,7 +684,7 @@ assert max(again) > 0.9 * max(history)
 # RTX 3080 Ti as the lecturer's GPU; the nearest one that Paceline knows is the RTX 3090, of the same generation:
 
 # %%
-document = run("paceline estimate cifar10_lecture --device rtx3090 --json", quiet=True)
+document = run("paceline estimate cifar10_lecture --device rtx3090 --json", quiet=True, seconds=300)
 peak = json.loads(document)["peak"]
 figures = {
     "counted above, tensors of the step only": max(history),
@@ -726,7 +726,7 @@ telemetry: {log_every: 10 steps}
 _ = Path("autoencoding.yaml").write_text(recipe)
 
 # %%
-report = run("paceline estimate autoencoding.yaml --device h100", quiet=True)
+report = run("paceline estimate autoencoding.yaml --device h100", quiet=True, seconds=300)
 print(report.split("Largest micro-batch on known GPUs")[0].rstrip())
 
 # %% [markdown]
@@ -1143,7 +1143,7 @@ assert list(reads.values()) == [21, 1, 1, 1]
 records = [each for each in events if each["event"] == "step"]
 each = records[-1]["step"] // len(records)
 print(f"{records[-1]['step']} steps, {len(records)} records: Python asked once in {each} steps\n")
-run("paceline attribution runs/autoencoder")
+run("paceline attribution runs/autoencoder", seconds=300)
 assert len(records) == 36
 
 # %% [markdown] tags=["slide"]
@@ -1205,7 +1205,7 @@ for command in (
 ):
     print(f"$ {command}")
     try:
-        said = run(command, quiet=True)
+        said = run(command, quiet=True, seconds=300)
     except CommandError as error:  # a later PyTorch may have removed it
         said = str(error).splitlines()[-1]
     for line in said.splitlines():
@@ -1261,7 +1261,10 @@ assert math.isclose(tile_overhead(256, 257), 1.494, abs_tol=0.01)
 
 # %%
 report = run(
-    "paceline roofline cifar10_lecture train.precision=bf16 --device a100 --top 3", quiet=True, env={"COLUMNS": "105"}
+    "paceline roofline cifar10_lecture train.precision=bf16 --device a100 --top 3",
+    seconds=300,
+    quiet=True,
+    env={"COLUMNS": "105"},
 )
 print(report[report.index("products whose tiles") :])
 
@@ -1327,7 +1330,7 @@ for name, gigabytes in gpus.items():
 # share this machine:
 
 # %%
-plan = run("paceline train autoencoding.yaml --processes 2 --plan-only parallel.device=cpu", quiet=True)
+plan = run("paceline train autoencoding.yaml --processes 2 --plan-only parallel.device=cpu", quiet=True, seconds=300)
 print("\n".join(line for line in plan.splitlines() if line.strip().startswith(("processes", "parallel.strategy"))))
 
 # %% [markdown] tags=["slide"]
@@ -1369,6 +1372,7 @@ with exercise("4.6"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# The answer
 global_batch = 256 * 32
 learning_rate = 0.1 * global_batch / 256
 optimizer_steps = 90 * math.ceil(1_281_167 / global_batch)
@@ -1391,7 +1395,7 @@ print(f"That is {hours * 3600 / optimizer_steps:.3f} s for a step, and {rate:,.0
 # %%
 one_gpu = 90 * 1_281_167 / (29 * 3600) / 8
 asked = f"--cluster big-basin --world-sizes 8,16,32,64,128,256 --batch-per-gpu 32 --throughput {one_gpu:.0f}"
-document = run(f"paceline scale resnet50_goyal {asked} --json", quiet=True)
+document = run(f"paceline scale resnet50_goyal {asked} --json", quiet=True, seconds=300)
 ddp = {row["devices"]: row for row in json.loads(document)["rows"] if row["strategy"] == "ddp"}
 gain = ddp[256]["samples_per_second"] / ddp[8]["samples_per_second"]
 
