@@ -385,6 +385,7 @@ with exercise("2b.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     return batch[rank::world]
 
@@ -423,6 +424,7 @@ with exercise("2b.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def accuracy(per_rank: torch.Tensor) -> float:
     right, counted = per_rank.sum(dim=0).tolist()
     return 100 * right / counted
@@ -668,6 +670,7 @@ with exercise("2b.3"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     number, total, squares = per_rank.sum(dim=0)
     mean = total / number
@@ -892,6 +895,7 @@ with exercise("2b.4"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def save_checkpoint(state: dict, path: str, rank: int) -> None:
     if rank != 0:
         return
@@ -1046,7 +1050,7 @@ with exercise("2b.5"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
-# The answer
+# Answer
 dropped_images = 1281167 - 1020 * 256
 dropped_share = 100 * dropped_images / 1281167
 
@@ -1231,6 +1235,7 @@ with exercise("2b.6"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def bytes_per_rank(parameters: int, world: int, *, sharded: bool) -> float:
     return 16 * parameters / (world if sharded else 1)
 

@@ -166,6 +166,7 @@ with exercise("3.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def updates(samples: int, batch: int, epochs: int) -> int:
     return math.ceil(samples / batch) * epochs
 
@@ -319,6 +320,7 @@ with exercise("3.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> float:
     return rate * (batch / reference_batch) ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[rule]
 
@@ -542,6 +544,7 @@ with exercise("3.3"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def warmup_rate(step: int, first: float, peak: float, warmup_steps: int) -> float:
     if step >= warmup_steps:
         return peak
@@ -684,6 +687,7 @@ with exercise("3.4"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def lars_rate(weights: Tensor, gradient: Tensor, weight_decay: float, trust: float = 0.001) -> float:
     length, slope = weights.norm().item(), gradient.norm().item()
     if length == 0 or slope == 0:
@@ -886,6 +890,7 @@ with exercise("3.5"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 @torch.no_grad()
 def rescaled(network: nn.Sequential, a: float) -> nn.Sequential:
     network = copy.deepcopy(network)
@@ -968,6 +973,7 @@ with exercise("3.6"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
     if weights.dim() < 2:
         return torch.zeros_like(weights)

@@ -169,6 +169,7 @@ with exercise("4.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def to_device(batch, device):
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
@@ -343,6 +344,7 @@ with exercise("4.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 class Centre(nn.Module):
     """Takes the mean picture away."""
 
@@ -430,6 +432,7 @@ with exercise("4.3"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def allocated_bytes(numbers: list[int]) -> int:
     return sum(math.ceil(4 * each / 512) * 512 for each in numbers)
 
@@ -519,6 +522,7 @@ with exercise("4.4"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 numbers_kept = {
     "the picture": 1 * 28 * 28,
     "after the encoder's first ReLU": 16 * 14 * 14,
@@ -901,6 +905,7 @@ with exercise("4.5"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def crossover(cpu: tuple[float, float], gpu: tuple[float, float]) -> float:
     return (gpu[0] - cpu[0]) / (cpu[1] - gpu[1])
 
@@ -1372,7 +1377,7 @@ with exercise("4.6"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
-# The answer
+# Answer
 global_batch = 256 * 32
 learning_rate = 0.1 * global_batch / 256
 optimizer_steps = 90 * math.ceil(1_281_167 / global_batch)
