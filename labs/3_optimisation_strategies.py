@@ -491,7 +491,7 @@ assert lowest[-1] / lowest[0] < SIZES[-1] / SIZES[0] / 4, "the best rate grows f
 # The two numbers agree in their order of magnitude at best, and more is not promised: the law assumes a loss that is
 # curved alike in all directions. It is still enough to know *before trying* that 8k is no universal number.
 #
-# Nor is it where the linear rule ended in the 30 epochs above: there, the rule served at batches well beyond this noise
+# Nor is it where the linear rule ended in the 30 epochs above: there, the rule served at batches beyond this noise
 # scale. The two experiments differ. Those trainings had momentum of 0.9, with which a rate goes ten times as far; they
 # were long, and the noise scale grows on the way; and they were judged by test accuracy, not by the lowest training
 # loss after 40 updates. At 512, all samples, there is no noise left at all: what throws that run out is a rate too high
