@@ -27,8 +27,8 @@
 # **You need** labs 1 and 2a: process, rank, world size, `torchrun`, all-reduce, `DistributedDataParallel` (DDP), and
 # that DDP averages gradients. Of PyTorch: modules, optimizers, `state_dict()`.
 #
-# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores. GPUs are used where there is
-# one for each process.
+# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they have
+# nothing else to do. GPUs are used where there is one for each process.
 #
 # **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, name
 # their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes
