@@ -543,6 +543,9 @@ def follow_ring(world_size: int) -> list[np.ndarray]:
             before, held = held, held.copy()
             for rank in range(world_size):
                 chunk, right = written[name](rank, step, world_size), (rank + 1) % world_size
+                assert chunk in range(world_size), (
+                    f"{name} gives {chunk}; chunks are 0 to {world_size - 1}: take % world_size"
+                )
                 is_sum = name == "reduce_scatter_chunk"
                 held[right, chunk] = before[rank, chunk] + (before[right, chunk] if is_sum else 0)
             history.append(held)
