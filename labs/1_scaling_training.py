@@ -29,10 +29,12 @@
 # and standard deviation. No other lab comes before this one.
 #
 # **Time** about 75 minutes. There are six exercises of at most five minutes each. A check below each says whether it
-# is done. A hint and an answer are folded away below the check; whatever follows works with the answer, so you can
-# always go on.
+# is done. A hint and an answer are folded away below the check (a click on the line with the dots opens an answer);
+# whatever follows works with the answer, so you can always go on. Once the answer's cell has run, the check would
+# look at the answer: so run your own cell again before you repeat a check.
 #
-# Run the cells from top to bottom. All of them together take one to two minutes on two processor cores.
+# Run the cells from top to bottom. All of them together take one to two minutes on two processor cores that have
+# nothing else to do. A cell with `run(…)` starts a command, and shows what it wrote when it has ended.
 
 # %% tags=["setup"]
 import json
@@ -102,6 +104,7 @@ with exercise("1.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def training_hours(epochs: float, samples: int, throughput: float) -> float:
     return epochs * samples / throughput / 3600
 
@@ -210,6 +213,7 @@ with exercise("1.2"):
     assert found.shape == (2,), f"the gradient has two numbers; yours has the shape {tuple(found.shape)}"
     assert not torch.allclose(2 * found, expected, rtol=1e-3), "the derivative of a square has a factor of 2"
     assert not torch.allclose(found, 10 * expected, rtol=1e-3), "take the mean over the samples, not the sum"
+    assert not torch.allclose(found, expected.flip(0), rtol=1e-3), "the two are swapped: the slope's comes first"
     assert not torch.allclose(found, -expected, rtol=1e-3), (
         "the sign is the wrong way round: the residual is prediction - y"
     )
@@ -226,6 +230,7 @@ with exercise("1.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def gradient(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     residual = weights[0] * x + weights[1] - y
     return torch.stack([(2 * residual * x).mean(), (2 * residual).mean()])
@@ -320,6 +325,8 @@ times_less_noise = ...
 # %% tags=["check"]
 with exercise("1.3"):
     assert times_less_noise is not ..., "write your prediction in place of the dots"
+    assert isinstance(times_less_noise, int | float), "write one number"
+    assert times_less_noise > 1, "how many times *smaller* is it? A number above 1"
     measured = gradient_noise(1) / gradient_noise(100)
     close = 0.8 < times_less_noise / measured < 1.25
     assert close, f"you predicted {times_less_noise:g} times less, and measured is {measured:.1f} times: why?"
@@ -333,6 +340,7 @@ with exercise("1.3"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 times_less_noise = 10
 
 # %% [markdown] tags=["slide"]
@@ -420,7 +428,7 @@ sizes = np.array([1, 4, 16, 64, 256, 1024])
 step_seconds = np.array([seconds_per_step(int(batch)) for batch in sizes])
 for batch, seconds in zip(sizes, step_seconds, strict=True):
     print(f"batch {batch:>5}: {seconds * 1e6:>6,.0f} µs per step, {batch / seconds:>11,.0f} samples/s")
-assert step_seconds[3] < 16 * step_seconds[0]  # 64 samples at once take far less than 64 times as long as one
+assert step_seconds[3] < 40 * step_seconds[0]  # 64 samples at once; far less than 40 on a quiet machine
 
 # %% [markdown]
 # A step with 64 samples takes nowhere near 64 times as long as a step with one. Why? Each step has a **fixed cost**
@@ -460,6 +468,7 @@ with exercise("1.4"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def fixed_and_per_sample(batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     b, a = np.polyfit(batches, seconds, 1, w=1 / seconds)
     return a, b
@@ -597,8 +606,9 @@ assert more_epochs > 4, "a batch 64 times as large needs far more epochs"
 assert sooner < more_samples / 4, "the time to the target gains far less than the throughput does"
 
 # %% [markdown]
-# Did you win your bet? Run the race again and the winner may change, as neighbours are close and your machine has
-# other things to do. What does not change: the batch with the most samples per second pays for them with epochs.
+# (Each step of the race also picks its samples at random, so its throughput is lower than where we timed the step
+# alone.) Did you win your bet? Run the race again and the winner may change, as neighbours are close and your machine
+# has other things to do. What does not change: the batch with the most samples per second pays for them with epochs.
 
 # %% [markdown]
 # ### The critical batch size
@@ -647,7 +657,7 @@ assert needed_steps[-2] < 3 * needed_steps[-1], "above it, four times the batch 
 # recipe `digits` (a small network for images, on the same pictures, at its first weights):
 
 # %%
-_ = run("paceline noise-scale digits --steps 20")
+_ = run("paceline noise-scale digits --steps 20", seconds=300)
 
 # %% [markdown]
 # It prints a **range** for the critical batch size, and a wide one. That is honest: the two agree only in their order
@@ -724,10 +734,10 @@ plt.show()
 # ask. ("Top-1 accuracy" is the share of the held-out pictures whose digit is told rightly.)
 
 # %%
-_ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1")
+_ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1", seconds=300)
 
 # %%
-_ = run("paceline attribution runs/lab1")
+_ = run("paceline attribution runs/lab1", seconds=300)
 
 # %% [markdown] tags=["slide"]
 # ## The parts of a step
@@ -737,7 +747,7 @@ _ = run("paceline attribution runs/lab1")
 # Measure it before you change anything.
 
 # %% tags=["slide"]
-attribution = json.loads(run("paceline attribution runs/lab1 --json", quiet=True))
+attribution = json.loads(run("paceline attribution runs/lab1 --json", quiet=True, seconds=300))
 shares = {name: 100 * phase["share"] for name, phase in attribution["phases"].items()}
 figure, axes = plt.subplots(figsize=(7, 3.2))
 bars = axes.barh(list(shares), list(shares.values()), color="C0")
@@ -816,6 +826,7 @@ def extrapolate(samples: np.ndarray, errors: np.ndarray, more: float) -> tuple[f
 with exercise("1.5"):
     known = np.array([10.0, 100.0, 1000.0])
     slope, predicted = extrapolate(known, 8 * known**-0.5, more=10_000)
+    assert not np.isclose(predicted, -0.5), "the two are swapped: return b first"
     assert np.isclose(slope, -0.5), f"errors 8 / sqrt(n) have b = -0.5, not {slope:.3g}: take logs of both"
     assert not np.isclose(predicted, np.log(0.08)), "this is the logarithm of the error: take np.exp"
     assert np.isclose(predicted, 0.08), f"8 / sqrt(10,000) is 0.08, not {predicted:.3g}"
@@ -832,6 +843,7 @@ with exercise("1.5"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def extrapolate(samples: np.ndarray, errors: np.ndarray, more: float) -> tuple[float, float]:
     b, log_a = np.polyfit(np.log(samples), np.log(errors), 1)
     return b, np.exp(log_a + b * np.log(more))
@@ -977,6 +989,7 @@ with exercise("1.6"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def speed_up(devices: float, serial: float) -> float:
     return 1 / (serial + (1 - serial) / devices)
 

@@ -58,7 +58,7 @@ BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 # - **local rank**: its number on its **node**, one computer
 
 
-# %% tags=["slide"]
+# %% tags=["slide"] jupyter={"source_hidden": true}
 def box(
     axis: plt.Axes, x: float, y: float, width: float, height: float, text: str, colour: str, alpha: float = 0.25
 ) -> None:
@@ -91,14 +91,18 @@ plt.show()
 #
 # Messages travel through a **backend**: NCCL between NVIDIA GPUs, gloo between processors (CPUs). The little file
 # below chooses: NCCL if every process of this machine gets a GPU of its own, else gloo. All scripts of this lab begin
-# with it. A cell that begins with `%%writefile` does not run what follows; it writes it into a file.
+# with its `join`, and end with its `leave`: all wait for one another, then each ends at once. (Gloo works with threads
+# of its own, and such a thread can bring down a Python that ends in the usual way.) A cell that begins with
+# `%%writefile` does not run what follows; it writes it into a file.
 
 # %% tags=["setup"]
 # %%writefile group.py
-"""Join the group of processes that torchrun describes."""
+"""Join the group of processes that torchrun describes, and leave it."""
 
 import os
+import sys
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -115,6 +119,14 @@ def join(seconds: float = 60, cpu: bool = False) -> tuple[int, int, torch.device
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def leave() -> NoReturn:
+    """Wait for all ranks, leave the group, and end this process, with success."""
+    dist.barrier()  # nobody goes while another still waits for its message
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # at once: threads of gloo that are still there can abort a Python that ends by itself
+
+
 # %% [markdown]
 # The smallest program for two processes. Every process runs the **same file**; `if rank == 0` is the only thing that
 # makes them differ. `send` and `recv` (receive) are a message from one process to one other, **point to point**: the
@@ -127,7 +139,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 
 rank, world_size, device = join()
 for turn in range(world_size):
@@ -142,10 +154,10 @@ if rank == 1:
     received = torch.zeros(2, device=device)
     dist.recv(received, src=0)
     print(f"rank 1 received {received.tolist()} from rank 0")
-dist.destroy_process_group()
+leave()
 
 # %%
-hello = run("torchrun --standalone --nproc-per-node=2 hello.py")
+hello = run("torchrun --standalone --nproc-per-node=2 hello.py", seconds=300)
 assert "rank 1 received [3.0, 4.0] from rank 0" in hello
 
 # %% [markdown]
@@ -271,9 +283,8 @@ def judged() -> Iterator[None]:
         if "Timed out" in said:
             said = "it waited in vain for a message from another rank: does each rank send what its neighbour receives?"
         sys.stdout.write(f"PROBLEM on rank {dist.get_rank()}: {said}\n")  # one call, so that lines of ranks do not mix
-        sys.stdout.flush()
-        os._exit(0)  # the others may wait for this rank: do not wait for them
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without `leave()`: a rank that met a problem is not waited for, and waits for no other
 
 
 # %% tags=["setup"]
@@ -308,7 +319,7 @@ def check_on_ranks(script: str, written_in: str, processes: int = 2) -> str:
     """Start a check on several ranks and return what it prints; the first problem that a rank met is told."""
     if "raise NotImplementedError" in Path(written_in).read_text():
         raise NotImplementedError
-    output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True)
+    output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True, seconds=300)
     problems = [line for line in output.splitlines() if line.startswith("PROBLEM ")]
     assert not problems, problems[0].removeprefix("PROBLEM ")
     return output
@@ -340,6 +351,7 @@ with exercise("2a.1"):
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
 # %%writefile averaging.py
+# Answer
 import torch.distributed as dist
 from torch import nn
 
@@ -359,7 +371,7 @@ def average_gradients(model: nn.Module) -> None:
 # 1. one process, the whole batch;
 # 2. one process, the same two halves one after the other, their gradients averaged;
 # 3. two ranks, averaging at rank 0;
-# 4. two ranks, averaging with your `average_gradients`;
+# 4. two ranks, averaging with `average_gradients` (the answer's, which has been written over yours);
 # 5. two ranks, averaging in the same way, but each began with **its own** random weights (150 steps).
 
 # %%
@@ -371,7 +383,7 @@ import torch
 import torch.distributed as dist
 from at_rank_0 import average_at_rank_0
 from averaging import average_gradients
-from group import join
+from group import join, leave
 from torch.nn.functional import mse_loss
 from toy import ToyModel, backward, descend, part, samples, weights
 
@@ -437,10 +449,10 @@ if rank == 0:
     same_bits = {name: torch.equal(value, found["halves"]) for name, value in found.items()}
     curves = {"same_start": same_start, "own_start": own_start}
     Path("by_hand.json").write_text(json.dumps({"differences": differences, "same_bits": same_bits, **curves}))
-dist.destroy_process_group()
+leave()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 by_hand.py")
+run("torchrun --standalone --nproc-per-node=2 by_hand.py", seconds=300)
 by_hand = json.loads(Path("by_hand.json").read_text())
 print("largest difference of a weight after 40 steps")
 print(f"{'':14}{'from the whole batch':>22}   same bits as the same halves in one process")
@@ -456,6 +468,13 @@ assert by_hand["differences"]["at rank 0"] == by_hand["differences"]["all-reduce
 #
 # All parts had the same size. If they have not, the mean of the parts' means is **not** the mean of the whole: rank 0
 # with 3 samples and rank 1 with 1 would each count one half. *Question: what should each rank send then?*
+#
+# <details><summary>Answer</summary>
+#
+# The sum of its samples' gradients, and how many samples it had. The summed gradients are divided by the summed
+# number.
+#
+# </details>
 #
 # And the fifth way?
 
@@ -524,6 +543,9 @@ def follow_ring(world_size: int) -> list[np.ndarray]:
             before, held = held, held.copy()
             for rank in range(world_size):
                 chunk, right = written[name](rank, step, world_size), (rank + 1) % world_size
+                assert chunk in range(world_size), (
+                    f"{name} gives {chunk}; chunks are 0 to {world_size - 1}: take % world_size"
+                )
                 is_sum = name == "reduce_scatter_chunk"
                 held[right, chunk] = before[rank, chunk] + (before[right, chunk] if is_sum else 0)
             history.append(held)
@@ -565,6 +587,7 @@ with exercise("2a.2"):
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
 # %%writefile ring_chunks.py
+# Answer
 def reduce_scatter_chunk(rank: int, step: int, world_size: int) -> int:
     """The chunk that a rank sends in a step of the first half; steps count from 0."""
     return (rank - step) % world_size
@@ -579,18 +602,19 @@ def all_gather_chunk(rank: int, step: int, world_size: int) -> int:
 # *What you learnt: in every step every rank sends one chunk and receives one; no link is idle, and none carries more
 # than another.*
 
-# %% tags=["slide"]
+# %% tags=["slide"] jupyter={"source_hidden": true}
 ring_of_4 = follow_ring(4)
 figure, axes = plt.subplots(2, 4, figsize=(10, 5))
 ring = axes[0, 0]
-ring.set(xlim=(-1.6, 1.6), ylim=(-1.6, 1.6), aspect="equal")
+ring.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect="equal")
 ring.axis("off")
+ring.set_title("the ring of ranks", fontsize=11)
 corners = [(np.sin(turn), np.cos(turn)) for turn in 2 * np.pi * np.arange(4) / 4]
 for rank, here in enumerate(corners):
     there = corners[(rank + 1) % 4]
-    bent = {"connectionstyle": "arc3,rad=-0.3", "shrinkA": 18, "shrinkB": 18}
+    bent = {"connectionstyle": "arc3,rad=-0.3", "shrinkA": 14, "shrinkB": 14, "linewidth": 2}
     ring.add_patch(FancyArrowPatch(here, there, arrowstyle="-|>", mutation_scale=15, **bent))
-    ring.text(*here, f"rank {rank}", ha="center", va="center", bbox={"boxstyle": "round", "fc": "#cfe3f1", "ec": BLUE})
+    ring.text(*here, rank, ha="center", va="center", bbox={"boxstyle": "circle", "fc": "#cfe3f1", "ec": BLUE})
 titles = [
     "at first",
     "reduce-scatter 1",
@@ -622,10 +646,10 @@ plt.show()
 # The ring's second term hardly grows with *p*: more ranks, smaller chunks. Its first term does.
 
 # %% [markdown]
-# (The formulas are those of Patarasuk and Yuan, 2009, who also show that no all-reduce can send fewer bytes.
-# Paceline's `paceline scale` reckons with the same one.) The ring for real, with your chunks: four ranks, against
-# `dist.all_reduce`. Then two of them measure how long an all-reduce takes on this machine for tensors of 1 KB to 4
-# MB. This script stays on the CPU: it is about messages.
+# (The ring's formula is that of Patarasuk and Yuan, 2009, who also show that no all-reduce can send fewer bytes;
+# `paceline scale` reckons with it. The one for rank 0 just counts its messages.) The ring for real, with the chunks of
+# `ring_chunks.py`: four ranks, against `dist.all_reduce`. Then two of them measure how long an all-reduce takes on
+# this machine for tensors of 1 KB to 4 MB. This script stays on the CPU: it is about messages.
 
 # %%
 # %%writefile ring.py
@@ -635,7 +659,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 from ring_chunks import all_gather_chunk, reduce_scatter_chunk
 
 rank, world_size, device = join(cpu=True)
@@ -706,11 +730,10 @@ if rank < 2:
     }
     if rank == 0:
         Path("ring.json").write_text(json.dumps(found))
-dist.barrier()
-dist.destroy_process_group()
+leave()
 
 # %%
-run("torchrun --standalone --nproc-per-node=4 ring.py")
+run("torchrun --standalone --nproc-per-node=4 ring.py", seconds=300)
 measured = json.loads(Path("ring.json").read_text())
 p, tensor_bytes = measured["p"], measured["tensor_bytes"]
 print(f"{p} ranks, a tensor of {tensor_bytes} bytes: every rank sent {measured['sent_bytes']} bytes,")
@@ -758,7 +781,9 @@ line.legend(fontsize=9)
 devices = 2 ** np.arange(1, 9)
 for n, style in ((100e6, "-"), (10e3, ":")):
     name = f"{n / 1e6:g} MB" if n >= 1e6 else f"{n / 1e3:g} KB"
-    growth.loglog(devices, 1e3 * at_rank_0_seconds(n, devices), style, color=ORANGE, label=f"at rank 0, {name}")
+    growth.loglog(
+        devices, 1e3 * at_rank_0_seconds(n, devices), style, color=ORANGE, lw=5, alpha=0.5, label=f"at rank 0, {name}"
+    )
     growth.loglog(devices, 1e3 * ring_seconds(n, devices), style, color=BLUE, label=f"ring, {name}")
 growth.set(xlabel="ranks p", ylabel="milliseconds", title="Predicted, if every link were like it")
 growth.set_xticks(devices, labels=devices)
@@ -788,7 +813,7 @@ print(f"100 MB of gradients over 64 such ranks: by the formulas the ring is {rat
 #
 # `DDP(model)` does what you did by hand, and more:
 #
-# - **at construction** it broadcasts rank 0's weights and buffers;
+# - **at construction** it broadcasts rank 0's weights, and *buffers*: what else a network keeps;
 # - it packs gradients into **buckets**: few large messages;
 # - it sends a bucket **while backward still computes** the layers before it.
 
@@ -841,7 +866,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 from torch import nn
 from torch.nn.functional import mse_loss
 from toy import ToyModel, part, samples, weights
@@ -866,7 +891,7 @@ before = apart(model)
 ddp, messages = watched(model, device)
 found["apart"] = {"before": before, "after": apart(model)}
 
-# 2. The reference's loop: gradients of four micro-batches are added up, then one optimizer step.
+# 2. A loop that is often copied: gradients of four micro-batches are added up, then one optimizer step.
 x, y = (part(tensor.to(device), rank, world_size) for tensor in samples())
 micro_batches = list(zip(x.chunk(4), y.chunk(4), strict=True))
 for micro_x, micro_y in micro_batches:
@@ -904,10 +929,10 @@ found["timeline"] = {
 }
 if rank == 0:
     Path("ddp.json").write_text(json.dumps(found))
-dist.destroy_process_group()
+leave()
 
 # %%
-run("torchrun --standalone --nproc-per-node=2 ddp.py")
+run("torchrun --standalone --nproc-per-node=2 ddp.py", seconds=300)
 seen = json.loads(Path("ddp.json").read_text())
 before, after = seen["apart"]["before"], seen["apart"]["after"]
 print(f"largest difference between the ranks' weights before DDP was constructed: {before:.2f}, after: {after:g}")
@@ -915,7 +940,7 @@ assert before > 0
 assert after == 0
 assert len(seen["timeline"]["buckets"]) > 1
 
-# %% tags=["slide"]
+# %% tags=["slide"] jupyter={"source_hidden": true}
 timeline = seen["timeline"]
 figure, axis = plt.subplots(figsize=(9, 3.3))
 begin = 0.0
@@ -1009,10 +1034,18 @@ with judged():
     whole = ToyModel(seed=0).to(device)
     mse_loss(whole(x), y).backward()
     ddp, messages = watched(ToyModel(seed=0).to(device), device)
+    order: list[str] = []
+    ddp.module.register_forward_pre_hook(lambda *_: order.append("forward"))
+    ddp.module.net1.weight.register_post_accumulate_grad_hook(lambda _: order.append("backward"))
     accumulate(ddp, list(zip(part(x, rank, world_size).chunk(4), part(y, rank, world_size).chunk(4), strict=True)))
     dist.barrier()
     assert len(messages) > 0, "the gradients were not averaged over the ranks: the last backward pass must do it"
-    assert len(messages) == 1, f"{len(messages)} all-reduces for 4 micro-batches, where one is enough"
+    assert len(messages) == 1, (
+        f"{len(messages)} all-reduces for 4 micro-batches, where one is enough: is the forward pass in no_sync too?"
+    )
+    assert order == ["forward", "backward"] * 4, (
+        f"take one micro-batch after the other, forward and backward, so that only one is in memory; yours: {order}"
+    )
     for found, expected in zip(ddp.module.parameters(), whole.parameters(), strict=True):
         assert found.grad is not None, "a parameter has no gradient"
         ratio = (found.grad.norm() / expected.grad.norm()).item()
@@ -1054,6 +1087,7 @@ with exercise("2a.3"):
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
 # %%writefile accumulate.py
+# Answer
 from contextlib import nullcontext
 
 import torch
@@ -1080,7 +1114,7 @@ assert counted.startswith("1 all-reduce")
 
 # %% [markdown]
 # *What you learnt: once per optimizer step is enough for everything that belongs to a step: averaging gradients, the
-# schedule, and the moving average of the weights.*
+# learning rate's schedule, and a moving average of the weights, if there is one.*
 #
 # ### "Build DDP on a side stream"?
 #
@@ -1119,7 +1153,7 @@ def dealt(samples: int, world_size: int, **options: bool) -> list[list[int]]:
     return [list(DistributedSampler(data, world_size, rank, shuffle=False, **options)) for rank in range(world_size)]
 
 
-# %% tags=["slide"]
+# %% tags=["slide"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
 for axis, drop_last in zip(axes, (False, True), strict=True):
     seen_before: set[int] = set()
@@ -1176,6 +1210,7 @@ with exercise("2a.4"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def dealt_twice(samples: int, world_size: int) -> int:
     return -samples % world_size
 
@@ -1248,7 +1283,8 @@ assert wrong > len(padded) // 2
 # changes.
 #
 # **Exercise 2a.5.** Write both halves of an exact evaluation: what a rank contributes, and what becomes of all
-# contributions. Some ranks may have no sample at all.
+# contributions. Some ranks may have no sample at all: `is_correct[rank::world_size]` is empty then, while `chunk` gives
+# fewer parts than there are ranks.
 
 
 # %% tags=["exercise"]
@@ -1267,11 +1303,16 @@ with exercise("2a.5"):
     answers = torch.arange(23) % 3 > 0
     for ranks in (1, 2, 3, 8, 40):
         contributions = [contribution(answers, rank, ranks) for rank in range(ranks)]
+        assert all(len(one) == 2 for one in contributions), "a contribution is a tensor of two numbers"
         total = torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in contributions]).sum(
             dim=0
         )  # as all_reduce would
         found = float(accuracy(total))
         expected = 100 * answers.double().mean().item()
+        assert any(abs(each - len(answers)) < 1e-6 for each in total.tolist()), (
+            f"the ranks' numbers add up to {total.tolist()}, and neither is {len(answers)}, the number of images: "
+            "does each rank take its own part only, and add up counts?"
+        )
         assert not np.isnan(found), "a rank without any sample must contribute zeros, not a mean of nothing"
         assert abs(found - expected / 100) > 1e-3, "the accuracy is to be in per cent"
         assert abs(found - expected) < 1e-3, (
@@ -1288,6 +1329,7 @@ with exercise("2a.5"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def contribution(is_correct: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     mine = is_correct[rank::world_size]
     return torch.tensor([mine.sum(), len(mine)], dtype=torch.float64)
@@ -1364,6 +1406,7 @@ with exercise("2a.6"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def different_seeds(ranks: int, workers: int) -> int:
     return ranks + workers - 1
 
@@ -1433,7 +1476,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from group import join
+from group import join, leave
 
 rank, world_size, device = join(cpu=True)
 dist.barrier()  # both have started
@@ -1455,11 +1498,10 @@ if rank == 0:
         dist.monitored_barrier(watch, timeout=timedelta(seconds=1))
     except RuntimeError as error:
         print(f"rank {rank}: {str(error).splitlines()[0]}")
-dist.barrier()  # where rank 1 stands meanwhile
-dist.destroy_process_group()
+leave()  # it begins with a barrier: there rank 1 stands meanwhile
 
 # %%
-uneven = run("torchrun --standalone --nproc-per-node=2 uneven.py", seconds=90)
+uneven = run("torchrun --standalone --nproc-per-node=2 uneven.py", seconds=300)
 assert "200 would be right" in uneven
 assert "rank 0: waited" in uneven
 assert "Rank 1 failed to pass monitoredBarrier" in uneven
@@ -1473,8 +1515,8 @@ assert "Rank 1 failed to pass monitoredBarrier" in uneven
 # - a short timeout (`init_process_group(timeout=…)`), and each rank's last line of log;
 # - `monitored_barrier` at places in doubt (gloo), or `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which makes ranks compare each
 #   collective before they begin it, and is slow;
-# - `py-spy dump --pid …`, which shows where a Python process stands, without stopping it. The rank that is *not* in a
-#   collective is the culprit;
+# - `py-spy dump --pid …` (a program to install: `pip install py-spy`), which shows where a Python process stands,
+#   without stopping it. The rank that is *not* in a collective is the culprit;
 # - Paceline watches its ranks, and names the one that the others wait for, with host, step, and the line of code
 #   (`parallel.timeout`, guide "When it hangs").
 #
@@ -1494,14 +1536,14 @@ assert "Rank 1 failed to pass monitoredBarrier" in uneven
 
 # %%
 short = 'model.options.width=4 train.duration="3 epochs" telemetry.log_every="1 epoch"'
-log = run(f"paceline train digits {short} --processes 2 --run-dir runs/two")
+log = run(f"paceline train digits {short} --processes 2 --run-dir runs/two", seconds=300)
 
 # %% tags=["slide"]
-audit = run("paceline audit runs/two")
+audit = run("paceline audit runs/two", seconds=300)
 assert "Passed" in audit
 
 # %%
-alone = json.loads(run("paceline evaluate runs/two --json", quiet=True))
+alone = json.loads(run("paceline evaluate runs/two --json", quiet=True, seconds=300))
 together = json.loads(Path("runs/two/summary.json").read_text())["metrics"]
 print(f"top-1 accuracy, evaluated by two processes: {together['top1_accuracy']:.4f} %")
 print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f} %")

@@ -27,8 +27,8 @@
 # **You need** labs 1 and 2a: process, rank, world size, `torchrun`, all-reduce, `DistributedDataParallel` (DDP), and
 # that DDP averages gradients. Of PyTorch: modules, optimizers, `state_dict()`.
 #
-# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores. GPUs are used where there is
-# one for each process.
+# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they have
+# nothing else to do. GPUs are used where there is one for each process.
 #
 # **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, name
 # their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes
@@ -75,6 +75,7 @@ torch.set_num_threads(1)  # as in every process below, so that times can be comp
 
 import hashlib
 import os
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -132,6 +133,7 @@ def leave_group():
     """Leave the group of processes and end this one at once: gloo's threads can abort an interpreter that ends."""
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
     os._exit(0)
 
 
@@ -383,6 +385,7 @@ with exercise("2b.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     return batch[rank::world]
 
@@ -421,6 +424,7 @@ with exercise("2b.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def accuracy(per_rank: torch.Tensor) -> float:
     right, counted = per_rank.sum(dim=0).tolist()
     return 100 * right / counted
@@ -666,6 +670,7 @@ with exercise("2b.3"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     number, total, squares = per_rank.sum(dim=0)
     mean = total / number
@@ -890,6 +895,7 @@ with exercise("2b.4"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def save_checkpoint(state: dict, path: str, rank: int) -> None:
     if rank != 0:
         return
@@ -1044,6 +1050,7 @@ with exercise("2b.5"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 dropped_images = 1281167 - 1020 * 256
 dropped_share = 100 * dropped_images / 1281167
 
@@ -1228,6 +1235,7 @@ with exercise("2b.6"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def bytes_per_rank(parameters: int, world: int, *, sharded: bool) -> float:
     return 16 * parameters / (world if sharded else 1)
 
@@ -1540,7 +1548,7 @@ assert undisturbed.summary.weights_sha256 == resumed.summary.weights_sha256
 # The ledger, a list of the samples of every step, proves that each was used once per epoch, the kill included:
 
 # %%
-seen = run("paceline audit runs/killed")
+seen = run("paceline audit runs/killed", seconds=300)
 
 # %% [markdown] tags=["slide"]
 # ## What to remember

@@ -33,6 +33,9 @@ style: |
 ---
 """
 _LINES_OF_OUTPUT = 12
+# Lines of Markdown that end by themselves (headings, tables, HTML, fences, quotes, formulas); lines that begin a block.
+_WHOLE = re.compile(r"\s*(#|\||<|>|```|~~~|\$\$)")
+_BLOCK = re.compile(rf"{_WHOLE.pattern}|\s*([-*+]|\d+[.)])\s")
 _MARP = "marp"
 _PATIENCE_SECONDS = 180
 # Pictures of characters would be fetched from elsewhere; a line's end in the source is none on the slide.
@@ -54,12 +57,26 @@ def slides_of(notebook: Any, title: str) -> str:
         if "slide" not in tags_of(cell):
             continue
         if cell.cell_type == "markdown":
-            slides.append([cell.source.strip()])
+            slides.append([_without_wraps(cell.source.strip())])
         elif slides:
             slides[-1] += _outputs(cell)
     if not slides:
         raise LabError(f"no cell of '{title}' has the tag slide.")
     return _HEAD.format(title=json.dumps(title)) + "\n\n---\n\n".join("\n\n".join(slide) for slide in slides) + "\n"
+
+
+def _without_wraps(text: str) -> str:
+    """Markdown with each paragraph and list item in one line, since Marp by itself shows each line's end as a break."""
+    lines: list[str] = []
+    fenced = may_go_on = False
+    for line in text.splitlines():
+        if may_go_on and line.strip() and not _BLOCK.match(line):
+            lines[-1] += f" {line.strip()}"
+            continue
+        lines.append(line)
+        fenced ^= line.lstrip().startswith(("```", "~~~"))
+        may_go_on = not fenced and bool(line.strip()) and not _WHOLE.match(line)
+    return "\n".join(lines)
 
 
 def _outputs(cell: Any) -> Iterator[str]:
@@ -75,7 +92,7 @@ def _displayed(data: Any) -> Iterator[str]:
     if "image/png" in data:
         yield f"![](data:image/png;base64,{''.join(data['image/png'].split())})"
     elif "text/markdown" in data:
-        yield data["text/markdown"].strip()
+        yield _without_wraps(data["text/markdown"].strip())
     elif "text/plain" in data:
         yield _fenced(data["text/plain"])
 

@@ -47,6 +47,14 @@ def test_markdown_begins_a_slide_and_outputs_go_on_it() -> None:
     assert second == "\n# Two\n"
 
 
+def test_a_line_that_was_only_wrapped_is_one_line_on_a_slide() -> None:
+    text = "# One\nwords that\ngo *on*\n\n- an item\n  that too\n- another\n1. first\n\n"
+    source = f"{text}| a | b |\n|---|---|\n| 1 | 2 |\n\n```\nx = 1\ny = 2\n```\nend"
+    told = source.replace("that\ngo", "that go").replace("item\n  that", "item that")
+    assert told != source
+    assert slides_of(new_notebook(cells=[new_markdown_cell(source, metadata=ON)]), "X").endswith(f"\n{told}\n")
+
+
 def test_a_lab_without_slides_is_a_sentence() -> None:
     with pytest.raises(LabError, match="no cell of 'X' has the tag slide"):
         slides_of(new_notebook(cells=[new_markdown_cell("# X")]), "X")
