@@ -139,6 +139,7 @@ with exercise("5.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return samples[rank::world_size]
 
@@ -182,6 +183,7 @@ with exercise("5.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def loss_factor(global_batch: int, world_size: int) -> float:
     return world_size / global_batch
 
@@ -280,6 +282,7 @@ with exercise("5.3"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def learning_rate(step: int, base_lr: float, batch: int, warmup: int) -> float:
     return base_lr * batch / 32 * min(1.0, (step + 1) / warmup)
 
@@ -376,6 +379,7 @@ with exercise("5.4"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 whose = {"A": "not scaled", "B": "summed", "C": "right"}
 
 # %% [markdown]
@@ -415,6 +419,7 @@ with exercise("5.5"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 samples_counted = next(
     n for n in range(301, 400) if all(abs(a / 100 * n - round(a / 100 * n)) < 1e-6 for a in logged_accuracies)
 )
@@ -454,11 +459,14 @@ def steps_to_target(batch, base_lr, warmup, seeds=(0, 1, 2)):
     return max(found)
 
 
-# %% tags=["slide"]
+# %% tags=["setup"]
 batches, rates = (16, 32, 64, 128, 256), (0.05, 0.1, 0.2)
 table = {
     (batch, rate): steps_to_target(batch, rate, warmup=6) * step_seconds(batch) for batch in batches for rate in rates
 }
+best = min(table.values())
+
+# %% tags=["slide"]
 fig, ax = plt.subplots(figsize=(7, 3.4))
 for rate, marker in zip(rates, "os^", strict=True):
     seconds = [table[batch, rate] for batch in batches]  # an infinite one leaves a gap
@@ -468,7 +476,6 @@ ax.set(xlabel="global batch", ylabel="seconds", ylim=(0, None))
 ax.set_title(f"Time to {TARGET:g} %, the slowest of 3 seeds, 8 processes")
 ax.legend()
 plt.show()
-best = min(table.values())
 lost = [f"a batch of {batch} with {rate}" for (batch, rate), seconds in table.items() if seconds == float("inf")]
 text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived for: {'; '.join(lost) or 'none'}."
 display(Markdown(text))
@@ -495,6 +502,7 @@ with exercise("5.6"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 batch, base_lr = min(table, key=table.get)
 choice = {"batch": batch, "base_lr": base_lr, "warmup": 6}
 

@@ -39,6 +39,8 @@ def test_every_exercise_has_its_check_hint_and_answer(lab: Lab) -> None:
         assert [cells[at].cell_type for at in four] == ["code", "code", "markdown", "code"], exercise.name
         between = set(range(exercise.written, exercise.answer)) - set(four)
         assert all("setup" in tags_of(cells[at]) for at in between), f"{exercise.name}: other cells stand between"
+        # A folded cell shows its first line.
+        assert cells[exercise.answer].source.startswith(("# Answer\n", "%%writefile ")), exercise.name
         assert "<details>" in cells[exercise.hint].source, exercise.name
         assert "</details>" in cells[exercise.hint].source, exercise.name
         assert cells[exercise.answer].metadata.get("jupyter", {}).get("source_hidden"), f"{exercise.name}: not folded"

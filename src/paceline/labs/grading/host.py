@@ -7,6 +7,7 @@ itself, so that it has no threads when it forks.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.labs.grading.supervise import TOKEN, Limits, Supervisor, end_all
+from paceline.labs.grading.supervise import TOKEN, Limits, Supervisor, adopt_orphans, end_all, end_children
 from paceline.labs.grading.witness import Watch, Witness
 
 _POLL_SECONDS = 0.05
@@ -70,6 +72,7 @@ class Outcome:
 def main() -> None:
     """Serve launches until standard input ends."""
     _preload()
+    adopt_orphans()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         values = json.loads(line)
@@ -92,6 +95,7 @@ def run(launch: Launch) -> Outcome:
         return _wait(pids, launch.limits)
     finally:
         end_all(pids, os.environ[TOKEN])
+        end_children()
 
 
 def _wait(pids: list[int], limits: Limits) -> Outcome:
@@ -157,6 +161,11 @@ def _run_program(launch: Launch, witness: Witness) -> int:
     except BaseException as error:  # noqa: BLE001  # whatever a student's program raises is told
         traceback.print_exc()
         code, message = 1, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if message:
+        witness.note_end(code, message)  # what follows may never end
+    # As an interpreter ends: threads are waited for, then comes what was registered for the exit.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no other name for it
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no other name for it
     witness.note_end(code, message)
     return code & 0xFF
 

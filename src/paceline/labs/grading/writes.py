@@ -23,6 +23,14 @@ _LINKS = ("os.link", "os.symlink")
 _NOWHERE = ("/dev/", "/proc/self/")
 
 
+def is_new_content(args: tuple[Any, ...]) -> bool:
+    """Return whether the arguments of an audit event ``open`` say that what was in the file, if any, goes."""
+    path, mode, flags = args
+    if not isinstance(path, str | bytes | os.PathLike) or os.path.isdir(path):
+        return False
+    return any(letter in mode for letter in "wx") if isinstance(mode, str) else bool(flags & (os.O_TRUNC | os.O_EXCL))
+
+
 def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
     """Return the paths that an audit event (see :func:`sys.audit`) is about to change; most change none."""
     if event == "open":
