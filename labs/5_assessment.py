@@ -78,8 +78,8 @@ torch.set_num_threads(1)  # the network is tiny
 #    `save_file`. (A line of the log may then be there twice.)
 # 9. **In the end** the process group is destroyed and the exit code is 0, however unevenly the sizes divide.
 #
-# `skeleton.py` beside this notebook has the arguments and the functions with what each must do. Its names are yours
-# to change.
+# All of it is in one file. `skeleton.py` beside this notebook has the arguments and the functions with what each must
+# do. Its names are yours to change. (*Nats*: a loss in natural logarithms, as `F.cross_entropy` gives it.)
 
 # %% [markdown] tags=["slide"]
 # ## Numbers that divide into nothing
@@ -293,7 +293,7 @@ for batch in (32, 64, 128):
     ax.plot([learning_rate(step, 0.05, batch, 6) for step in range(15)], "o-", markersize=4, label=f"batch of {batch}")
 ax.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
 ax.set_title("Scaled with the batch, warmed up over 6 steps")
-ax.legend()
+ax.legend(loc="center right")
 plt.show()
 
 # %% [markdown]

@@ -95,11 +95,12 @@ def of_exercises(lab: Lab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @LABS
 def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
     of_exercises(lab)
     assert len(lab.exercises) >= 4
-    verdicts = check_lab(lab, written(lab, lab.notebook, tmp_path), seconds=280)
+    verdicts = check_lab(lab, written(lab, lab.notebook, tmp_path), seconds=900)
     assert [verdict.name for verdict in verdicts if verdict.is_done] == []
     for verdict in verdicts:
         # What a student reads first is not an error of Python.
@@ -107,9 +108,10 @@ def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @LABS
 def test_with_the_answers_put_in_every_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
     of_exercises(lab)
     answered = with_answers(lab.notebook, lab.exercises)
-    verdicts = check_lab(lab, written(lab, answered, tmp_path), seconds=280)
+    verdicts = check_lab(lab, written(lab, answered, tmp_path), seconds=900)
     assert [str(verdict) for verdict in verdicts if not verdict.is_done] == []

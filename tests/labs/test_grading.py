@@ -125,7 +125,19 @@ def test_too_many_processes_too_much_memory_and_too_large_files_end_it(host: Hos
     assert "OSError" in said[2]
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_the_system_may_end_what_is_endless_before_the_grader_looks(host: Host, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("while True:\n    pass\n")
+    told: list[str] = []
+    marks = grade(program, tell=told.append, limits=Limits(processor_seconds=0.5, look_seconds=1e6), host=host)
+    assert "with 1 process did not end: it used up the processor time" in reasons(marks)["ends"]
+    assert told == ["1 process, network plain"], "it would only be the same again"
+
+
+def test_a_file_that_is_not_there_or_a_notebook_is_told(tmp_path: Path) -> None:
+    (tmp_path / "lab.ipynb").write_text("{}")
+    with pytest.raises(PacelineError, match="is a notebook"):
+        grade(tmp_path / "lab.ipynb")
     with pytest.raises(PacelineError, match="There is no file"):
         grade(Path("nowhere.py"))
 

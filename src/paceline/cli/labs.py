@@ -199,7 +199,8 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
 def grade(file: Path, as_json: bool) -> int:
     """Mark FILE, a training program as the assessment asks for, by what it does with 1, 2 and 3 processes.
 
-    It runs in a scratch folder, within limits of time, memory and processes. Each lost point has its reason.
+    FILE is copied into a scratch folder, alone, so all of the program is in this one file. It runs within limits of
+    time, memory and processes. Each lost point has its reason.
 
     Exit code 0 when it passes, else 1.
 

@@ -108,6 +108,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 codes[pid] = os.waitstatus_to_exitcode(status)
+                ended_for = ended_for or ("processor time" if codes[pid] == -signal.SIGXCPU else "")
                 if codes[pid] < 0:
                     limits = Limits(**{**asdict(limits), "idle_seconds": 0.0})  # killed: no one will wait for it
                 elif codes[pid] > 0:
@@ -117,7 +118,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
         if objection:
             # After a failure, waiting for the one that failed is no hang.
             has_failed = any(codes.values())
-            ended_for = "" if has_failed and objection == "hang" else objection
+            ended_for = ended_for or ("" if has_failed and objection == "hang" else objection)
             for pid in left:
                 if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
@@ -128,6 +129,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
 
 def _be_rank(launch: Launch, rank: int, port: int) -> None:
     code = 97
+    leave = os._exit  # which the witness will watch
     try:
         os.setsid()
         os.chdir(launch.directory)
@@ -145,7 +147,7 @@ def _be_rank(launch: Launch, rank: int, port: int) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
 
 def _run_program(launch: Launch, witness: Witness) -> int:
@@ -178,6 +180,14 @@ def _environment(launch: Launch, rank: int, port: int) -> Mapping[str, str]:
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "HOME": launch.directory,
@@ -196,7 +206,7 @@ def _redirect() -> None:
 
 def _limit(limits: Limits) -> None:
     seconds = int(limits.processor_seconds) + 1
-    _lower(resource.RLIMIT_CPU, seconds)
+    _lower(resource.RLIMIT_CPU, seconds, seconds + 5)  # SIGXCPU, which says why; at the second, SIGKILL
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     statm = Path("/proc/self/statm")
@@ -205,10 +215,12 @@ def _limit(limits: Limits) -> None:
         _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes)
 
 
-def _lower(what: int, value: int) -> None:
+def _lower(what: int, value: int, last: int | None = None) -> None:
     _, hard = resource.getrlimit(what)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(what, (value, value))
+    soft, last = (
+        each if hard == resource.RLIM_INFINITY else min(each, hard) for each in (value, value if last is None else last)
+    )
+    resource.setrlimit(what, (soft, last))
 
 
 def _free_port() -> int:

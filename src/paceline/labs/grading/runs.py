@@ -203,7 +203,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 def _read_log(path: Path) -> tuple[Mapping[str, Any], ...]:
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ()
     return tuple(record for record in records if isinstance(record, dict))
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import safetensors.torch
@@ -84,6 +84,7 @@ class Witness:
         torch.save = self._saving(torch.save, 1)
         safetensors.torch.save_file = self._saving(safetensors.torch.save_file, 1)
         sys.addaudithook(self._audit)
+        os._exit = self._leaving(os._exit)  # as programs call it that have done with their threads
 
     def note(self, event: str, **values: Any) -> None:
         """Write down an event."""
@@ -100,6 +101,16 @@ class Witness:
             weights=None if network is None else self._vector(network.parameters()),
             unused=len(self.pending),
         )
+
+    def _leaving(self, leave: Callable[[int], NoReturn]) -> Any:
+        watched = os.getpid()
+
+        def noted(status: int) -> NoReturn:
+            if os.getpid() == watched:  # and not a process that it has forked
+                self.note_end(status)
+            leave(status)
+
+        return noted
 
     # -- networks and optimizers
 
