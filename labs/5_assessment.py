@@ -79,7 +79,8 @@ torch.set_num_threads(1)  # the network is tiny
 # 9. **In the end** the process group is destroyed and the exit code is 0, however unevenly the sizes divide.
 #
 # All of it is in one file. `skeleton.py` beside this notebook has the arguments and the functions with what each must
-# do. Its names are yours to change. (*Nats*: a loss in natural logarithms, as `F.cross_entropy` gives it.)
+# do. Its names and arguments are yours to change: rank and world size, which the exercises below pass to a function,
+# come from `dist` there. (*Nats*: a loss in natural logarithms, as `F.cross_entropy` gives it.)
 
 # %% [markdown] tags=["slide"]
 # ## Numbers that divide into nothing
@@ -126,7 +127,10 @@ with exercise("5.1"):
         for ranks in (1, 2, 3, 5):
             parts = [share_of(torch.arange(size), rank, ranks) for rank in range(ranks)]
             together = sorted(torch.cat(parts).tolist())
-            assert together == list(range(size)), f"{size} samples over {ranks} ranks came out as {together}"
+            absent, twice = len(set(range(size)) - set(together)), len(together) - len(set(together))
+            assert together == list(range(size)), (
+                f"of {size} samples over {ranks} ranks, {absent} are left out, {twice} repeated"
+            )
             longest, shortest = max(map(len, parts)), min(map(len, parts))
             assert longest - shortest <= 1, f"{size} samples over {ranks} ranks: shares of {longest} and {shortest}"
 
@@ -271,7 +275,10 @@ with exercise("5.3"):
     assert abs(full - 0.1) < 1e-9, f"0.05 suits a batch of 32, and a batch of 64 has {full:g}"
     rising = [learning_rate(step, 0.05, 64, 5) for step in range(7)]
     wanted = [0.02, 0.04, 0.06, 0.08, 0.1, 0.1, 0.1]
-    assert all(abs(a - b) < 1e-9 for a, b in zip(rising, wanted, strict=True)), f"a warm-up of 5 steps gave {rising}"
+    shown = [float(f"{rate:.4g}") for rate in rising]
+    assert all(abs(a - b) < 1e-9 for a, b in zip(rising, wanted, strict=True)), (
+        f"a warm-up of 5 steps gave {shown}, not {wanted}"
+    )
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
@@ -477,7 +484,7 @@ ax.set_title(f"Time to {TARGET:g} %, the slowest of 3 seeds, 8 processes")
 ax.legend()
 plt.show()
 lost = [f"a batch of {batch} with {rate}" for (batch, rate), seconds in table.items() if seconds == float("inf")]
-text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived for: {'; '.join(lost) or 'none'}."
+text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived (a gap) for: {'; '.join(lost) or 'none'}."
 display(Markdown(text))
 
 # %% [markdown]

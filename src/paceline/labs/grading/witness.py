@@ -136,7 +136,19 @@ class Witness:
                 statistics=self._vector(b for b in network.buffers() if b.is_floating_point()),
             )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return self._note_step(optimizer)
+
+        def noted() -> Any:
+            loss = closure()
+            self._note_step(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": noted}
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.steps == self.watch.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
         trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}

@@ -21,6 +21,7 @@ _PATHS = {
 # A link changes where its new name stands, not what it points to.
 _LINKS = ("os.link", "os.symlink")
 _NOWHERE = ("/dev/", "/proc/self/")
+_SHARED_MEMORY = "/dev/shm"  # which is named to be refused: what is there stays
 
 
 def is_new_content(args: tuple[Any, ...]) -> bool:
@@ -43,4 +44,9 @@ def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
         paths = list(args[: _PATHS.get(event, 0)])
     # A number is a file that is open already.
     names = [os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike)]
-    return [name for name in names if not name.startswith(_NOWHERE)]
+    return [name for name in names if not _is_nowhere(name)]
+
+
+def _is_nowhere(name: str) -> bool:
+    path = os.path.normpath(name)
+    return path.startswith(_NOWHERE) and not path.startswith(_SHARED_MEMORY)
