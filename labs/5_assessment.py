@@ -78,8 +78,9 @@ torch.set_num_threads(1)  # the network is tiny
 #    `save_file`. (A line of the log may then be there twice.)
 # 9. **In the end** the process group is destroyed and the exit code is 0, however unevenly the sizes divide.
 #
-# `skeleton.py` beside this notebook has the arguments and the functions with what each must do. Its names are yours
-# to change.
+# All of it is in one file. `skeleton.py` beside this notebook has the arguments and the functions with what each must
+# do. Its names and arguments are yours to change: rank and world size, which the exercises below pass to a function,
+# come from `dist` there. (*Nats*: a loss in natural logarithms, as `F.cross_entropy` gives it.)
 
 # %% [markdown] tags=["slide"]
 # ## Numbers that divide into nothing
@@ -126,7 +127,10 @@ with exercise("5.1"):
         for ranks in (1, 2, 3, 5):
             parts = [share_of(torch.arange(size), rank, ranks) for rank in range(ranks)]
             together = sorted(torch.cat(parts).tolist())
-            assert together == list(range(size)), f"{size} samples over {ranks} ranks came out as {together}"
+            absent, twice = len(set(range(size)) - set(together)), len(together) - len(set(together))
+            assert together == list(range(size)), (
+                f"of {size} samples over {ranks} ranks, {absent} are left out, {twice} repeated"
+            )
             longest, shortest = max(map(len, parts)), min(map(len, parts))
             assert longest - shortest <= 1, f"{size} samples over {ranks} ranks: shares of {longest} and {shortest}"
 
@@ -139,6 +143,7 @@ with exercise("5.1"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return samples[rank::world_size]
 
@@ -182,6 +187,7 @@ with exercise("5.2"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def loss_factor(global_batch: int, world_size: int) -> float:
     return world_size / global_batch
 
@@ -269,7 +275,10 @@ with exercise("5.3"):
     assert abs(full - 0.1) < 1e-9, f"0.05 suits a batch of 32, and a batch of 64 has {full:g}"
     rising = [learning_rate(step, 0.05, 64, 5) for step in range(7)]
     wanted = [0.02, 0.04, 0.06, 0.08, 0.1, 0.1, 0.1]
-    assert all(abs(a - b) < 1e-9 for a, b in zip(rising, wanted, strict=True)), f"a warm-up of 5 steps gave {rising}"
+    shown = [float(f"{rate:.4g}") for rate in rising]
+    assert all(abs(a - b) < 1e-9 for a, b in zip(rising, wanted, strict=True)), (
+        f"a warm-up of 5 steps gave {shown}, not {wanted}"
+    )
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
@@ -280,6 +289,7 @@ with exercise("5.3"):
 
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 def learning_rate(step: int, base_lr: float, batch: int, warmup: int) -> float:
     return base_lr * batch / 32 * min(1.0, (step + 1) / warmup)
 
@@ -290,7 +300,7 @@ for batch in (32, 64, 128):
     ax.plot([learning_rate(step, 0.05, batch, 6) for step in range(15)], "o-", markersize=4, label=f"batch of {batch}")
 ax.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
 ax.set_title("Scaled with the batch, warmed up over 6 steps")
-ax.legend()
+ax.legend(loc="center right")
 plt.show()
 
 # %% [markdown]
@@ -376,6 +386,7 @@ with exercise("5.4"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 whose = {"A": "not scaled", "B": "summed", "C": "right"}
 
 # %% [markdown]
@@ -415,6 +426,7 @@ with exercise("5.5"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 samples_counted = next(
     n for n in range(301, 400) if all(abs(a / 100 * n - round(a / 100 * n)) < 1e-6 for a in logged_accuracies)
 )
@@ -454,11 +466,14 @@ def steps_to_target(batch, base_lr, warmup, seeds=(0, 1, 2)):
     return max(found)
 
 
-# %% tags=["slide"]
+# %% tags=["setup"]
 batches, rates = (16, 32, 64, 128, 256), (0.05, 0.1, 0.2)
 table = {
     (batch, rate): steps_to_target(batch, rate, warmup=6) * step_seconds(batch) for batch in batches for rate in rates
 }
+best = min(table.values())
+
+# %% tags=["slide"]
 fig, ax = plt.subplots(figsize=(7, 3.4))
 for rate, marker in zip(rates, "os^", strict=True):
     seconds = [table[batch, rate] for batch in batches]  # an infinite one leaves a gap
@@ -468,9 +483,8 @@ ax.set(xlabel="global batch", ylabel="seconds", ylim=(0, None))
 ax.set_title(f"Time to {TARGET:g} %, the slowest of 3 seeds, 8 processes")
 ax.legend()
 plt.show()
-best = min(table.values())
 lost = [f"a batch of {batch} with {rate}" for (batch, rate), seconds in table.items() if seconds == float("inf")]
-text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived for: {'; '.join(lost) or 'none'}."
+text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived (a gap) for: {'; '.join(lost) or 'none'}."
 display(Markdown(text))
 
 # %% [markdown]
@@ -495,6 +509,7 @@ with exercise("5.6"):
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
+# Answer
 batch, base_lr = min(table, key=table.get)
 choice = {"batch": batch, "base_lr": base_lr, "warmup": 6}
 

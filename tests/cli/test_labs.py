@@ -45,7 +45,8 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Callable[..., Any], tm
     assert notebook.read_bytes() == before
     nothing = paceline_here("labs", "check", "1")
     assert nothing.code == 2
-    assert f"there is no {notebook.name} here" in nothing.err
+    assert f"there is no {notebook.name} here: name yours: `paceline labs check 1 mine/{notebook.name}`" in nothing.err
+    assert json.loads(paceline_here("labs", "list", "--json").out)[0]["started"]
     checked = paceline_here("labs", "check", "1", notebook)
     assert checked.code == 1
     assert checked.out.startswith("1.1  not yet: ")

@@ -39,6 +39,8 @@ def test_every_exercise_has_its_check_hint_and_answer(lab: Lab) -> None:
         assert [cells[at].cell_type for at in four] == ["code", "code", "markdown", "code"], exercise.name
         between = set(range(exercise.written, exercise.answer)) - set(four)
         assert all("setup" in tags_of(cells[at]) for at in between), f"{exercise.name}: other cells stand between"
+        # A folded cell shows its first line.
+        assert cells[exercise.answer].source.startswith(("# Answer\n", "%%writefile ")), exercise.name
         assert "<details>" in cells[exercise.hint].source, exercise.name
         assert "</details>" in cells[exercise.hint].source, exercise.name
         assert cells[exercise.answer].metadata.get("jupyter", {}).get("source_hidden"), f"{exercise.name}: not folded"
@@ -93,11 +95,12 @@ def of_exercises(lab: Lab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @LABS
 def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
     of_exercises(lab)
     assert len(lab.exercises) >= 4
-    verdicts = check_lab(lab, written(lab, lab.notebook, tmp_path), seconds=280)
+    verdicts = check_lab(lab, written(lab, lab.notebook, tmp_path), seconds=900)
     assert [verdict.name for verdict in verdicts if verdict.is_done] == []
     for verdict in verdicts:
         # What a student reads first is not an error of Python.
@@ -105,9 +108,10 @@ def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @LABS
 def test_with_the_answers_put_in_every_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
     of_exercises(lab)
     answered = with_answers(lab.notebook, lab.exercises)
-    verdicts = check_lab(lab, written(lab, answered, tmp_path), seconds=280)
+    verdicts = check_lab(lab, written(lab, answered, tmp_path), seconds=900)
     assert [str(verdict) for verdict in verdicts if not verdict.is_done] == []

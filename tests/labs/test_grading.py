@@ -6,19 +6,18 @@ A wrong answer is a small change of the reference, kept as a row of a table in `
 from __future__ import annotations
 
 import json
-import os
 import tomllib
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.errors import PacelineError
 from paceline.labs.grading import Marks, grade
 from paceline.labs.grading.grade import Host, hosting
-from paceline.labs.grading.supervise import TOKEN, Limits
+from paceline.labs.grading.supervise import Limits
 
 ASSESSMENT = Path(__file__).parents[2] / "labs" / "assessment"
 TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
@@ -99,16 +98,16 @@ def test_the_skeleton_runs_and_earns_next_to_nothing(host: Host) -> None:
     assert "without a step of an optimizer" in reasons(marks)["ends"]
 
 
-@pytest.mark.parametrize("detaches", [False, True], ids=["child", "daemon"])
-def test_nothing_that_it_started_is_left(detaches: bool, host: Host, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
+@pytest.mark.parametrize("how", ["start_new_session=False", "start_new_session=True", "start_new_session=True, env={}"])
+def test_nothing_that_it_started_is_left(how: str, host: Host, tmp_path: Path) -> None:
+    program, mark = tmp_path / "train.py", f"sleep(600)  # {uuid.uuid4().hex}"
     program.write_text(
-        "import os, subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session={detaches})\n"
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.{mark}'], {how})\n"
     )
     marks = grade(program, limits=LIMITS, host=host)
     assert marks.points <= 1
-    assert [pid for pid in carriers() if b"time.sleep(600)" in command_line(pid)] == []
+    lines = [entry / "cmdline" for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    assert [path for path in lines if mark.encode() in content(path)] == []
 
 
 def test_too_many_processes_too_much_memory_and_too_large_files_end_it(host: Host, tmp_path: Path) -> None:
@@ -126,7 +125,19 @@ def test_too_many_processes_too_much_memory_and_too_large_files_end_it(host: Hos
     assert "OSError" in said[2]
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_the_system_may_end_what_is_endless_before_the_grader_looks(host: Host, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("while True:\n    pass\n")
+    told: list[str] = []
+    marks = grade(program, tell=told.append, limits=Limits(processor_seconds=0.5, look_seconds=1e6), host=host)
+    assert "with 1 process did not end: it used up the processor time" in reasons(marks)["ends"]
+    assert told == ["1 process, network plain"], "it would only be the same again"
+
+
+def test_a_file_that_is_not_there_or_a_notebook_is_told(tmp_path: Path) -> None:
+    (tmp_path / "lab.ipynb").write_text("{}")
+    with pytest.raises(PacelineError, match="is a notebook"):
+        grade(tmp_path / "lab.ipynb")
     with pytest.raises(PacelineError, match="There is no file"):
         grade(Path("nowhere.py"))
 
@@ -135,19 +146,8 @@ def reasons(marks: Marks) -> dict[str, str]:
     return {one.name: one.reason for one in marks.lost}
 
 
-def carriers() -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{TOKEN}=".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def command_line(pid: int) -> Any:
+def content(path: Path) -> bytes:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+        return path.read_bytes()
+    except OSError:  # it has ended meanwhile
         return b""

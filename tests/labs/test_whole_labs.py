@@ -16,8 +16,8 @@ from paceline.labs.course import Lab, all_labs
 from paceline.labs.execution import Executed, execute
 from paceline.labs.slides import slides_of, to_html
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(700)]
-_SECONDS = 600
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1900)]
+_SECONDS = 1800  # a busy machine can be five times slower than a quiet one
 
 
 @pytest.fixture(scope="module", params=all_labs(), ids=lambda lab: lab.number)

@@ -31,6 +31,11 @@ def command() -> None:
     """
 
 
+def _started(file_name: str) -> list[Path]:
+    """Where a notebook is: here, or in a folder that is here."""
+    return [path for path in (Path(file_name), *sorted(Path().glob(f"*/{file_name}"))) if path.exists()]
+
+
 @command.command("list", short_help="What the labs are about, and how long each takes.")
 @json_option
 def list_labs(as_json: bool) -> None:
@@ -44,7 +49,7 @@ def list_labs(as_json: bool) -> None:
             "minutes": lab.minutes,
             "exercises": [exercise.name for exercise in lab.exercises],
             "slides": lab.slides,
-            "started": Path(lab.file_name).exists(),
+            "started": bool(_started(lab.file_name)),
         }
         for lab in all_labs()
     ]
@@ -123,10 +128,10 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
     if file is None:
         file = Path(lab.file_name)
         if not file.exists():
-            raise LabError(
-                f"there is no {file} here: `paceline labs start {lab.number}` writes it; or name yours: "
-                f"`paceline labs check {lab.number} FILE`."
-            )
+            found = _started(lab.file_name)
+            yours = f"name yours: `paceline labs check {lab.number} {found[0] if found else 'FILE'}`"
+            writes = "" if found else f"`paceline labs start {lab.number}` writes it; or "
+            raise LabError(f"there is no {file} here: {writes}{yours}.")
     verdicts = check_lab(lab, file, seconds=seconds)
     done = sum(verdict.is_done for verdict in verdicts)
     if as_json:
@@ -194,7 +199,8 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
 def grade(file: Path, as_json: bool) -> int:
     """Mark FILE, a training program as the assessment asks for, by what it does with 1, 2 and 3 processes.
 
-    It runs in a scratch folder, within limits of time, memory and processes. Each lost point has its reason.
+    FILE is copied into a scratch folder, alone, so all of the program is in this one file. It runs within limits of
+    time, memory and processes. Each lost point has its reason.
 
     Exit code 0 when it passes, else 1.
 
@@ -213,8 +219,11 @@ def grade(file: Path, as_json: bool) -> int:
         return 0 if marks.passed else 1
     rows = [(one.title, f"{one.points:g}", f"{one.most:g}") for one in marks.criteria]
     print_table(("criterion", "points", "of"), [*rows, ("all", f"{marks.points:g}", f"{marks.most:g}")], indent="")
+    said: dict[str, list[str]] = {}  # what is said of several is said once
     for one in marks.criteria:
         for text in filter(None, (one.reason, one.note)):
-            click.echo(f"\n{one.title}: {text}")
+            said.setdefault(text, []).append(one.title)
+    for text, titles in said.items():
+        click.echo(f"\n{'; '.join(titles)}: {text}")
     click.echo("\nPassed." if marks.passed else "\nNot passed.")
     return 0 if marks.passed else 1

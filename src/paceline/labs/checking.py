@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ def _verdicts(
 ) -> list[Verdict]:
     if not notes:
         last = ended.complaints.splitlines()[-1] if ended.complaints else f"exit code {ended.code}"
-        raise LabError(f"the checks of lab {lab.number} cannot be started ({last}).")
+        install = ": pip install 'paceline[labs]'" if last.startswith("ModuleNotFoundError") else ""
+        raise LabError(f"the checks of lab {lab.number} cannot be started ({last}){install}.")
     for position, note in notes.items():
         if note.get("error") and plan[position]["kind"] == "setup":
             raise LabError(f"the set-up of lab {lab.number} does not run here: {note['error']}.")
@@ -144,13 +145,20 @@ def _verdict(
         note = notes.get(position, {})
         said = [Verdict(**verdict) for verdict in note.get("verdicts", ()) if verdict["name"] == name]
         if said:
-            return said[-1]
+            return replace(said[-1], missing=_explained(said[-1].missing))
         if note.get("error"):
-            return Verdict(name, is_done=False, missing=note["error"])
+            return Verdict(name, is_done=False, missing=_explained(note["error"]))
     if stuck is not None and stuck["exercise"] == name:
         return Verdict(name, is_done=False, missing=f"it {why}")
     before = f"{stuck['exercise']} {why}" if stuck is not None else "its check says nothing"
     return Verdict(name, is_done=False, missing=f"not looked at, because {before}")
+
+
+def _explained(missing: str) -> str:
+    """Say what a name that is not there may come from: cells that are not run here."""
+    if "NameError: " not in missing:
+        return missing
+    return f"{missing} (here only set-up cells and the exercise's own are run: import and define in them what you need)"
 
 
 def _why(ended: Ended, seconds: float) -> str:

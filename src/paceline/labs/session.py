@@ -54,6 +54,8 @@ def _run(shell: Any, source: str) -> str:
         return ""
     if isinstance(error, NotImplementedError):
         return "nothing is written here yet"
+    if isinstance(error, SyntaxError):  # its text ends in the name of a file that IPython has made up
+        return f"{type(error).__name__}: {error.msg}, line {error.lineno} of the cell"
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

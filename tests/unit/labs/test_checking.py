@@ -62,13 +62,13 @@ def test_only_set_up_exercises_and_checks_are_run(lab: Lab, student: Student) ->
     [
         ("def add(values):\n    return 7", r"the sum of \[1, 2, 3\] is not 7"),
         ("def add(values):\n    return values[9]", "IndexError: list index out of range"),
-        ("def add(values):\nreturn 3", "IndentationError: expected an indented block.*"),
-        ("def plus(values):\n    return 3", "NameError: name 'add' is not defined"),
+        ("def add(values):\nreturn 3", "IndentationError: expected an indented block.*, line 2 of the cell"),
+        ("def plus(values):\n    return 3", r"NameError: name 'add' is not defined \(here only .*\)"),
         ("add = ...", "TypeError: 'ellipsis' object is not callable"),
         ("raise NotImplementedError", "nothing is written here yet"),
         ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("input('a number: ')", "(StdinNotImplementedError|EOFError).*"),
-        ("", "NameError: name 'add' is not defined"),
+        ("", r"NameError: name 'add' is not defined \(here only .*\)"),
         ("%%no_such_magic\n1", ".+"),
     ],
 )

@@ -9,6 +9,10 @@ from typing import Any
 from paceline.labs.grading.runs import Run
 
 
+class UnseenError(Exception):
+    """What a criterion looks at is not there; the message says why, as it goes on after a colon."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one criterion found.

@@ -149,10 +149,12 @@ def grade(
         Marks, of 100 points.
 
     Raises:
-        PacelineError: If there is no such file.
+        PacelineError: If there is no such file, or it is a notebook.
     """
     if not path.is_file():
         raise PacelineError(f"There is no file {path}; give the Python file of your training program.")
+    if path.suffix == ".ipynb":
+        raise PacelineError(f"{path} is a notebook; give a Python file, as torchrun runs it.")
     begin, processor = time.monotonic(), _processor_seconds()
     with tempfile.TemporaryDirectory(prefix="paceline-grading-", ignore_cleanup_errors=True) as scratch:
         if host is None:

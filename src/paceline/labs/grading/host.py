@@ -7,6 +7,7 @@ itself, so that it has no threads when it forks.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.labs.grading.supervise import TOKEN, Limits, Supervisor, end_all
+from paceline.labs.grading.supervise import TOKEN, Limits, Supervisor, adopt_orphans, end_all, end_children
 from paceline.labs.grading.witness import Watch, Witness
 
 _POLL_SECONDS = 0.05
@@ -70,6 +72,7 @@ class Outcome:
 def main() -> None:
     """Serve launches until standard input ends."""
     _preload()
+    adopt_orphans()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         values = json.loads(line)
@@ -92,6 +95,7 @@ def run(launch: Launch) -> Outcome:
         return _wait(pids, launch.limits)
     finally:
         end_all(pids, os.environ[TOKEN])
+        end_children()
 
 
 def _wait(pids: list[int], limits: Limits) -> Outcome:
@@ -104,6 +108,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 codes[pid] = os.waitstatus_to_exitcode(status)
+                ended_for = ended_for or ("processor time" if codes[pid] == -signal.SIGXCPU else "")
                 if codes[pid] < 0:
                     limits = Limits(**{**asdict(limits), "idle_seconds": 0.0})  # killed: no one will wait for it
                 elif codes[pid] > 0:
@@ -113,7 +118,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
         if objection:
             # After a failure, waiting for the one that failed is no hang.
             has_failed = any(codes.values())
-            ended_for = "" if has_failed and objection == "hang" else objection
+            ended_for = ended_for or ("" if has_failed and objection == "hang" else objection)
             for pid in left:
                 if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
@@ -124,6 +129,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
 
 def _be_rank(launch: Launch, rank: int, port: int) -> None:
     code = 97
+    leave = os._exit  # which the witness will watch
     try:
         os.setsid()
         os.chdir(launch.directory)
@@ -141,7 +147,7 @@ def _be_rank(launch: Launch, rank: int, port: int) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
 
 def _run_program(launch: Launch, witness: Witness) -> int:
@@ -157,6 +163,11 @@ def _run_program(launch: Launch, witness: Witness) -> int:
     except BaseException as error:  # noqa: BLE001  # whatever a student's program raises is told
         traceback.print_exc()
         code, message = 1, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if message:
+        witness.note_end(code, message)  # what follows may never end
+    # As an interpreter ends: threads are waited for, then comes what was registered for the exit.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no other name for it
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no other name for it
     witness.note_end(code, message)
     return code & 0xFF
 
@@ -169,6 +180,14 @@ def _environment(launch: Launch, rank: int, port: int) -> Mapping[str, str]:
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "HOME": launch.directory,
@@ -187,7 +206,7 @@ def _redirect() -> None:
 
 def _limit(limits: Limits) -> None:
     seconds = int(limits.processor_seconds) + 1
-    _lower(resource.RLIMIT_CPU, seconds)
+    _lower(resource.RLIMIT_CPU, seconds, seconds + 5)  # SIGXCPU, which says why; at the second, SIGKILL
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     statm = Path("/proc/self/statm")
@@ -196,10 +215,12 @@ def _limit(limits: Limits) -> None:
         _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes)
 
 
-def _lower(what: int, value: int) -> None:
+def _lower(what: int, value: int, last: int | None = None) -> None:
     _, hard = resource.getrlimit(what)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(what, (value, value))
+    soft, last = (
+        each if hard == resource.RLIM_INFINITY else min(each, hard) for each in (value, value if last is None else last)
+    )
+    resource.setrlimit(what, (soft, last))
 
 
 def _free_port() -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
+
 import numpy as np
 
 from paceline.labs.grading.findings import Finding, Runs, listing, with_processes
-from paceline.labs.grading.runs import Run, Vector
+from paceline.labs.grading.runs import End, Run, Vector
 
 _WHY = {
     "hang": "hung: for seconds no rank did anything, each waiting for another",
@@ -15,6 +18,7 @@ _WHY = {
 }
 # In what gloo says.
 _LOST_CONTACT = ("closed by peer", "reset by peer", "Broken pipe", "gloo")
+_OF_FILES = ("FileNotFoundError", "FileExistsError", "OSError", "RuntimeError", "SafetensorError")
 _RESULT = 1e-5
 
 
@@ -32,7 +36,8 @@ def ends(runs: Runs) -> Finding:
         killed = [rank for rank, member in enumerate(run.ranks) if member.end is None]
         if killed:
             return Finding(
-                f"The run {with_processes(run)} broke off on ranks {listing(killed)}: {run.last_words.rstrip('.')}."
+                f"The run {with_processes(run)} broke off on ranks {listing(killed)}{_by_signal(run, killed)}: "
+                f"{run.last_words.rstrip('.') or 'it said nothing'}."
             )
         counts = [len(member.steps) for member in run.ranks]
         if not all(counts):
@@ -59,14 +64,17 @@ def clean_exit(runs: Runs) -> Finding:
 def one_writer(runs: Runs) -> Finding:
     """Does one rank alone write to the output directory?"""
 
-    def check(run: Run) -> Finding:
-        writers = {rank: member.written for rank, member in enumerate(run.ranks) if member.written}
-        if len(writers) > 1:
-            files = sorted({name for names in writers.values() for name in names})
+    for name in ("two", "three"):  # also where that is what made the program fail
+        tried = runs.get(name)
+        writers = _writers(tried) if tried is not None else {}
+        if tried is not None and len(writers) > 1:
+            files = sorted({file for files in writers.values() for file in files})
             return Finding(
-                f"{with_processes(run).capitalize()}, ranks {listing(list(writers))} wrote: {listing(files)}."
+                f"{with_processes(tried).capitalize()}, ranks {listing(list(writers))} wrote: {listing(files)}."
             )
-        if not writers:
+
+    def check(run: Run) -> Finding:
+        if not _writers(run):
             return Finding(f"{with_processes(run).capitalize()}, no rank wrote anything to the output directory.")
         return Finding()
 
@@ -102,9 +110,10 @@ def resume(runs: Runs) -> Finding:
             if not _is_same(again.weights, before.weights):
                 return Finding(
                     f"After a kill, weights are others from step {first + later} on, though samples are the same: "
-                    "something that the optimizer needs was not in the checkpoint."
+                    "something that the optimizer needs was not in the checkpoint, or not the same on all ranks."
                 )
-    return Finding(seen={"steps compared": min(resumed.steps, whole.steps - first)})
+    reason = _another_end(whole, runs.complete("again").get("again"))
+    return Finding(reason, seen={"steps compared": min(resumed.steps, whole.steps - first)})
 
 
 def atomic(runs: Runs) -> Finding:
@@ -118,7 +127,10 @@ def atomic(runs: Runs) -> Finding:
         return Finding("After it was started again, no checkpoint was seen to be written with torch.save or save_file.")
     if again is None or not again.steps:
         words = again.last_words if again is not None else ""
-        return Finding(f"Killed while it wrote a checkpoint, it could not start again: {words or 'it said nothing'}.")
+        return Finding(
+            f"Killed while it wrote a checkpoint, which was left half written, it could not start again: "
+            f"{(words or 'it said nothing').rstrip('.')}. Write beside it and rename."
+        )
     if not _is_same(again.ranks[0].steps[0].weights, resumed.ranks[0].steps[0].weights):
         return Finding("Killed while it wrote a checkpoint, it did not start again from the one before.")
     return Finding()
@@ -135,10 +147,43 @@ def _failure(run: Run) -> str:
     messages = {rank: member.end.message for rank, member in enumerate(run.ranks) if member.end and member.end.message}
     telling = {rank: text for rank, text in messages.items() if not any(word in text for word in _LOST_CONTACT)}
     for rank, text in telling.items():
-        return f"failed on rank {rank} with {text.rstrip(': .')}"
+        writers = _writers(run)
+        # Files that are gone, or not whole, because another rank has written, renamed or removed them meanwhile.
+        together = text.startswith(_OF_FILES) and rank in writers and len(writers) > 1
+        why = f"; ranks {listing(list(writers))} write the same files" if together else ""
+        return f"failed on rank {rank} with {text.rstrip(': .')}{why}"
     return (
         "failed: ranks lost one another, for they did not make the same exchanges in the same order" if messages else ""
     )
+
+
+def _another_end(whole: Run, again: Run | None) -> str:
+    """Say how the run that was started last ended otherwise than the one that was never killed."""
+    first = whole.epoch_steps(1).start
+    wanted = whole.steps - first
+    if again is None or not _is_same(again.ranks[0].steps[0].weights, whole.ranks[0].steps[first].weights):
+        return ""  # which is for `atomic` to tell
+    if again.steps != wanted:
+        return f"Started again after a kill, it made {again.steps} more steps; {wanted} were left."
+    ends = [run.ranks[0].end for run in (whole, again)]
+    if any(not _is_same(first, second) for first, second in zip(*map(_weights, ends), strict=True)):
+        return "Started again after a kill, it did not end with the weights that it has without one."
+    epochs = {record.get("epoch") for record in again.log}
+    missing = [epoch for epoch in range(again.epochs) if epoch not in epochs]
+    return f"After a kill, the log has no line for epoch {listing(missing)}." if missing else ""
+
+
+def _weights(end: End | None) -> list[Vector]:
+    return [] if end is None or end.weights is None else [end.weights]
+
+
+def _writers(run: Run) -> dict[int, tuple[str, ...]]:
+    return {rank: member.written for rank, member in enumerate(run.ranks) if member.written}
+
+
+def _by_signal(run: Run, ranks: Sequence[int]) -> str:
+    codes = [run.exit_codes[rank] for rank in ranks if rank < len(run.exit_codes)]
+    return f" with {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else ""
 
 
 def _is_same(first: Vector, second: Vector) -> bool:

@@ -41,7 +41,16 @@ def scaled(runs: Runs, schedule: Schedule) -> Finding:
     def check(run: Run) -> Finding:
         expected = schedule.peak(run.batch)
         found = _peak(run, schedule)
-        if abs(found - expected) > _RELATIVE * expected:
+        for step in range(min(schedule.warmup + 1, run.steps - 1), run.steps):
+            for rank, member in enumerate(run.ranks):
+                later = member.steps[step].learning_rate
+                if abs(found - expected) <= _RELATIVE * expected < abs(later - expected):
+                    return Finding(
+                        f"At step {step} {with_processes(run)} the learning rate of rank {rank} is {later:.4g}; "
+                        f"after the warm-up it stays {expected:.4g}.",
+                        seen={"learning rate": later, "expected": expected},
+                    )
+        if not abs(found - expected) <= _RELATIVE * expected:
             return Finding(
                 f"After the warm-up {with_processes(run)} the learning rate is {found:.4g}; for a global batch of "
                 f"{run.batch} it is {schedule.base_lr:g} x {run.batch} / {BASE_BATCH} = {expected:.4g}.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from paceline.labs.grading.expected import flat_state, mean_loss_and_gradient, step_shares
@@ -12,6 +14,9 @@ from paceline.labs.grading.runs import Run, Vector
 _SAME = 1e-6
 _RESULT = 1e-5
 _GRADIENT = 1e-3  # relative, of the norm
+_MOMENTUM = 0.9
+_ROUNDING = 2e-7  # relative, of float32 weights that are added to
+_STEP = 2e-4  # relative, of the norm; float32 itself is a tenth of it
 
 
 def initial(runs: Runs) -> Finding:
@@ -24,6 +29,11 @@ def initial(runs: Runs) -> Finding:
 def gradient(runs: Runs) -> Finding:
     """Is each step made with the gradient of the mean loss over the global batch?"""
     return runs.on_several(_gradient)
+
+
+def optimizer(runs: Runs) -> Finding:
+    """Does each step change weights as SGD with momentum 0.9 does, given its gradients and its learning rate?"""
+    return runs.on_several(_optimizer)
 
 
 def same_weights(runs: Runs) -> Finding:
@@ -92,6 +102,22 @@ def _gradient(run: Run) -> Finding:
                 return Finding(f"Gradients at step {step} {with_processes(run)} {complaint}{_where(run, step, found)}.")
             worst = max(worst, float(np.linalg.norm(vector - expected)) / (float(np.linalg.norm(expected)) + 1e-12))
     return Finding(seen={"largest relative difference": worst})
+
+
+def _optimizer(run: Run) -> Finding:
+    steps = run.ranks[0].steps
+    velocity = np.zeros(len(steps[0].weights))
+    for number, (step, after) in enumerate(pairwise(steps)):
+        velocity = _MOMENTUM * velocity + step.gradients
+        expected, found = -step.learning_rate * velocity, after.weights.astype(np.float64) - step.weights
+        apart, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected)) + 1e-12
+        if not apart <= _STEP * size + _ROUNDING * float(np.linalg.norm(step.weights)):
+            return Finding(
+                f"Step {number} {with_processes(run)}, of {step.optimizer or 'the optimizer'}, changed weights "
+                f"otherwise than SGD with momentum {_MOMENTUM} would: the change is another by {apart / size:.2%}.",
+                seen={"relative difference": apart / size},
+            )
+    return Finding()
 
 
 def _where(run: Run, step: int, found: list[Vector]) -> str:

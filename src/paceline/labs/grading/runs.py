@@ -27,6 +27,7 @@ class Step:
         weights: All weights before the step, flat.
         gradients: All gradients, flat.
         seconds: When, on a clock that all ranks share.
+        optimizer: Its name and settings, as one would write them.
     """
 
     samples: tuple[int, ...]
@@ -34,6 +35,7 @@ class Step:
     weights: Vector
     gradients: Vector
     seconds: float = 0.0
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,14 @@ def _read_rank(folder: Path, rank: int) -> Rank:
         return [event for event in events if event["event"] == kind]
 
     steps = [
-        Step(tuple(e["samples"]), e["learning_rate"], vector(e["weights"]), vector(e["gradients"]), e["seconds"])
+        Step(
+            samples=tuple(e["samples"]),
+            learning_rate=e["learning_rate"],
+            weights=vector(e["weights"]),
+            gradients=vector(e["gradients"]),
+            seconds=e["seconds"],
+            optimizer=e["optimizer"],
+        )
         for e in of("step")
     ]
     validations = [
@@ -194,7 +203,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 def _read_log(path: Path) -> tuple[Mapping[str, Any], ...]:
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ()
     return tuple(record for record in records if isinstance(record, dict))
 

@@ -10,6 +10,7 @@ their place. Both are written at once, since a run may be killed at any moment.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import safetensors.torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.labs import assignment
-from paceline.labs.grading.writes import written_paths
+from paceline.labs.grading.writes import is_new_content, written_paths
 
 UNKNOWN = -1  # a row that is in neither set; sample v of the validation set is -2 - v
 
@@ -62,7 +63,9 @@ class Witness:
     pending: list[int] = field(default_factory=list)
     steps: int = 0
     networks: list[nn.Module] = field(default_factory=list)
+    trained: nn.Module | None = None
     _place: int = 0
+    _unwritten: bytes = b""  # saved to memory so far, where a file is to be torn
 
     def __post_init__(self) -> None:
         stem = Path(self.watch.folder, f"rank-{self.rank}")
@@ -71,6 +74,9 @@ class Witness:
         self._vectors = os.open(stem.with_suffix(".bin"), flags)
         self._samples = _samples_by_content()
 
+    def __deepcopy__(self, _: Any) -> Witness:
+        return self  # a network that is copied keeps its hooks, and there is one witness
+
     def install(self) -> None:
         """Begin to watch this process; there is no way back."""
         assignment.OBSERVERS.append(self._watch_network)
@@ -78,6 +84,7 @@ class Witness:
         torch.save = self._saving(torch.save, 1)
         safetensors.torch.save_file = self._saving(safetensors.torch.save_file, 1)
         sys.addaudithook(self._audit)
+        os._exit = self._leaving(os._exit)  # as programs call it that have done with their threads
 
     def note(self, event: str, **values: Any) -> None:
         """Write down an event."""
@@ -85,7 +92,7 @@ class Witness:
 
     def note_end(self, code: int, message: str = "") -> None:
         """Write down how the program ended, and what its ranks hold then."""
-        network = self.networks[-1] if self.networks else None
+        network = self.trained or (self.networks[-1] if self.networks else None)
         self.note(
             "end",
             code=code,
@@ -94,6 +101,16 @@ class Witness:
             weights=None if network is None else self._vector(network.parameters()),
             unused=len(self.pending),
         )
+
+    def _leaving(self, leave: Callable[[int], NoReturn]) -> Any:
+        watched = os.getpid()
+
+        def noted(status: int) -> NoReturn:
+            if os.getpid() == watched:  # and not a process that it has forked
+                self.note_end(status)
+            leave(status)
+
+        return noted
 
     # -- networks and optimizers
 
@@ -119,7 +136,19 @@ class Witness:
                 statistics=self._vector(b for b in network.buffers() if b.is_floating_point()),
             )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return self._note_step(optimizer)
+
+        def noted() -> Any:
+            loss = closure()
+            self._note_step(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": noted}
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.steps == self.watch.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
         trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
@@ -131,10 +160,12 @@ class Witness:
                     "step",
                     samples=self.pending,
                     learning_rate=float(optimizer.param_groups[0]["lr"]),
+                    optimizer=_describe(optimizer),
                     weights=self._vector(weights),
                     gradients=self._vector(gradients),
                     seconds=time.monotonic(),
                 )
+                self.trained = network
                 self.steps += 1
                 self.pending = []
                 return
@@ -157,15 +188,27 @@ class Witness:
                 if self.watch.tear and self.steps:
                     os.truncate(target, os.path.getsize(target) // 2)
                     os.kill(os.getpid(), signal.SIGKILL)
-            elif self.watch.tear and self.steps and target is not None and hasattr(target, "fileno"):
-                target.flush()
-                os.ftruncate(target.fileno(), os.fstat(target.fileno()).st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.watch.tear and self.steps and target is not None:
+                self._tear(target)
             return result
 
         return watched
 
+    def _tear(self, file: Any) -> None:
+        try:
+            file.flush()
+            descriptor = file.fileno()
+        except (AttributeError, OSError):  # in memory: the file that it goes into is torn as it is opened
+            self._unwritten = file.getvalue() if isinstance(file, io.BytesIO) else b""
+            return
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._unwritten and event == "open" and is_new_content(args) and _is_inside(args[0], self.watch.output):
+            content, self._unwritten = self._unwritten, b""
+            Path(os.fsdecode(args[0])).write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
         for path in written_paths(event, args):
             if not _is_inside(path, self.watch.scratch):
                 self.note("refused", path=os.path.abspath(path))
@@ -176,6 +219,13 @@ class Witness:
     def _note_written(self, path: str) -> None:
         if _is_inside(path, self.watch.output):
             self.note("wrote", path=os.path.relpath(os.path.realpath(path), os.path.realpath(self.watch.output)))
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    told = [f"{name}={group[name]}" for name in ("momentum", "dampening", "weight_decay", "betas") if group.get(name)]
+    told += [name for name in ("nesterov", "maximize") if group.get(name)]
+    return f"{type(optimizer).__name__}({', '.join(told)})"
 
 
 def _samples_by_content() -> dict[bytes, int]:

@@ -21,6 +21,15 @@ _PATHS = {
 # A link changes where its new name stands, not what it points to.
 _LINKS = ("os.link", "os.symlink")
 _NOWHERE = ("/dev/", "/proc/self/")
+_SHARED_MEMORY = "/dev/shm"  # which is named to be refused: what is there stays
+
+
+def is_new_content(args: tuple[Any, ...]) -> bool:
+    """Return whether the arguments of an audit event ``open`` say that what was in the file, if any, goes."""
+    path, mode, flags = args
+    if not isinstance(path, str | bytes | os.PathLike) or os.path.isdir(path):
+        return False
+    return any(letter in mode for letter in "wx") if isinstance(mode, str) else bool(flags & (os.O_TRUNC | os.O_EXCL))
 
 
 def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
@@ -35,4 +44,9 @@ def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
         paths = list(args[: _PATHS.get(event, 0)])
     # A number is a file that is open already.
     names = [os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike)]
-    return [name for name in names if not name.startswith(_NOWHERE)]
+    return [name for name in names if not _is_nowhere(name)]
+
+
+def _is_nowhere(name: str) -> bool:
+    path = os.path.normpath(name)
+    return path.startswith(_NOWHERE) and not path.startswith(_SHARED_MEMORY)

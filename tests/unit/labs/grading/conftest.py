@@ -27,6 +27,7 @@ def right_run(processes: int) -> Run:
     steps: list[list[Step]] = [[] for _ in range(processes)]
     validations: list[list[Validation]] = [[] for _ in range(processes)]
     log = []
+    velocity = np.zeros(len(weights), np.float32)
     for epoch in range(EPOCHS):
         order = np.random.default_rng(1 + epoch).permutation(TRAINING_SAMPLES).tolist()
         total = 0.0
@@ -38,7 +39,8 @@ def right_run(processes: int) -> Run:
             for rank in range(processes):
                 step = Step(tuple(batch[rank::processes]), rate, weights, gradient, seconds=0.01 * done)
                 steps[rank].append(step)
-            weights = (weights - rate * gradient).astype(np.float32)
+            velocity = 0.9 * velocity + gradient
+            weights = (weights - rate * velocity).astype(np.float32)
             total += loss * len(batch)
         for rank in range(processes):
             share = tuple(range(VALIDATION_SAMPLES))[rank::processes]

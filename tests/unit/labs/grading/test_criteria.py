@@ -23,6 +23,7 @@ CONTENT = [
     on_samples.order,
     on_weights.initial,
     on_weights.gradient,
+    on_weights.optimizer,
     on_weights.same_weights,
     on_weights.one_process,
     on_reports.loss,
@@ -136,6 +137,36 @@ def test_gradients_that_were_not_cleared(only: Any, right: Any, changed: Any) ->
     assert "step 1 with 2 processes still hold" in on_weights.gradient(only(two=changed(right(2), kept))).reason
 
 
+@pytest.mark.parametrize(
+    ("momentum", "decay", "is_right"), [(0.9, 0.0, True), (0.9, 1e-3, False), (0.0, 0.0, False), (0.8, 0.0, False)]
+)
+def test_steps_of_another_optimizer(
+    momentum: float, decay: float, is_right: bool, only: Any, right: Any, changed: Any
+) -> None:
+    two = right(2)
+    weights, velocity = [two.ranks[0].steps[0].weights], 0.0
+    for step in two.ranks[0].steps:
+        velocity = momentum * velocity + step.gradients + np.float32(decay) * weights[-1]
+        weights.append((weights[-1] - step.learning_rate * velocity).astype(np.float32))
+    other = changed(two, lambda rank, number, step: replace(step, weights=weights[number], optimizer="SGD()"))
+    reason = on_weights.optimizer(only(two=other)).reason
+    assert (reason == "") is is_right, reason
+    assert is_right or "of SGD(), changed weights otherwise than SGD with momentum 0.9" in reason
+
+
+def test_a_network_of_another_size_and_an_error_of_the_grader_are_told(only: Any, right: Any, changed: Any) -> None:
+    larger = changed(
+        right(2), lambda rank, number, step: replace(step, weights=np.zeros(2520, np.float32), gradients=step.gradients)
+    )
+    items = {item.name: item for item in marking_sheet(SCHEDULE)}
+    said = items["gradient"].mark(only(two=larger)).reason
+    assert (
+        said == "This could not be seen: the network that was trained has 2520 weights, and the one asked for has 2410."
+    )
+    broken = replace(items["gradient"], find=lambda runs: 1 / 0)
+    assert "ZeroDivisionError" in broken.mark(only()).reason
+
+
 def test_other_weights_at_the_beginning_and_at_the_end(only: Any, right: Any, changed: Any, rank_changed: Any) -> None:
     def shifted(rank: int, number: int, step: Step) -> Step:
         return replace(step, weights=step.weights + np.float32(0.25 * rank))
@@ -209,6 +240,14 @@ def test_an_accuracy_that_is_one_sample_off(only: Any, right: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, None, "97", [97.0]])
+def test_an_accuracy_that_is_no_number(value: Any, only: Any, right: Any) -> None:
+    two = right(2)
+    log = ({**two.log[0], "validation_accuracy": value}, two.log[1])
+    assert "the log says" in on_reports.validation(only(two=replace(two, log=log))).reason
+    assert "no log.jsonl" in on_reports.validation(only(two=replace(two, log=()))).reason
+
+
 def test_validation_of_one_rank(only: Any, right: Any, rank_changed: Any) -> None:
     two = rank_changed(right(2), 1, validations=())
     assert "without any sample to validate: 1" in on_reports.validation_shared(only(two=two)).reason
@@ -222,6 +261,9 @@ def test_statistics_of_batchnorm(only: Any, right: Any, rank_changed: Any) -> No
     other = replace(last, statistics=last.statistics + np.float32(0.5))
     local = rank_changed(two, 1, validations=(*two.ranks[1].validations[:-1], other))
     assert "on rank 1 differ by up to 0.5" in on_reports.batchnorm(only(batchnorm=local)).reason
+    silent = replace(two, log=())
+    assert "the last in the log is no number" in on_reports.batchnorm(only(batchnorm=silent)).reason
+    assert on_reports.batchnorm(only(batchnorm=silent, two=silent)).reason == "", "no log at all has its own line"
     mode = rank_changed(two, 1, validations=(replace(last, training=True),))
     assert "training mode" in on_reports.batchnorm(only(batchnorm=mode)).reason
 
@@ -240,7 +282,7 @@ def test_the_target(only: Any, right: Any) -> None:
     [
         (lambda rate, number: rate * 32 / 145, "is 0.05; for a global batch of", ""),
         (lambda rate, number: 0.05 * 145 / 32, "", "100% of the full one; a linear warm-up of 3 steps has 33%"),
-        (lambda rate, number: rate * 2 if number > 5 else rate, "", ""),
+        (lambda rate, number: rate / 2 if number > 5 else rate, "At step 6 with 2 processes", ""),
     ],
     ids=["not scaled", "no warm-up", "another schedule later"],
 )
@@ -297,6 +339,9 @@ def test_exit_codes_and_process_groups(only: Any, right: Any, rank_changed: Any)
 def test_who_writes(only: Any, right: Any, rank_changed: Any) -> None:
     both = rank_changed(right(2), 1, written=("checkpoint.pt",))
     assert "ranks 0, 1 wrote: checkpoint.pt, log.jsonl" in on_ending.one_writer(only(two=both)).reason
+    failed = rank_changed(both, 1, end=End(1, "FileNotFoundError: checkpoint.tmp", False, None))
+    assert "ranks 0, 1 wrote" in on_ending.one_writer(only(two=failed)).reason
+    assert "ranks 0, 1 write the same files" in on_ending.ends(only(two=failed)).reason
     nobody = rank_changed(right(2), 0, written=())
     assert "no rank wrote" in on_ending.one_writer(only(two=nobody)).reason
     outside = rank_changed(right(2), 0, refused=("/etc/passwd",))

@@ -69,3 +69,19 @@ def test_who_left_the_group_is_found_by_the_token() -> None:
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans is Linux's")
+def test_children_of_children_are_ended_whatever_their_environment() -> None:
+    code = f"""
+import os, subprocess, sys
+from paceline.labs.grading.supervise import adopt_orphans, descendants, end_children
+adopt_orphans()
+inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {IDLE!r}], env={{}}, start_new_session=True)"
+subprocess.run([sys.executable, "-c", inner], check=True)
+before = len(descendants([os.getpid()]))
+end_children()
+print(before, len(descendants([os.getpid()])))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.split() == ["2", "1"]

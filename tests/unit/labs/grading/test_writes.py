@@ -23,6 +23,8 @@ from paceline.labs.grading.writes import written_paths
         ("open", ("a", None, os.O_RDONLY), []),
         ("open", (3, "w", 0), []),
         ("open", ("/dev/null", "w", 0), []),
+        ("open", ("/dev/../etc/passwd", "w", 0), ["/dev/../etc/passwd"]),
+        ("open", ("/dev/shm/left", "w", 0), ["/dev/shm/left"]),
         ("os.rename", ("a", "b", -1, -1), ["a", "b"]),
         ("os.remove", ("a", -1), ["a"]),
         ("os.symlink", ("from", "to", -1), ["to"]),
