@@ -111,8 +111,9 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
         is_free = not optimizer.decay_norm_and_bias and (
             parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)
         )
-        decays = not is_free and optimizer.weight_decay > 0
         is_rest = optimizer.moves_rest_by_sgd and not is_filter(parameter)
+        is_scaled = optimizer.unit_filters and not is_rest  # before every step, which undoes any decay
+        decays = not is_free and not is_scaled and optimizer.weight_decay > 0
         treatment = Treatment(
             source=_source(optimizer, decays=decays, is_rest=is_rest),
             lr_factor=factors.get(name, 1.0) * (optimizer.rest_lr_factor if is_rest else 1.0),
@@ -120,6 +121,11 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
             decay_moves=decays,
         )
         found[name] = _as_asked(name, treatment, optimizer)
+        if is_scaled and found[name].weight_decay > 0:
+            raise ModelError(
+                f"optimizer.groups: '{found[name].source}' gives the filter {name} weight decay, which "
+                "optimizer.unit_filters=true undoes before every step; leave one of them out."
+            )
     return found
 
 

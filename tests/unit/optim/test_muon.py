@@ -135,6 +135,20 @@ def test_the_plan_says_what_moves_how() -> None:
     }
 
 
+def test_decay_that_scaled_filters_would_not_show_is_not_told_and_not_taken() -> None:
+    asked = section(unit_filters=True, weight_decay=0.1)
+    assert {each.parameters: each.weight_decay for each in describe_groups(net(), asked)} == {
+        "filters": 0.0,
+        "norms, biases and exempt, by sgd": 0.0,
+        "weights, by sgd": 0.1,
+    }
+    told = section(unit_filters=True, groups={"*.weight": {"weight_decay": 0.1}})
+    with pytest.raises(ModelError, match=r"'\*\.weight' gives the filter 0\.weight weight decay"):
+        describe_groups(net(), told)
+    plain = section(unit_filters=True, weight_decay=0.1, groups={"*.weight": {"lr_factor": 2}})
+    assert [each.tensors for each in describe_groups(net(), plain) if each.weight_decay > 0] == [1]
+
+
 def test_the_schedule_s_momentum_is_that_of_the_orthogonal_steps() -> None:
     optimizer = build_optimizer(net(), section(lr=0.1, rest_lr_factor=4, rest_momentum=0.7), CPU)
     apply_settings(optimizer, Settings(learning_rate=0.05, momentum=0.5, weight_decay=None))
