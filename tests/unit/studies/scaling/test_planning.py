@@ -187,18 +187,20 @@ def test_devices_of_unknown_memory_are_told_of() -> None:
 
 
 def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
+    scaling = ("optimizer.lr=0.1", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
     asked = Asked(
-        recipe="resnet50_goyal",
+        recipe="digits",
+        overrides=("model.options={width: 4, stages: 1}", *scaling),
         cluster="dgx-a100",
-        figure=Figure(throughput=2470, batch=32),
+        figure=Figure(throughput=1, batch=64),
+        batch_per_device=16,
         seconds_per_sample=0.0,
-        batch_per_device=256,
     )
-    linear = [plan_training(Wanted(scaling=asked, deadline_hours=9, most=2, lr_rule=rule), print) for rule in RULES]
-    assert [each.recipe_lr for each in linear] == pytest.approx([3.2] * 3)
-    rates = [[choice.learning_rate for choice in each.choices] for each in linear]
-    # 256 samples are the recipe's reference, and two GPUs' twice as many; a rule of one's own is about its 8,192.
+    plans = [plan_training(Wanted(scaling=asked, deadline_hours=9, most=2, lr_rule=rule), print) for rule in RULES]
+    # The recipe's batch is 64, four times its reference.
+    assert [each.recipe_lr for each in plans] == pytest.approx([0.4] * 3)
+    rates = [[choice.learning_rate for choice in each.choices] for each in plans]
     assert rates[0] == pytest.approx([0.1, 0.2])
     assert rates[1] == pytest.approx([0.1, 0.2])
-    assert rates[2] == pytest.approx([3.2 / 32**0.5, 3.2 / 16**0.5])
-    assert "learning rate stays" not in linear[0].choices[0].warning
+    assert rates[2] == pytest.approx([0.4 / 4**0.5, 0.4 / 2**0.5])
+    assert "learning rate stays" not in plans[0].choices[0].warning
