@@ -681,10 +681,11 @@ assert np.mean(still) < 80, "warm-up does not save this one"
 #
 # `layer rate = η · ‖w‖ / (‖g‖ + β ‖w‖)`,
 #
-# with the gradient `g` and the weight decay `β`, which pulls weights towards zero. It multiplies the schedule's rate.
-# **LAMB** (You et al. 2019) does the same to Adam's update.
+# with the gradient `g` and the weight decay `β`. **LAMB** (You et al. 2019) does the same to Adam's update.
 
 # %% [markdown]
+# The weight decay pulls weights towards zero. The layer rate multiplies the schedule's rate.
+#
 # **Exercise 3.4.** Write the layer rate. `‖·‖` is the square root of the sum of squares. A layer whose weights or
 # gradient are all zero has no direction or no length to compare with: its layer rate is 1.
 
