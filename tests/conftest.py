@@ -45,7 +45,7 @@ _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
 # One worker of pytest-xdist runs all of a file, or of a folder named here, whose tests share runs.
 _IN_ONE_WORKER = ("cli", "docs")
 # Begun in this order, and then the rest.
-_LONGEST_FIRST = ("distributed", "slurm", "cli", "docs")
+_LONGEST_FIRST = ("labs", "distributed", "slurm", "cli", "docs")
 
 
 def _folder(nodeid: str) -> str:

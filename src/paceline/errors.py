@@ -45,6 +45,10 @@ class RunDirectoryError(PacelineError):
     """The run directory cannot be used for this run."""
 
 
+class LabError(PacelineError):
+    """A lab of the course, or what a student wrote for it, is missing, or cannot be read or run."""
+
+
 class TrainingError(PacelineError):
     """The run itself failed after it had started."""
 
@@ -63,9 +67,18 @@ class OtherProcessError(TrainingError):
     """It failed on another process, which tells more of it."""
 
 
+_SIMILAR, _NEARLY_AS_NEAR = 0.6, 0.15  # of a likeness from 0 to 1
+
+
 def did_you_mean(value: str, options: Iterable[str], *, count: int = 3) -> str:
     """Return a sentence with the nearest option names, led by a space, or an empty string."""
-    close = difflib.get_close_matches(value, list(options), n=count, cutoff=0.6)
+    close = difflib.get_close_matches(value, list(options), n=count, cutoff=_SIMILAR)
     if not close:
         return ""
+    least = _likeness(close[0], value) - _NEARLY_AS_NEAR  # one letter off is not to be told beside a mere resemblance
+    close = [name for name in close if _likeness(name, value) >= least]
     return f" Did you mean {' or '.join(repr(name) for name in close)}?"
+
+
+def _likeness(name: str, value: str) -> float:
+    return difflib.SequenceMatcher(None, name, value).ratio()

@@ -129,6 +129,8 @@ EXTRAS = (
             Library("jupytext", "jupytext"),
             Library("matplotlib", "matplotlib"),
             Library("nbclient", "nbclient"),
+            Library("nbformat", "nbformat"),
+            Library("psutil", "psutil"),
         ),
     ),
     Extra(

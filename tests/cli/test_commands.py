@@ -116,7 +116,12 @@ def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., A
 
 
 @pytest.mark.parametrize(
-    "name", [*sorted(COMMANDS.keys() - {"launch"}), "launch slurm", "launch torchrun", "launch kubernetes"]
+    "name",
+    [
+        *sorted(COMMANDS.keys() - {"launch", "labs"}),
+        *("launch slurm", "launch torchrun", "launch kubernetes"),
+        *("labs list", "labs start", "labs check", "labs slides", "labs grade"),
+    ],
 )
 def test_every_command_speaks_json(paceline_here: Callable[..., Any], name: str) -> None:
     assert "--json" in paceline_here(*name.split(), "--help").out

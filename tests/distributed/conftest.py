@@ -477,6 +477,10 @@ print(json.dumps(answer))
 """
 
 
+# Seconds. They need few of a processor, but on a machine with many others at work torch alone takes a minute to import.
+_RANKS_TAKE = 280
+
+
 def _train_in_ranks(
     folder: Path, recipe: str, processes: int, *runs: tuple[str, dict[str, Any]]
 ) -> dict[str, list[Any]]:
@@ -501,10 +505,11 @@ def _train_in_ranks(
         for rank in range(processes)
     ]
     try:
-        told = [process.communicate(timeout=120) for process in ranks]
+        told = [process.communicate(timeout=_RANKS_TAKE) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
+            process.communicate()  # else a pipe that is left open is told in place of why
     assert [process.returncode for process in ranks] == [0] * processes, told
     answers = [json.loads(out.splitlines()[-1]) for out, _ in told]
     assert all(answer == answers[0] for answer in answers)

@@ -1,4 +1,4 @@
-"""Several processes begin to train more of the network at the same step, and a resume around it changes no bit."""
+"""Several processes train more, or less, of the network from the same step, and a resume around it changes no bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Two launches one after the other, each with the time that the fixture gives it.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 RECIPE = """
 model:
@@ -26,7 +29,6 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-@pytest.mark.thorough
 def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
     """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
     pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]
@@ -35,7 +37,6 @@ def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_r
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2])
 def test_an_exact_run_does_not_depend_on_the_processes(
     tmp_path: Path, processes: int, train_in_ranks: Callable[..., Any]
@@ -45,3 +46,39 @@ def test_an_exact_run_does_not_depend_on_the_processes(
     (tmp_path / "together").mkdir()
     alone = train_in_ranks(tmp_path / "alone", RECIPE, 1, ("run", exact))
     assert train_in_ranks(tmp_path / "together", RECIPE, processes, ("run", exact)) == alone
+
+
+# The speed runs' network and update rule, which begin from the images, and a bias that is trained for a while.
+SPEED = """
+model:
+  name: speed_net
+  options: {widths: [8, 8]}
+  frozen: ["whitening.weight", "blocks.*.norms.*.weight"]
+  freeze_after: {"whitening.bias": 3 steps}
+data: {dataset: digits, augment: {flip: 0.5, alternate_flip: true}}
+batch: {global_size: 96, micro_size: 8}
+optimizer: {name: muon, rest: sgd, lr: 0.05, nesterov: true, unit_filters: true, rest_lr_factor: 10}
+schedule: {name: linear}
+train: {duration: 6 steps, precision: fp32}
+evaluate: {every: off}
+checkpoint: {every: 1 steps, keep: 10}
+parallel: {device: cpu, threads: 1, bucket_cap_mb: 1}
+telemetry: {log_every: 1 steps, trackers: [], report: off}
+"""
+
+
+def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
+    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3, 4)]
+    done = train_in_ranks(tmp_path, SPEED, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
+    assert done["whole"][2] == 6
+    assert {name: found for name, found in done.items() if found != done["whole"]} == {}
+
+
+def test_an_exact_speed_run_has_the_same_bits_from_one_process_and_two(
+    tmp_path: Path, train_in_ranks: Callable[..., Any]
+) -> None:
+    exact = {"parallel.exact": True, "parallel.logical_ranks": 4, "batch.micro_size": "auto"}
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "together").mkdir()
+    alone = train_in_ranks(tmp_path / "alone", SPEED, 1, ("run", exact))
+    assert train_in_ranks(tmp_path / "together", SPEED, 2, ("run", exact)) == alone

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
 LONG = ("drill.md", "tutorial.md")
+# Pages whose commands need a library of an extra.
+NEEDS = {"labs.md": "jupytext"}
 LONG_MARKS = (pytest.mark.thorough, pytest.mark.timeout(900))
 
 
@@ -99,11 +102,19 @@ def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> l
     return list(zip(parts[::2], map(int, parts[1::2]), strict=True))
 
 
+def marks_of(path: Path) -> tuple[pytest.MarkDecorator, ...]:
+    """What pytest is to know of a page."""
+    needed = NEEDS.get(path.name)
+    if needed is not None and find_spec(needed) is None:
+        return (pytest.mark.skip(reason=f"needs {needed}, which an extra brings"),)
+    return LONG_MARKS if path.name in LONG else ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     # A drill has tests of its own.
-    [pytest.param(path, marks=LONG_MARKS if path.name in LONG else ()) for path in RUNNING],
+    [pytest.param(path, marks=marks_of(path)) for path in RUNNING],
     ids=name,
 )
 def test_marked_blocks_do_what_the_page_says(

@@ -1,4 +1,4 @@
-"""What is trained late moves no bit before its step, and does from then on; no resume or process changes that."""
+"""What is trained late, or for a while only, moves in its own steps and in no bit in others, resumed or not."""
 
 from __future__ import annotations
 
@@ -124,4 +124,81 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=said):
         train_tiny("run", {"model.frozen": ["*", "!classifier.*"], **asked})
+    assert not (runs / "run").exists()
+
+
+# The stem is trained for three steps, the stage for five; decay, momentum and the average go on meanwhile.
+PASSING = {
+    **{key: value for key, value in LATE.items() if key not in ("model.frozen", "model.unfreeze")},
+    "model.freeze_after": {"stem.*": "3 steps", "stages.*": "5 steps"},
+}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_trained_for_a_while_stays_afterwards(train_tiny: Callable[..., Any], exact: bool) -> None:
+    run = train_tiny("run", {**PASSING, "parallel.exact": exact, **({"parallel.logical_ranks": 4} if exact else {})})
+    everything = {*ALL_OF_THE_STAGE, "stem", "stem statistics"}
+    assert [moved(run.run_dir, step, step + 1) for step in range(1, STEPS)] == [
+        *[everything] * 2,
+        *[ALL_OF_THE_STAGE] * 2,
+        *[{"classifier"}] * 3,
+    ]
+    # The average still comes nearer to what the weights stay at.
+    assert moved(run.run_dir, 3, 4, "ema") == everything
+
+
+def test_it_needs_a_gradient_in_its_steps_only(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+    from paceline.models.small_resnet import small_resnet
+
+    networks, needed = list[Any](), list[set[str]]()
+
+    def network() -> Any:
+        networks.append(small_resnet(3, 1, width=4, stages=1))
+        return networks[-1]
+
+    def look(*_: Any) -> None:
+        needed.append({name.split(".")[0] for name, each in networks[0].named_parameters() if each.requires_grad})
+
+    overrides = {**PASSING, "batch.micro_size": "auto", "model.options": None}
+    train_tiny("run", overrides, task=tiny_task(make_network=network, on_loss=look))
+    assert needed == [*[{"classifier", "stages", "stem"}] * 3, *[{"classifier", "stages"}] * 2, *[{"classifier"}] * 3]
+
+
+def test_stopped_before_and_after_it_stays(train_tiny: Callable[..., Any], course: Callable[[Path], Any]) -> None:
+    whole = train_tiny("whole", PASSING)
+    for step in range(1, STEPS):
+        train_tiny(f"stopped-{step}", {**PASSING, "train.until": f"{step} steps"})
+        pieces = train_tiny(f"stopped-{step}", PASSING)
+        assert pieces.summary.resumes == 1
+        assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
+        assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
+        assert course(pieces.run_dir) == course(whole.run_dir)
+
+
+def test_of_several_patterns_the_latest_counts(train_tiny: Callable[..., Any]) -> None:
+    run = train_tiny("run", {**PASSING, "model.freeze_after": {"stem.*": "6 steps", "st*": "2 steps"}})
+    assert moved(run.run_dir, 2, 3) == {"classifier", "stem", "stem statistics"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ({"model.freeze_after": {"stages.*": "8 steps"}}, RecipeError, "is trained for '8 steps', which is 8 of"),
+        ({"model.freeze_after": {"stages.*": "0 steps"}}, RecipeError, "it must be some of them, and not all"),
+        ({"model.freeze_after": {"steam.*": "2 steps"}}, ModelError, "no trained parameter's name matches 'steam"),
+        ({"model.freeze_after": {"*": "2 steps"}}, ModelError, "leaves nothing to train to the end"),
+        ({"model.freeze_after": {"stem.*": "2 steps"}, "model.frozen": ["stem.*"]}, ModelError, "no trained param"),
+        ({"model.freeze_after": {"stem.*": "2 steps"}, "model.compile": True}, RecipeError, "does not go with model.c"),
+        (
+            {"model.freeze_after": {"st*": "5 steps"}, "model.frozen": ["stem.*"], "model.unfreeze": {"*": "2 steps"}},
+            ModelError,
+            "model.freeze_after and model.unfreeze both mean stem",
+        ),
+    ],
+)
+def test_what_cannot_end_so_is_refused(
+    asked: dict[str, Any], error: type[Exception], said: str, train_tiny: Callable[..., Any], runs: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        train_tiny("run", asked)
     assert not (runs / "run").exists()

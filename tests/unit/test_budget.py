@@ -55,3 +55,12 @@ def test_names_say_something(tmp_path: Path) -> None:
     write(tmp_path / "src" / "commonplace.py", "")
     lines = budget(tmp_path)
     assert [line.split(":")[0] for line in lines] == ["src/run_manager.py", "src/utils/x.py"]
+
+
+def test_a_notebook_may_be_long_and_its_cells_may_not(tmp_path: Path) -> None:
+    """What a cell writes into a file is part of it."""
+    notebook = "# %% [markdown]\n# Text\n# %%\n# %%writefile b.py\n" + "a = 0\n" * 110 + "# %%\nb = 0\n" * 450
+    write(tmp_path / "labs" / "1_a.py", notebook)
+    assert budget(tmp_path) == []
+    write(tmp_path / "labs" / "1_a.py", notebook.replace("a = 0\n", "a = 0\na = 1\n", 1))
+    assert budget(tmp_path) == ["labs/1_a.py:3: a cell of 111 code lines; at most 110"]

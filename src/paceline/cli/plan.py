@@ -46,7 +46,7 @@ def _hours(_: click.Context, __: click.Parameter, value: str | None) -> float | 
     type=click.Choice(["none", "linear", "sqrt"]),
     default="none",
     show_default=True,
-    help="What a grown batch makes of the learning rate.",
+    help="What a grown batch makes of the learning rate; none leaves it to the recipe's optimizer.lr_scaling.",
 )
 @where_options
 @figure_options

@@ -236,8 +236,8 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
     click.echo("\nParameters")
-    columns = ("which", "tensors", "numbers", "rate factor", "weight decay", "from step")
-    count = len(columns) - (not plan.unfreeze_steps)
+    columns = ("which", "tensors", "numbers", "rate factor", "weight decay", "from step", "to step")
+    count = 7 if plan.freeze_after_steps else 6 if plan.unfreeze_steps else 5
     print_table(columns[:count], (_group_row(group)[:count] for group in plan.parameter_groups))
     if plan.reasons:
         click.echo("\nWhy")
@@ -254,6 +254,7 @@ def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:
         f"{group.lr_factor:g}",
         f"{group.weight_decay:g}",
         format_count(group.first_step),
+        "the end" if group.last_step is None else format_count(group.last_step),
     )
 
 
@@ -308,6 +309,8 @@ def _optimizer_line(recipe: Recipe) -> str:
         first, second = asked.moment_decay
         moved = f"{first:g}" if asked.has("momentum") else course(first, schedule.momentum)
         told.append(f"betas {moved}, {second:g}")
+    if asked.moves_rest_by_sgd:
+        told.append(f"all but filters by sgd with momentum {asked.rest_momentum:g}")
     told.append(f"weight decay {course(asked.weight_decay, schedule.weight_decay)}")
     for name, what in _CLIPS.items():
         if (limit := getattr(asked, name)) is not None:

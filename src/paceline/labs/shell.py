@@ -6,8 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
+
+from paceline.labs.scratch import end_marked, marked_environment
 
 
 class CommandError(Exception):
@@ -31,12 +34,14 @@ def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = N
     Raises:
         CommandError: If the exit code is not 0, or the time is up.
     """
+    mark = uuid.uuid4().hex
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",  # several processes share few cores
         "PYTHONUNBUFFERED": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **(env or {}),
+        **marked_environment(mark),
     }
     words = shlex.split(command)
     with subprocess.Popen(
@@ -45,8 +50,7 @@ def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = N
         try:
             output, _ = process.communicate(timeout=seconds)
         except BaseException as error:
-            os.killpg(process.pid, 9)
-            process.wait()
+            end_marked(process, mark)  # torchrun gives each worker a session of its own
             if isinstance(error, subprocess.TimeoutExpired):
                 raise CommandError(f"`{command}` was still running after {seconds:g} s and was ended.") from None
             raise

@@ -14,10 +14,15 @@ from paceline.errors import ModelError, did_you_mean
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
+from paceline.models.speed_net import speed_net
 from paceline.recipe.model import Model
 from paceline.references import is_reference, load_reference
 
-OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_resnet": small_resnet, "lecture_net": lecture_net}
+OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "small_resnet": small_resnet,
+    "speed_net": speed_net,
+    "lecture_net": lecture_net,
+}
 _TORCHVISION = "torchvision:"
 _SIZES = ("num_classes", "in_channels")
 

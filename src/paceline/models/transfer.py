@@ -142,5 +142,27 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     return late
 
 
+def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
+    """The parameters that ``model.freeze_after`` has trained for a while only, each with the patterns that match it.
+
+    Raises:
+        ModelError: If a pattern matches no parameter that is trained, or one that ``model.unfreeze`` has trained late.
+    """
+    names = [name for name, each in network.named_parameters() if each.requires_grad]
+    passing: dict[str, list[str]] = {}
+    for pattern in model.freeze_after:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ModelError(
+                f"model.freeze_after: no trained parameter's name matches '{pattern}'. The last ones are "
+                f"{', '.join(names[-_NAMED:])}; a pattern may have * and ?."
+            )
+        for name in matched:
+            passing.setdefault(name, []).append(pattern)
+    if both := sorted(passing.keys() & late_parameters(network, model).keys()):
+        raise ModelError(f"model.freeze_after and model.unfreeze both mean {_some(both)}; use one of them for each.")
+    return passing
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

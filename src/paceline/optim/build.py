@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
+from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Courses, LearningRate, Settings
 from paceline.optim.tables import has_sparse_gradients, paired
@@ -67,6 +68,13 @@ def _choose(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dic
             return _of_timm("Lars"), nesterov | {"trust_coeff": asked.trust_coefficient, "eps": moments["eps"]}
         case "lion":
             return _of_timm("Lion"), {"betas": moments["betas"]}
+        case "muon" if asked.moves_rest_by_sgd:
+            steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
+            return filters_and_rest, {
+                "nesterov": asked.nesterov,
+                "filters": momentum | steps,
+                "rest": {"momentum": asked.rest_momentum},
+            }
         case "muon":
             return _of_timm("Muon"), nesterov | {"betas": moments["betas"]}
 
@@ -93,7 +101,9 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)
         if settings.momentum is not None:
-            if "momentum" in group:
+            if not group.get("momentum_moves", True):
+                pass
+            elif "momentum" in group:
                 group["momentum"] = settings.momentum
             elif "betas" in group:
                 group["betas"] = (settings.momentum, *group["betas"][1:])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.recipe.optimizer import Optimizer
@@ -33,6 +33,10 @@ class Treatment:
     decay_moves: bool = True
 
 
+_Span = tuple[Treatment, int, int | None]
+"""How a parameter is treated, after how many steps that begins, and after how many it ends."""
+
+
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Sort trainable parameters into groups for torch's optimizers; groups have at least one.
 
@@ -52,8 +56,16 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
     ]
 
 
+def is_filter(parameter: Tensor) -> bool:
+    """Whether a parameter is a bank of filters, which one of three dimensions or more is taken for."""
+    return parameter.ndim >= 3
+
+
 def describe_groups(
-    model: nn.Module, optimizer: Optimizer, late: Mapping[str, int] = MappingProxyType({})
+    model: nn.Module,
+    optimizer: Optimizer,
+    late: Mapping[str, int] = MappingProxyType({}),
+    passing: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[ParameterGroupFacts, ...]:
     """The parameters that are treated alike, counted, for the plan.
 
@@ -61,22 +73,25 @@ def describe_groups(
         model: The network.
         optimizer: The recipe's section.
         late: Parameters that are not trained in the first so many steps.
+        passing: Parameters that are trained in the first so many steps only.
     """
     named = dict(model.named_parameters())
-    tensors, numbers = Counter[tuple[Treatment, int]](), Counter[tuple[Treatment, int]]()
+    tensors, numbers = Counter[_Span](), Counter[_Span]()
     for name, treatment in treatments(model, optimizer).items():
-        tensors[treatment, late.get(name, 0)] += 1
-        numbers[treatment, late.get(name, 0)] += named[name].numel()
+        span = (treatment, late.get(name, 0), passing.get(name))
+        tensors[span] += 1
+        numbers[span] += named[name].numel()
     return tuple(
         ParameterGroupFacts(
             parameters=each.source,
-            tensors=tensors[each, before],
-            numbers=numbers[each, before],
+            tensors=tensors[each, before, last],
+            numbers=numbers[each, before, last],
             lr_factor=each.lr_factor,
             weight_decay=each.weight_decay,
             first_step=before + 1,
+            last_step=last,
         )
-        for each, before in tensors
+        for each, before, last in tensors
     )
 
 
@@ -96,15 +111,30 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
         is_free = not optimizer.decay_norm_and_bias and (
             parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)
         )
-        decays = not is_free and optimizer.weight_decay > 0
+        is_rest = optimizer.moves_rest_by_sgd and not is_filter(parameter)
+        is_scaled = optimizer.unit_filters and not is_rest  # before every step, which undoes any decay
+        decays = not is_free and not is_scaled and optimizer.weight_decay > 0
         treatment = Treatment(
-            source="all" if optimizer.weight_decay == 0 else "weights" if decays else "norms, biases and exempt",
-            lr_factor=factors.get(name, 1.0),
+            source=_source(optimizer, decays=decays, is_rest=is_rest),
+            lr_factor=factors.get(name, 1.0) * (optimizer.rest_lr_factor if is_rest else 1.0),
             weight_decay=optimizer.weight_decay if decays else 0.0,
             decay_moves=decays,
         )
         found[name] = _as_asked(name, treatment, optimizer)
+        if is_scaled and found[name].weight_decay > 0:
+            raise ModelError(
+                f"optimizer.groups: '{found[name].source}' gives the filter {name} weight decay, which "
+                "optimizer.unit_filters=true undoes before every step; leave one of them out."
+            )
     return found
+
+
+def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
+    """What a parameter is, for people."""
+    what = "all" if optimizer.weight_decay == 0 else "weights" if decays else "norms, biases and exempt"
+    if not optimizer.moves_rest_by_sgd:
+        return what
+    return "all but filters, by sgd" if what == "all" and is_rest else f"{what}, by sgd" if is_rest else "filters"
 
 
 def _as_asked(name: str, usual: Treatment, optimizer: Optimizer) -> Treatment:

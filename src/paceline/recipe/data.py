@@ -152,6 +152,9 @@ class Augment:
     quarter or an eighth of its size; `false`: always in full."""
     flip: Fraction = 0.0
     """Probability of a horizontal flip."""
+    alternate_flip: Switch = False
+    """Draw the flip in the first epoch only, and then show each image mirrored in every other epoch, so that two
+    epochs always show both (Jordan 2024, arXiv:2404.00498); goes with `flip` 0.5."""
     vertical_flip: Fraction = 0.0
     """Probability of a vertical flip."""
     policy: Literal["none", "randaugment", "trivialaugment", "autoaugment", "augmix"] = "none"
@@ -180,6 +183,15 @@ class Augment:
     repeats: PositiveInt = 1
     """How often an epoch uses each sample, varied anew, in the same batch (Hoffer et al. 2019); an epoch is so many
     times as long."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.alternate_flip and self.flip != 0.5:
+            raise ValueError(
+                f"found alternate_flip=true with flip={self.flip:g}, but alternating mirrors each image in every other "
+                "epoch; set flip to 0.5, or leave alternate_flip out"
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -121,7 +121,7 @@ _FOR_TRAINING = (
     *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
     *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),
-    *("model.frozen", "model.unfreeze", "model.adapters.", "model.ghost_batch_norm"),
+    *("model.frozen", "model.unfreeze", "model.freeze_after", "model.adapters.", "model.ghost_batch_norm"),
 )
 
 
@@ -220,9 +220,10 @@ def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
     """Every key by its dotted name; what an optimizer takes for `auto` is as if it had been said."""
-    optimizer = recipe.optimizer
-    said = dataclasses.replace(optimizer, betas=optimizer.moment_decay, eps=optimizer.denominator_eps)
-    flat = _flatten(to_tree(dataclasses.replace(recipe, optimizer=said)))
+    optimizer, flat = recipe.optimizer, _flatten(to_tree(recipe))
+    # Not by a recipe that says them: not every one may.
+    said = {"optimizer.betas": list(optimizer.moment_decay), "optimizer.eps": optimizer.denominator_eps}
+    flat |= {key: value for key, value in said.items() if key in flat}
     if optimizer.groups:
         flat["optimizer.groups"] = list(optimizer.groups)  # the first pattern that matches wins: their order counts
     return flat

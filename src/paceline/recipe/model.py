@@ -19,9 +19,9 @@ class Model:
     """Which network is trained."""
 
     name: str = "small_resnet"
-    """`small_resnet`, a timm name, `torchvision:NAME`, of language models `gpt`, `bert`, `transformers:NAME` (an
-    architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER` (with a config.json), or
-    `package.module:factory`."""
+    """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, of language models `gpt`, `bert`,
+    `transformers:NAME` (an architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER`
+    (with a config.json), or `package.module:factory`."""
     pretrained: Switch = False
     """Start from the library's published weights."""
     initialize_from: Annotated[str | None, Off] = None
@@ -35,6 +35,9 @@ class Model:
     unfreeze: dict[str, Length] = Field(default_factory=dict)
     """Patterns of frozen parameters that are trained after all, and after how long, by the earliest that matches:
     {"layer4.*": "2 epochs", "*": "4 epochs"}."""
+    freeze_after: dict[str, Length] = Field(default_factory=dict)
+    """Patterns of parameters that are trained only so long, by the latest that matches, and then stay as they are:
+    {"whitening.bias": "3 epochs"}. What they would have cost is saved (after Brock et al. 2017)."""
     adapters: Adapters = Adapters()
     """Low-rank matrices that are trained instead of the network's own weights."""
     activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None

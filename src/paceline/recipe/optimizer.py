@@ -46,7 +46,7 @@ class Optimizer:
     name: Literal["sgd", "adamw", "rmsprop", "adafactor", "lamb", "lars", "lion", "muon"] = "sgd"
     """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
     (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
-    (Jordan et al. 2024; parameters of one dimension by AdamW)."""
+    (Jordan et al. 2024; what is no matrix by `rest`)."""
     lr: PositiveFloat = 0.1
     """Peak learning rate, for the global batch as given: it is never scaled silently."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -63,6 +63,18 @@ class Optimizer:
     """Momentum coefficient; `muon`'s author uses 0.95."""
     nesterov: Annotated[Switch, Applies("name", ("sgd", "lars", "muon"))] = False
     """Nesterov's form of momentum."""
+    rest: Annotated[Literal["adamw", "sgd"], Applies("name", ("muon",))] = "adamw"
+    """What moves what `muon` does not: `adamw`, all that is no matrix or filter; or `sgd` with momentum, all that is no
+    filter, classifiers too, as in the public CIFAR-10 record (Jordan 2024)."""
+    rest_lr_factor: Annotated[PositiveFloat, Applies("rest", ("sgd",))] = 1.0
+    """Its learning rate, as a factor on the schedule's; those of `groups` come on top."""
+    rest_momentum: Annotated[OpenFraction, Applies("rest", ("sgd",))] = 0.9
+    """Its momentum coefficient; `nesterov` is for both."""
+    newton_schulz_steps: Annotated[PositiveInt, Applies("rest", ("sgd",))] = 5
+    """Iterations that make a step orthogonal; the CIFAR-10 record does with 3."""
+    unit_filters: Annotated[Switch, Applies("rest", ("sgd",))] = False
+    """Scale each bank of filters to a norm of the root of its outputs before every step: weight decay, which only
+    shrinks, then has no effect on filters."""
     betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", _WITH_BETAS)] = "auto"
     """Decay of the first and second moment estimates; `auto`: (0.9, 0.999), (0.9, 0.99) for `lion`, (0.9, 0.95) for
     `muon`."""
@@ -102,6 +114,7 @@ class Optimizer:
             )
         if self.eps == 0 and self.name != "lars":
             raise ValueError("found eps=0, but only lars divides by norms that are not 0; give a number above 0")
+        self._check_rest()
         fields = {"lr", "weight_decay", "momentum", "nesterov", "betas", "alpha", "trust_coeff", "fused"}
         fields |= set() if self.name == "adafactor" else {"eps"}
         if twice := sorted(fields & self.options.keys()):
@@ -111,8 +124,27 @@ class Optimizer:
             raise ValueError(f"found {' and '.join(clips)}, but gradients are clipped in one way")
         return self
 
+    def _check_rest(self) -> None:
+        if not self.moves_rest_by_sgd:
+            return
+        if self.nesterov and self.momentum * self.rest_momentum == 0:
+            raise ValueError(
+                "found nesterov=true with momentum=0 or rest_momentum=0, but Nesterov's form needs both above 0"
+            )
+        if self.betas != "auto":
+            raise ValueError(f"found betas={list(self.betas)} with rest=sgd, but they are for rest=adamw")
+        if self.options:
+            raise ValueError(f"found options {self.options} with rest=sgd, but they are for the class of rest=adamw")
+
+    @property
+    def moves_rest_by_sgd(self) -> bool:
+        """Whether filters move by orthogonal steps, and everything else by SGD."""
+        return self.name == "muon" and self.rest == "sgd"
+
     def has(self, name: Literal["momentum", "betas"]) -> bool:
         """Whether the rule has such a setting."""
+        if name == "betas" and self.moves_rest_by_sgd:
+            return False
         return self.name in (_WITH_MOMENTUM if name == "momentum" else _WITH_BETAS)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -97,6 +98,7 @@ class ParameterGroupFacts:
         lr_factor: Factor on the schedule's learning rate.
         weight_decay: Their weight decay.
         first_step: The first step that trains them, from 1.
+        last_step: The last one that does; None where that is the run's.
     """
 
     parameters: str
@@ -105,6 +107,7 @@ class ParameterGroupFacts:
     lr_factor: float
     weight_decay: float
     first_step: int = 1
+    last_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,7 @@ class Plan(Compiled, Rates):
     moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
     lengths_sha256: str | None = None
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
+    freeze_after_steps: dict[str, int] = field(default_factory=dict)
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -280,7 +284,7 @@ def make_plan(
         noise_scale_every_steps=lengths.interval("telemetry.noise_scale", occasions["noise_scale"], total),
         batch_phases=epochs.phases,
         moments={each: found for each, every in occasions.items() if every and (found := epochs.moments(every, total))},
-        unfreeze_steps=_unfreeze_steps(recipe, lengths, total),
+        **_turning_steps(recipe, lengths, total),
         profile_steps=plan_profile(recipe.telemetry.profile, lengths, total, machine.device),
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=_unused(recipe, data, rates, strategy, epochs.length(total)) | unused_ghosts(recipe, micro, world_size),
@@ -317,19 +321,26 @@ def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:
     )
 
 
-def _unfreeze_steps(recipe: Recipe, lengths: Lengths, total: int) -> dict[str, int]:
-    found = {}
-    if recipe.model.unfreeze and (recipe.model.compile or recipe.parallel.gradient_compression == "powersgd"):
+def _turning_steps(recipe: Recipe, lengths: Lengths, total: int) -> dict[str, Any]:
+    """After how many steps the parameters of each pattern begin, and cease, to be trained, by the plan's fields."""
+    asked = {"unfreeze": recipe.model.unfreeze, "freeze_after": recipe.model.freeze_after}
+    return {f"{key}_steps": _turns(recipe, key, patterns, lengths, total) for key, patterns in asked.items()}
+
+
+def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], lengths: Lengths, total: int) -> dict[str, int]:
+    if asked and (recipe.model.compile or recipe.parallel.gradient_compression == "powersgd"):
         other = "model.compile=true" if recipe.model.compile else "parallel.gradient_compression=powersgd"
         raise RecipeError(
-            f"model.unfreeze does not go with {other}, which settles at the start what has a gradient; leave one out."
+            f"model.{key} does not go with {other}, which settles at the start what has a gradient; leave one out."
         )
-    for pattern, length in recipe.model.unfreeze.items():
+    found = {}
+    for pattern, length in asked.items():
         found[pattern] = steps = lengths.steps(length, total)
         if not 0 < steps < total:
+            stays = "stays frozen" if key == "unfreeze" else "is trained"
             raise RecipeError(
-                f"model.unfreeze: '{pattern}' stays frozen for '{length}', which is {steps} of the run's {total} "
-                "steps; it must be some of them, and not all."
+                f"model.{key}: '{pattern}' {stays} for '{length}', which is {steps} of the run's {total} steps; it "
+                "must be some of them, and not all."
             )
     return found
 

@@ -92,7 +92,8 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int, reasons: dict[st
     grown = tuple(asked.lr * lr_factor(recipe, batch) for batch in batches[1:])
     if grown:
         _explain_growth(recipe, lengths.epochs, (peak, *grown), reasons)
-    reasons["optimizer.betas"] = f"{asked.moment_decay}, as {asked.name} is published"
+    published = f"{asked.moment_decay}, as {asked.name} is published"
+    reasons["optimizer.betas"] = "optimizer.rest=sgd has none" if asked.moves_rest_by_sgd else published
     reasons["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
     reasons["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
     if schedule.weight_decay.name != "constant" and asked.weight_decay == 0:

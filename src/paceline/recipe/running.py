@@ -23,10 +23,10 @@ class Evaluate:
     """Samples per forward pass."""
     top_k: Annotated[int, Field(gt=1, strict=True)] = 5
     """The k of the top-k accuracy reported beside top-1."""
-    augment: Literal["none", "flip", "five_crop", "ten_crop"] = "none"
+    augment: Literal["none", "flip", "flip_shift", "five_crop", "ten_crop"] = "none"
     """Average the probabilities of several views of each image, in evaluation and prediction: itself and its mirror
-    (`flip`), its corners and centre (`five_crop`), or these and their mirrors (`ten_crop`, Krizhevsky et al. 2012).
-    Costs as many forward passes."""
+    (`flip`), these and four of them moved by a pixel (`flip_shift`, Jordan 2024), its corners and centre (`five_crop`),
+    or these and their mirrors (`ten_crop`, Krizhevsky et al. 2012). Costs as many forward passes."""
     metric: str = "auto"
     """The metric that decides what is best: `top1_accuracy`, `loss`, or another one that the task measures; `auto` is
     the task's own choice, of image classification `top1_accuracy`."""

@@ -130,8 +130,12 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
             "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in "
             "the midst of what would be compiled; turn it off, or use parallel.strategy=ddp."
         )
-    if recipe.model.unfreeze or recipe.model.adapters.rank is not None:
-        key = "unfreeze" if recipe.model.unfreeze else "adapters"
+    asked = {
+        "unfreeze": bool(recipe.model.unfreeze),
+        "freeze_after": bool(recipe.model.freeze_after),
+        "adapters": recipe.model.adapters.rank is not None,
+    }
+    for key in (key for key, is_asked in asked.items() if is_asked):
         raise RecipeError(
             f"model.{key} does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
         )
@@ -195,6 +199,8 @@ def _check_powersgd(recipe: Recipe) -> None:
 
 def moments(optimizer: Optimizer) -> int:
     """Numbers that an optimizer keeps for each parameter."""
+    if optimizer.moves_rest_by_sgd:
+        return 1
     with_momentum = optimizer.name in _WITH_MOMENTUM and optimizer.momentum > 0
     return _MOMENTS.get(optimizer.name, 0) + with_momentum
 

@@ -1,8 +1,8 @@
 """What does a network answer about several views of each image? Test-time augmentation.
 
 The answer is the mean of the views' probabilities, as Krizhevsky et al. (2012) average ten crops and Simonyan and
-Zisserman (2014) an image and its mirror. It is given as its logarithm: to whoever scores it, it is like any logits,
-and its cross-entropy is that of the mean.
+Zisserman (2014) an image and its mirror; Jordan (arXiv:2404.00498, 2024) adds both moved by a pixel either way. It is
+given as its logarithm: to whoever scores it, it is like any logits, and its cross-entropy is that of the mean.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.errors import RecipeError
 from paceline.recipe.data import Data
@@ -26,7 +27,7 @@ class AveragedViews:
 
     Args:
         model: The network: images [N, C, H, W] to logits [N, classes].
-        kind: ``flip``, ``five_crop`` or ``ten_crop``.
+        kind: ``flip``, ``flip_shift``, ``five_crop`` or ``ten_crop``.
         side: Height and width of a crop in pixels.
     """
 
@@ -42,7 +43,10 @@ class AveragedViews:
         memory_format = torch.channels_last if is_last else torch.contiguous_format
         views = (view.contiguous(memory_format=memory_format) for view in self._views(images))
         logs = [self._model(view).float().log_softmax(dim=1) for view in views]
-        return torch.stack(logs).logsumexp(dim=0) - math.log(len(logs))
+        if self._kind == "flip_shift":
+            # The image and its mirror count as much as the four shifted views together.
+            logs[:2] = [each + math.log(2) for each in logs[:2]]
+        return torch.stack(logs).logsumexp(dim=0) - math.log(8 if self._kind == "flip_shift" else len(logs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -50,11 +54,21 @@ class AveragedViews:
     def _views(self, images: Tensor) -> tuple[Tensor, ...]:
         if self._kind == "flip":
             return images, images.flip(3)
+        if self._kind == "flip_shift":
+            return images, images.flip(3), *_shifted(images)
         from torchvision.transforms.v2 import functional
 
         cut = functional.five_crop if self._kind == "five_crop" else functional.ten_crop
         views: tuple[Tensor, ...] = cut(images, [self._side, self._side])
         return views
+
+
+def _shifted(images: Tensor) -> tuple[Tensor, ...]:
+    """The images moved by a pixel to the lower right and the upper left, reflected at the edge, and their mirrors."""
+    height, width = images.shape[-2:]
+    padded = pad(images, (1, 1, 1, 1), mode="reflect")
+    moved = (padded[:, :, at : at + height, at : at + width] for at in (0, 2))
+    return tuple(view for each in moved for view in (each, each.flip(3)))
 
 
 def shown_for_crops(data: Data, side: int, kind: str) -> Data:

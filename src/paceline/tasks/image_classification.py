@@ -14,6 +14,7 @@ from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.feeding import remembered
+from paceline.data.image.first_images import first_images
 from paceline.data.image.jpeg import describe_decoder
 from paceline.data.image.mixing import Mixing
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit
@@ -27,6 +28,8 @@ from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.build import build_model, check_takes
+from paceline.models.whitening import IMAGES as WHITENED_IMAGES
+from paceline.models.whitening import whitening_layers
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
@@ -156,6 +159,28 @@ class ImageClassification(Task):
         """The recipe's network, as wide as the classes and as deep as the images' channels."""
         found = self.dataset
         return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
+
+    def first_weights(self, network: nn.Module) -> None:
+        """Let layers that whiten what they see begin from training images, without augmentation."""
+        layers = whitening_layers(network)
+        if not layers:
+            return
+        found, data = self.dataset, self.recipe.data
+        view = View(
+            image_size=found.image_size,
+            channels=found.channels,
+            evaluation_crop=data.evaluation_crop,
+            interpolation=data.interpolation,
+        )
+        images = first_images(found.train, view, WHITENED_IMAGES)
+        normalised = Normalize(found.mean, found.std, Placement(device=torch.device("cpu")))(images)
+        for layer in layers:
+            layer.begin_from(normalised)
+
+    def begins_from_data(self, network: nn.Module) -> bool:
+        """Whether it has layers that whiten, or a task made of this one has first weights of its own."""
+        is_own = type(self).first_weights is not ImageClassification.first_weights
+        return is_own or bool(whitening_layers(network))
 
     def check_network(self, network: nn.Module) -> None:
         """Try each size that training or evaluation shows, beside the one that the network was built for."""

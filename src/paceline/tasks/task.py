@@ -107,6 +107,20 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
 
+    def first_weights(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
+        """Set those first weights of a whole network that are made of the training data; by default none are.
+
+        Called where a run begins, and before weights are taken from elsewhere; not for weights that are only scored. A
+        function of the recipe and the data alone. The first process's weights are then sent to all.
+        """
+
+    def begins_from_data(self, network: nn.Module) -> bool:
+        """Whether :meth:`first_weights` sets any of this network, which may be without numbers: it is then built whole.
+
+        By default wherever a task has a :meth:`first_weights` of its own.
+        """
+        return type(self).first_weights is not Task.first_weights
+
     def check_network(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
         """Find out before it is used whether the network takes what it will be shown; by default anything goes.
 

@@ -21,7 +21,7 @@ from paceline.distributed.strategy import Replicas, Strategy
 from paceline.distributed.watchdog import Hands, Watchdog
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.models.thawing import Thawing, first_steps
+from paceline.models.thawing import Thawing, first_steps, last_steps
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.clipping import Clipping
 from paceline.recipe.load import recipe_digest, to_tree
@@ -137,10 +137,14 @@ def build_run(setting: Setting) -> Run:
 def _thawing(strategy: Strategy, prepared: Prepared) -> Thawing:
     network = prepared.network
     if not isinstance(strategy, Replicas):
-        # A plan that spreads weights has refused model.unfreeze (recipe/strategy.py).
-        return Thawing(network, {}, changed=lambda: None)
-    late = first_steps(network, prepared.recipe.model, prepared.plan.unfreeze_steps)
-    return Thawing(network, late, changed=strategy.gradients_changed)
+        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (recipe/strategy.py).
+        return Thawing(network, {}, {}, changed=lambda: None)
+    model, plan = prepared.recipe.model, prepared.plan
+    late, passing = (
+        first_steps(network, model, plan.unfreeze_steps),
+        last_steps(network, model, plan.freeze_after_steps),
+    )
+    return Thawing(network, late, passing, changed=strategy.gradients_changed)
 
 
 def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:

@@ -51,6 +51,7 @@ _FIXED_NUMBERS = {
     # Else a longer run would freeze again what it trains already.
     "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
+    "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
 }
 
 # Those that an exact run must keep as well: what its bits depend on.

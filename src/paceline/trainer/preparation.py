@@ -32,7 +32,7 @@ from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
-from paceline.models.thawing import first_steps
+from paceline.models.thawing import first_steps, last_steps
 from paceline.models.transfer import adapt, load_fitting, with_shared
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
@@ -266,6 +266,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     torch.manual_seed(recipe.seed)
     network = task.build_model()
     task.check_network(network)
+    task.first_weights(network)
     asked, notices = task.recipe.model, []
     if asked.initialize_from is not None:
         source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
@@ -305,20 +306,23 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     """
     check_backend(recipe.model)
     late = first_steps(network, recipe.model, plan.unfreeze_steps)
-    _check_network(network, recipe, late)
+    passing = last_steps(network, recipe.model, plan.freeze_after_steps)
+    _check_network(network, recipe, late, passing)
     plan = with_network(plan, recipe, numbers_of(network))
     check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()
-    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer, late), fp8_layers=layers)
+    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer, late, passing), fp8_layers=layers)
 
 
-def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str]) -> None:
+def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str], passing: Collection[str]) -> None:
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     if all(name in late for name, each in network.named_parameters() if each.requires_grad):
         raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
+    if all(name in passing for name, each in network.named_parameters() if each.requires_grad):
+        raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
     synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if recipe.parallel.exact and synced:
         raise ModelError(

@@ -56,6 +56,8 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
     network, first_values = build_deferred(build)
     if any(isinstance(each, _NormBase) for each in network.modules()):
         raise NotDeferrableError("it has BatchNorm, which is tried out whole")
+    if task.begins_from_data(network):
+        raise NotDeferrableError("some of its first weights are made of the training data")
     with torch.device("meta"):
         task.check_network(network)
     return network, first_values

@@ -120,8 +120,9 @@ def _why_not(prepared: Prepared) -> str:
         return "the task has a pipeline of its own, whose batches are not known without reading them"
     if recipe.data.progressive.start_size is not None:
         return "data.progressive changes the size of images"
-    if prepared.plan.unfreeze_steps:
-        return "model.unfreeze changes which weights are trained"
+    for key, turns in (("unfreeze", prepared.plan.unfreeze_steps), ("freeze_after", prepared.plan.freeze_after_steps)):
+        if turns:
+            return f"model.{key} changes which weights are trained"
     if recipe.distillation.teacher is not None:
         return "distillation.teacher computes beside the model"
     return ""

@@ -581,6 +581,13 @@ def test_what_an_optimizer_takes_for_auto_is_as_if_it_had_been_said() -> None:
     assert "optimizer.betas" in differences(said, plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]"]))
 
 
+def test_a_recipe_that_may_not_say_betas_is_compared_too() -> None:
+    asked = ["optimizer.name=muon", "optimizer.rest=sgd"]
+    assert differences(plain(asked), plain(asked)) == {}
+    changed = plain([*asked, "optimizer.rest_lr_factor=2"])
+    assert list(differences(plain(asked), changed)) == ["optimizer.rest_lr_factor"]
+
+
 def test_the_order_of_patterns_is_a_difference() -> None:
     one = 'optimizer.groups={"fc.*": {lr_factor: 2}, "*.bias": {lr_factor: 3}}'
     other = 'optimizer.groups={"*.bias": {lr_factor: 3}, "fc.*": {lr_factor: 2}}'

@@ -94,6 +94,8 @@ def test_what_was_asked_for_stays() -> None:
         (["parallel.unused_parameters=allow"], "parallel.unused_parameters=allow does not go with"),
         (["model.compile=true"], "model.compile=true does not go with parallel.strategy=fsdp yet"),
         (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not go with"),
+        (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after does not go with"),
+        (["optimizer.name=muon", "optimizer.rest=sgd"], "optimizer.name=muon needs whole matrices"),
         (["model.adapters.rank=4"], "model.adapters does not go with parallel.strategy=fsdp yet"),
         (
             ["parallel.gradient_compression=powersgd", "parallel.powersgd.start=9 steps"],

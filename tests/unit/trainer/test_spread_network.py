@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from paceline.models.whitening import Whitening
 from paceline.recipe.load import load_recipe
 from paceline.tasks.build import build_task
+from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.preparation import prepare
 from paceline.trainer.train import plan_only
 from paceline.world import World
@@ -56,3 +59,40 @@ def test_gpt_s_sizes_are_planned_without_text(name: str, strategy: str) -> None:
     assert plan.strategy == strategy
     assert plan.parameters == {"gpt-124m": 124_439_808, "gpt-7b": 6_658_404_352}[name]
     assert "50,257 different tokens are assumed" in plan.reasons["data.path"]
+
+
+class Whitened(ImageClassification):
+    """Digits, whose network begins from them: without BatchNorm, so that it could be spread."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Whitening(1, 2), nn.Flatten(), nn.Linear(8 * 7 * 7, 10))
+
+
+def test_first_weights_that_are_made_of_the_data_are_made_also_where_they_are_spread() -> None:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        recipe = load_recipe("digits", {"parallel.device": "cpu", "parallel.strategy": strategy}).recipe
+        world = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
+        found[strategy] = prepare(recipe, Whitened(recipe), world)
+    assert found["fsdp"].first_values is None
+    assert any("made of the training data" in each for each in found["fsdp"].notices)
+    filters = found["fsdp"].network.state_dict()["0.weight"]
+    assert torch.equal(filters[4:], -filters[:4])
+    assert torch.equal(filters, found["ddp"].network.state_dict()["0.weight"])
+
+
+class WithFirstWeights(Whitened):
+    """One that is documented to be enough: no word of whether it does anything."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def first_weights(self, network: nn.Module) -> None:
+        nn.init.ones_(network.get_parameter("1.weight"))
+
+
+def test_so_are_those_of_a_task_of_one_s_own() -> None:
+    recipe = load_recipe("digits", {"parallel.device": "cpu", "parallel.strategy": "fsdp"}).recipe
+    world = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    begun = prepare(recipe, WithFirstWeights(recipe), world)
+    assert torch.equal(begun.network.state_dict()["1.weight"], torch.ones(10, 64))

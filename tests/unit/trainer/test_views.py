@@ -23,7 +23,15 @@ from paceline.tasks.averaging import AveragedViews
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 
-VIEWS = {"flip": 2, "five_crop": 5, "ten_crop": 10}
+VIEWS = {"flip": 2, "flip_shift": 6, "five_crop": 5, "ten_crop": 10}
+
+
+def shifted_by_a_pixel(images: torch.Tensor) -> list[torch.Tensor]:
+    """The images, and moved down right and up left, by indices: what comes in is the row or column beside the edge."""
+    height, width = images.shape[2:]
+    lower = [1, *range(height - 1)], [1, *range(width - 1)]
+    upper = [*range(1, height), height - 2], [*range(1, width), width - 2]
+    return [images, *(images[:, :, rows][:, :, :, columns] for rows, columns in (lower, upper))]
 
 
 def by_hand(model: nn.Module, images: torch.Tensor, kind: str, side: int) -> torch.Tensor:
@@ -31,6 +39,10 @@ def by_hand(model: nn.Module, images: torch.Tensor, kind: str, side: int) -> tor
     height, width = images.shape[2:]
     if kind == "flip":
         views = [images, images.flip(-1)]
+    elif kind == "flip_shift":
+        views = [view for moved in shifted_by_a_pixel(images) for view in (moved, moved.flip(-1))]
+        probabilities = [model(view).softmax(1) for view in views]
+        return (probabilities[0] + probabilities[1]) / 4 + sum(probabilities[2:]) / 8
     else:
         top, left = round((height - side) / 2), round((width - side) / 2)
         corners = [(0, 0), (0, width - side), (height - side, 0), (height - side, width - side), (top, left)]

@@ -78,7 +78,11 @@ def draw(augment: Augment, seed: int, epoch: int, ids: Ids) -> Draws:
     numbers = uniforms(seed, epoch, ids, columns)
     attempts = numbers[:, _FIRST_ATTEMPT:].reshape(len(ids), ATTEMPTS, _PER_ATTEMPT) if resized else None
     offsets = pad_offsets(numbers[:, _SHIFTS], augment.padding) if augment.crop == "pad" else None
-    return Draws(numbers[:, _FLIP] < augment.flip, offsets, attempts)
+    if augment.alternate_flip:
+        flip = (uniforms(seed, 0, ids, 1)[:, _FLIP] < augment.flip) ^ (epoch % 2 == 1)
+    else:
+        flip = numbers[:, _FLIP] < augment.flip
+    return Draws(flip, offsets, attempts)
 
 
 def pad_offsets(numbers: NDArray[np.float64], padding: int) -> Ids:

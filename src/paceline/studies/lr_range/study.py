@@ -293,5 +293,7 @@ def _notes(
         yield "the batch's first size was tested, not what batch.growth makes of it"
     if recipe.model.unfreeze:
         yield "what model.frozen holds was held in all steps; model.unfreeze comes later"
+    if recipe.model.freeze_after:
+        yield "what model.freeze_after holds later was trained in all steps"
     if recipe.data.progressive.start_size is not None:
         yield "images had the first size of data.progressive, unless the test went through its epochs"

@@ -81,7 +81,7 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
     return replace(
         recipe,
         batch=batch,
-        model=replace(recipe.model, unfreeze={}),
+        model=replace(recipe.model, unfreeze={}, freeze_after={}),
         schedule=Schedule(name="constant"),
         train=replace(recipe.train, duration=Duration(steps + MOST_SKIPPED, "steps"), until=None, ema=None),
         evaluate=replace(recipe.evaluate, every=None, patience=None),

@@ -317,3 +317,5 @@ def _notices(job: Job, steps: Steps) -> Iterator[str]:
         yield "data.backend=dali: what it holds on a GPU for decoding is not in the estimate"
     if plan.unfreeze_steps:
         yield "model.unfreeze: estimated with everything trained that ever is"
+    if plan.freeze_after_steps:
+        yield "model.freeze_after: estimated with everything trained, as it is at first"

@@ -176,6 +176,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
             # In the end all of it is trained.
             frozen=() if recipe.model.unfreeze else recipe.model.frozen,
             unfreeze={},
+            freeze_after={},  # until then it is trained
         ),
         # In the end images are as large as they get.
         data=replace(recipe.data, workers=0 if lacks_file else recipe.data.workers, progressive=Progressive()),

@@ -54,6 +54,7 @@ def bare(recipe: Recipe) -> Recipe:
             initialize_from=None,
             initialize_partly=False,
             unfreeze={},
+            freeze_after={},
             adapters=adapters,
         ),
         data=replace(found.data, augment=replace(found.data.augment, repeats=1)),

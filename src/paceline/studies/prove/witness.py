@@ -143,6 +143,14 @@ class Witness(Task):
         self._network = network
         return network
 
+    def first_weights(self, network: nn.Module) -> None:
+        """The task's."""
+        self.task.first_weights(network)
+
+    def begins_from_data(self, network: nn.Module) -> bool:
+        """The task's."""
+        return self.task.begins_from_data(network)
+
     def check_network(self, network: nn.Module) -> None:
         """Nothing: the task was asked when it had built it."""
 

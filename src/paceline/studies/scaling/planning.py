@@ -12,6 +12,7 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
 from paceline.recipe.batching import usable_processes
 from paceline.recipe.load import load_recipe
+from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import weigh
 from paceline.studies.scaling.here import cluster_here
@@ -36,8 +37,8 @@ class Wanted:
         deadline_hours: Until the training ends; None if it may take as long as it takes.
         budget: Dollars; None for any.
         most: GPUs at most.
-        lr_rule: What a step that grows with the number of GPUs makes of the learning rate; ``none`` where the recipe's
-            global batch stays.
+        lr_rule: What a step that grows with the number of GPUs makes of the learning rate; ``none`` leaves it to
+            the recipe's own ``optimizer.lr_scaling``.
     """
 
     scaling: Asked
@@ -106,7 +107,7 @@ class TrainingPlan:
         choices: Everything tried.
         nearest: What comes nearest, where nothing does it; on a bound, the least that could.
         recipe_batch: The recipe's global batch.
-        recipe_lr: The recipe's learning rate for it.
+        recipe_lr: The recipe's peak learning rate for it, by its own scaling rule.
     """
 
     report: ScaleReport
@@ -170,7 +171,7 @@ def plan_training(wanted: Wanted, say: Callable[[str], None]) -> TrainingPlan:
         choices=tuple(choices),
         nearest=best or min(possible, key=lambda each: _excess(each, wanted)),
         recipe_batch=recipe.batch.global_size,
-        recipe_lr=recipe.optimizer.lr,
+        recipe_lr=_recipe_rate(recipe, recipe.batch.global_size),
     )
 
 
@@ -235,26 +236,33 @@ def _choice(row: Row, reason: str, recipe: Recipe, wanted: Wanted, price: float 
     found = row.prediction
     assert row.hours is not None  # the recipe says how long it trains
     hours = row.hours * found.high_seconds / found.seconds
-    rate = recipe.optimizer.lr
-    ratio = found.samples / recipe.batch.global_size
-    if wanted.lr_rule == "linear":
-        rate *= ratio
-    elif wanted.lr_rule == "sqrt":
-        rate *= math.sqrt(ratio)
     return Choice(
         row=row,
         reason=reason,
-        learning_rate=rate,
+        learning_rate=_rate(found.samples, recipe, wanted),
         high_hours=hours,
         high_cost=None if price is None else hours * found.devices * price,
         warning=_warning(found.samples, recipe, wanted),
     )
 
 
+def _recipe_rate(recipe: Recipe, batch: int) -> float:
+    """The peak that a run has with this batch: a recipe may scale its learning rate by itself."""
+    return recipe.optimizer.lr * lr_factor(recipe, batch)
+
+
+def _rate(batch: int, recipe: Recipe, wanted: Wanted) -> float:
+    if wanted.lr_rule == "none":
+        return _recipe_rate(recipe, batch)
+    ratio = batch / recipe.batch.global_size
+    rate = _recipe_rate(recipe, recipe.batch.global_size)
+    return rate * (ratio if wanted.lr_rule == "linear" else math.sqrt(ratio))
+
+
 def _warning(batch: int, recipe: Recipe, wanted: Wanted) -> str:
     if batch == recipe.batch.global_size:
         return ""
-    if wanted.lr_rule == "none":
+    if wanted.lr_rule == "none" and recipe.optimizer.lr_scaling == "none":
         return (
             f"the batch is {batch:,} in place of {recipe.batch.global_size:,}, and the learning rate stays "
             f"{recipe.optimizer.lr:g}: choose an --lr-rule"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from scipy import stats
 
 from paceline.data.image.augmentation import draw, pad_offsets, random_resized_box
@@ -120,3 +123,24 @@ def test_boxes_lie_inside(height: int, width: int, low: float, seed: int) -> Non
     assert min(box.top, box.left) >= 0
     assert box.top + box.height <= height
     assert box.left + box.width <= width
+
+
+def test_an_alternating_flip_shows_both_sides_in_any_two_epochs() -> None:
+    ids = np.arange(20_000)
+    asked = Augment(flip=0.5, alternate_flip=True, crop="pad", padding=2)
+    epochs = [draw(asked, 3, epoch, ids) for epoch in range(4)]
+    plain = draw(Augment(flip=0.5), 3, 0, ids).flip
+    assert np.array_equal(epochs[0].flip, plain)
+    assert abs(plain.mean() - 0.5) < 0.02
+    for before, after in pairwise(epochs):
+        assert np.array_equal(before.flip, ~after.flip)
+        assert not np.array_equal(before.offsets, after.offsets)  # other draws are drawn anew
+    some = np.array([17, 3])
+    assert np.array_equal(draw(asked, 3, 1, some).flip, epochs[1].flip[some])
+    assert not np.array_equal(draw(asked, 4, 0, ids).flip, plain)
+
+
+@pytest.mark.parametrize("flip", [0.0, 0.3, 1.0])
+def test_alternating_goes_with_every_second_image_mirrored_only(flip: float) -> None:
+    with pytest.raises(ValidationError, match=r"alternate_flip=true with flip=.*set flip to 0\.5"):
+        Augment(flip=flip, alternate_flip=True)

@@ -14,6 +14,8 @@ from paceline.studies.memory.estimate import MemoryEstimate, estimate
 from paceline.studies.scaling.planning import LrRule, TrainingPlan, Wanted, plan_training
 from paceline.studies.scaling.study import Asked, Figure
 
+RULES: tuple[LrRule, ...] = ("none", "linear", "sqrt")
+
 
 def _plan(
     *,
@@ -182,3 +184,23 @@ def test_devices_of_unknown_memory_are_told_of() -> None:
     plan = _plan_on("ethernet-10g", figure=Figure(throughput=1000, batch=64))
     assert all(each.room is None and each.has_room for each in plan.choices)
     assert any("memory is unknown" in each for each in plan.report.notices)
+
+
+def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
+    scaling = ("optimizer.lr=0.1", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
+    asked = Asked(
+        recipe="digits",
+        overrides=("model.options={width: 4, stages: 1}", *scaling),
+        cluster="dgx-a100",
+        figure=Figure(throughput=1, batch=64),
+        batch_per_device=16,
+        seconds_per_sample=0.0,
+    )
+    plans = [plan_training(Wanted(scaling=asked, deadline_hours=9, most=2, lr_rule=rule), print) for rule in RULES]
+    # The recipe's batch is 64, four times its reference.
+    assert [each.recipe_lr for each in plans] == pytest.approx([0.4] * 3)
+    rates = [[choice.learning_rate for choice in each.choices] for each in plans]
+    assert rates[0] == pytest.approx([0.1, 0.2])
+    assert rates[1] == pytest.approx([0.1, 0.2])
+    assert rates[2] == pytest.approx([0.4 / 4**0.5, 0.4 / 2**0.5])
+    assert "learning rate stays" not in plans[0].choices[0].warning

@@ -44,7 +44,7 @@ def unused_parameter_search(subject: Subject) -> Iterator[Finding]:
     seen = subject.anatomy
     if subject.recipe.parallel.unused_parameters != "allow" or not seen.parameters or seen.unused:
         return
-    if subject.recipe.model.unfreeze:
+    if subject.recipe.model.unfreeze or subject.recipe.model.freeze_after:
         return
     yield Finding(
         name="unused_parameter_search",

@@ -1,0 +1,152 @@
+"""Are the processes of a run still at work, and how are they ended, with all that they started?"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# The environment variable by which everything that a grading started is found again, in whatever session it hides.
+TOKEN = "PACELINE_GRADING"
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+_PROC = Path("/proc")
+_PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl.h
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use.
+
+    Attributes:
+        processor_seconds: Of all its processes together; a right answer takes a second or two.
+        idle_seconds: For so long none of its processes does anything before it counts as hung. Waiting for a turn on a
+            busy processor is not idle.
+        seconds: Of wall-clock time, for whatever the others do not see.
+        processes: At once.
+        memory_bytes: Of address space for each process, besides what torch takes.
+        file_bytes: The largest file.
+        look_seconds: Between two looks at all this.
+    """
+
+    processor_seconds: float = 20
+    idle_seconds: float = 5
+    seconds: float = 240
+    processes: int = 32
+    memory_bytes: int = 4 << 30
+    file_bytes: int = 64 << 20
+    look_seconds: float = 0.25
+
+
+class Supervisor:
+    """Watches some processes and their children for one run."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._begin = self._active = self._looked = time.monotonic()
+        self._ticks = 0
+
+    def objection(self, pids: Iterable[int]) -> str:
+        """Return why the processes have to be ended now, such as ``hang``; empty if they may go on."""
+        now = time.monotonic()
+        if now - self._looked < self.limits.look_seconds:
+            return ""
+        self._looked = now
+        family = descendants(pids)
+        uses = [use for use in map(_use, family) if use is not None]
+        ticks = sum(use.ticks for use in uses)
+        # Threads that watch over others wake for a moment now and then: two hundredths of a second are work.
+        if ticks > self._ticks + 0.02 / _TICK or ticks < self._ticks or any(use.is_ready for use in uses):
+            self._active, self._ticks = now, ticks
+        if not _PROC.is_dir():
+            self._active = now
+        if ticks * _TICK > self.limits.processor_seconds:
+            return "processor time"
+        if len(family) > self.limits.processes:
+            return "processes"
+        if now - self._active > self.limits.idle_seconds:
+            return "hang"
+        return "time" if now - self._begin > self.limits.seconds else ""
+
+
+def descendants(pids: Iterable[int]) -> list[int]:
+    """Return some processes and all that descend from them."""
+    found: list[int] = []
+    left = list(pids)
+    while left:
+        pid = left.pop()
+        found.append(pid)
+        for children in _PROC.glob(f"{pid}/task/*/children"):
+            with contextlib.suppress(OSError):
+                left += [int(child) for child in children.read_text().split()]
+    return found
+
+
+def end_all(pids: Iterable[int], token: str) -> None:
+    """End the process groups of some processes, and whatever else carries the token, but not this process."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    mark = f"{TOKEN}={token}".encode()
+    for _ in range(20):  # one that is just being forked is found at the next look
+        left = [pid for pid in _all_pids() if pid not in (os.getpid(), os.getppid()) and _carries(pid, mark)]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.05)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever a rank leaves behind, so that it is found without its environment (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    """End all descendants of this process, and reap those that are its children."""
+    for _ in range(20):  # the children of one that is ended are adopted, and found at the next look
+        left = [pid for pid in descendants([os.getpid()]) if pid != os.getpid()]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not left:
+            return
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class _Use:
+    ticks: int
+    is_ready: bool
+
+
+def _use(pid: int) -> _Use | None:
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in _PROC.glob(f"{pid}/task/*/stat")]
+    except OSError:
+        return None
+    # Since the field after the name, which is the third: user and system time are the 14th and 15th.
+    return _Use(int(fields[11]) + int(fields[12]), any(state in "RD" for state in states))
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
+
+
+def _carries(pid: int, mark: bytes) -> bool:
+    try:
+        is_dead = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not is_dead and mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -1,0 +1,125 @@
+"""How do filters move by orthogonal steps, and everything else by plain SGD?
+
+Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): a filter bank is a matrix, a row
+for each output; its momentum is replaced by the nearest matrix whose singular values are all alike, found by a few
+Newton-Schulz iterations instead of a decomposition. Every direction is then moved by as much, also those that the
+gradient hardly shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ModelError
+from paceline.optim.parameter_groups import is_filter
+from paceline.optim.tables import Groups, Paired
+
+# Jordan et al. 2024: chosen so that small singular values grow fastest; they end between about 0.7 and 1.2.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """A matrix [m, n] with the same singular vectors, whose singular values are near 1; those of 0 stay.
+
+    Each iteration maps every singular value s to ``a s + b s^3 + c s^5``. In bfloat16 on an accelerator, as its
+    authors do; in the matrix's own numbers on a CPU.
+
+    Args:
+        matrix: Of any scale.
+        steps: Iterations.
+    """
+    a, b, c = _COEFFICIENTS
+    found = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
+    # Of the smaller side, so that the products are small; its largest singular value is at most its norm.
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = found.T if is_tall else found
+    found = found / (found.norm() + _EPS)
+    for _ in range(steps):
+        square = found @ found.T
+        found = a * found + torch.addmm(square, square, square, beta=b, alpha=c) @ found
+    result: Tensor = (found.T if is_tall else found).to(matrix.dtype)
+    return result
+
+
+class OrthogonalSteps(torch.optim.Optimizer):
+    """Muon's steps for filters of three dimensions and more.
+
+    Args:
+        params: Groups of filters.
+        lr: How far the weights move along each direction in a step.
+        momentum: Of the gradients, as in SGD.
+        nesterov: Whether a step looks ahead.
+        steps: Iterations of Newton and Schulz.
+        unit_filters: Whether a bank is scaled to a norm of the root of its outputs, one for each, before every step.
+    """
+
+    def __init__(
+        self, params: Groups, *, lr: float, momentum: float, nesterov: bool, steps: int, unit_filters: bool
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0}
+        super().__init__(params, defaults | {"steps": steps, "unit_filters": unit_filters})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
+        """Move every bank that has a gradient."""
+        for group in self.param_groups:
+            for bank in group["params"]:
+                if bank.grad is not None:
+                    self._move(bank, bank.grad, group)
+
+    def _move(self, bank: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[bank], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(bank)
+        buffer = state["momentum_buffer"].mul_(momentum).add_(gradient)
+        ahead = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+        if group["unit_filters"]:
+            bank.mul_(len(bank) ** 0.5 / (bank.norm() + _EPS))
+        elif group["weight_decay"]:
+            bank.mul_(1 - group["lr"] * group["weight_decay"])
+        step = orthogonalised(ahead.reshape(len(bank), -1), group["steps"])
+        bank.sub_(step.view(bank.shape) * group["lr"])
+
+
+def filters_and_rest(
+    groups: Groups,
+    *,
+    lr: float,
+    nesterov: bool,
+    filters: dict[str, Any],
+    rest: dict[str, Any],
+) -> torch.optim.Optimizer:
+    """One optimizer that moves filters by orthogonal steps, and all else by SGD.
+
+    Args:
+        groups: All parameters' (:func:`~paceline.optim.parameter_groups.parameter_groups`).
+        lr: Of both; groups have their factors.
+        nesterov: Of both.
+        filters: Keyword arguments of :class:`OrthogonalSteps`.
+        rest: Keyword arguments of torch's SGD.
+
+    Raises:
+        ModelError: If the network has no filters.
+    """
+    split: dict[bool, Groups] = {True: [], False: []}
+    for group in groups:
+        for which, found in split.items():
+            params = [each for each in group["params"] if is_filter(each) == which]
+            if params:
+                found.append({**group, "params": params})
+    if not split[True]:
+        raise ModelError(
+            "optimizer.name=muon with optimizer.rest=sgd moves filters (parameters of three dimensions or more) by "
+            "orthogonal steps, and this network trains none; use optimizer.rest=adamw, which moves matrices so."
+        )
+    orthogonal = OrthogonalSteps(split[True], lr=lr, nesterov=nesterov, **filters)
+    if not split[False]:
+        return orthogonal
+    for group in split[False]:
+        group["momentum_moves"] = False  # schedule.momentum is about that of the orthogonal steps
+    return Paired(orthogonal, torch.optim.SGD(split[False], lr=lr, nesterov=nesterov, **rest))

@@ -1,0 +1,164 @@
+"""`paceline labs`: what it lists, writes, checks and marks, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src"
+
+
+def test_the_labs_are_listed(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    shown = paceline_here("labs", "list")
+    assert shown.code == 0
+    assert shown.out.splitlines()[0].split() == ["lab", "title", "minutes", "exercises", "started", "here"]
+    listed = json.loads(paceline_here("labs", "list", "--json").out)
+    assert listed[0]["number"] == "1"
+    assert set(listed[0]) == {"number", "title", "minutes", "exercises", "slides", "started"}
+    assert not any(each["started"] for each in listed)
+    assert paceline_here("labs", "start", "1", "--json").code == 0
+    assert json.loads(paceline_here("labs", "list", "--json").out)[0]["started"]
+
+
+def test_a_lab_is_started_once_and_checked(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+    begun = paceline_here("labs", "start", "1", "mine")
+    assert begun.code == 0
+    (notebook,) = (tmp_path / "mine").glob("*.ipynb")
+    assert f"paceline labs check 1 mine/{notebook.name}" in begun.out
+    assert f"jupyter lab mine/{notebook.name}" in begun.out
+    before = notebook.read_bytes()
+    again = paceline_here("labs", "start", "1", "mine")
+    assert (again.code, again.out) == (2, "")
+    assert "is there already, and may hold your work" in again.err
+    assert notebook.read_bytes() == before
+    nothing = paceline_here("labs", "check", "1")
+    assert nothing.code == 2
+    assert f"there is no {notebook.name} here: name yours: `paceline labs check 1 mine/{notebook.name}`" in nothing.err
+    assert json.loads(paceline_here("labs", "list", "--json").out)[0]["started"]
+    checked = paceline_here("labs", "check", "1", notebook)
+    assert checked.code == 1
+    assert checked.out.startswith("1.1  not yet: ")
+    assert " 0 of " in f" {checked.out.splitlines()[-1]}"
+    document = json.loads(paceline_here("labs", "check", "1", notebook, "--json").out)
+    assert (document["lab"], document["done"]) == ("1", 0)
+    assert set(document["exercises"][0]) == {"name", "done", "missing"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("start", "77"), "there is no lab '77'"),
+        (("check", "77"), "there is no lab '77'"),
+        (("slides", "77", "--output", "a.md"), "there is no lab '77'"),
+        (("check", "1", "gone.ipynb"), "'gone.ipynb' cannot be read (No such file or directory)"),
+        (("check", "1", "notes.txt"), "must end in .ipynb or .py"),
+        (("check", "1", "broken.ipynb"), "'broken.ipynb' is no notebook"),
+        (("check", "1", "other.py"), "has no exercise of lab 1"),
+        (("check", "1", "--seconds", "nan"), "no finite number"),
+        (("slides", "1", "--output", "a.pdf"), "'a.pdf' should end in .md or .html"),
+        (("slides", "1", "--output", "a.html", "--marp", "/nowhere/marp"), "npm install --global @marp-team/marp-cli"),
+        (("slides", "1", "--output", "gone/a.md"), "there is no folder 'gone'"),
+        (("grade", "gone.py"), "there is no file 'gone.py'"),
+        (("nonsense",), "nonsense"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    paceline_here: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "broken.ipynb").write_text("{")
+    (tmp_path / "other.py").write_text("print(1)\n")
+    done = paceline_here("labs", *words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['jupytext'] = None; from paceline.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "labs", "list"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "pip install 'paceline[labs]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("options", "opens"), [((), True), (("--no-open",), False)])
+def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...], opens: bool) -> None:
+    """A module called jupyterlab says what it was asked for, in place of a server that would not end."""
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "jupyterlab.py").write_text("import sys\nprint('OPENED', *sys.argv[1:])\n")
+    above, below = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "labs", "start", "1", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path / 'found'}{os.pathsep}{SOURCES}", "TERM": "dumb"},
+        stdin=subprocess.DEVNULL,
+        stdout=below,
+        stderr=subprocess.PIPE,
+    )
+    _, complaints = process.communicate(timeout=100)
+    os.close(below)
+    shown = os.read(above, 10000).decode()
+    os.close(above)
+    assert process.returncode == 0, complaints
+    (notebook,) = tmp_path.glob("*.ipynb")
+    assert (f"OPENED {notebook.name}" in shown) == opens
+
+
+@pytest.mark.slow
+def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_path: Path) -> None:
+    right = paceline("labs", "grade", ROOT / "labs" / "assessment" / "reference.py", timeout=280)
+    assert right.code == 0, right.out + right.err
+    assert right.out.splitlines()[-1] == "Passed."
+    (tmp_path / "empty.py").write_text("pass\n")
+    wrong = paceline("labs", "grade", "empty.py", "--json", timeout=280)
+    marks = json.loads(wrong.out)
+    assert (wrong.code, marks["passed"], marks["file"]) == (1, False, "empty.py")
+    assert all(one["reason"] for one in marks["criteria"] if one["points"] < one["most"])
+
+
+@pytest.mark.slow
+def test_slides_are_written(paceline: Callable[..., Any], tmp_path: Path) -> None:
+    """The whole command on a lab that runs in a moment."""
+    pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
+    package = tmp_path / "src" / "paceline"
+    shutil.copytree(SOURCES / "paceline", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "labs" / "1_small.py").write_text(
+        '# %% [markdown] tags=["slide"]\n# # Lab 1: Small\n\n# %% tags=["slide"]\nprint("shown", 6 * 7)\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "labs", "slides", "1", "--output", "small.md"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert (done.returncode, done.stdout) == (0, "small.md: 1 slide\n"), done.stderr
+    assert "# Lab 1: Small" in (tmp_path / "small.md").read_text()
+    assert "shown 42" in (tmp_path / "small.md").read_text()

@@ -1,0 +1,87 @@
+"""Every lab runs from top to bottom, as shipped, and its slides open without a network."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
+
+from paceline.labs.course import Lab, all_labs
+from paceline.labs.execution import Executed, execute
+from paceline.labs.slides import slides_of, to_html
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1900)]
+_SECONDS = 1800  # a busy machine can be five times slower than a quiet one
+
+
+@pytest.fixture(scope="module", params=all_labs(), ids=lambda lab: lab.number)
+def run(request: pytest.FixtureRequest) -> tuple[Lab, Executed]:
+    """A lab, and what came of running it; once for all tests of this file."""
+    lab = request.param
+    return lab, execute(lab.notebook, lab, seconds=_SECONDS)
+
+
+def test_a_lab_runs_from_top_to_bottom(run: tuple[Lab, Executed]) -> None:
+    lab, executed = run
+    print(
+        f"lab {lab.number}: {executed.processor_seconds:.0f} s of the processor, {executed.wall_seconds:.0f} s in all"
+    )
+    assert executed.error == ""
+    said = [text_of(executed.notebook.cells[exercise.check]) for exercise in lab.exercises]
+    assert [line for line in said if "not yet" not in line] == []
+
+
+def test_its_figures_are_on_its_slides(run: tuple[Lab, Executed]) -> None:
+    lab, executed = run
+    text = slides_of(executed.notebook, lab.title)
+    assert text.count("\n---\n") == 1 + lab.slides - 1
+    assert "data:image/png" in text, "no slide has a figure"
+    assert "Traceback" not in text
+
+
+def text_of(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, with no network."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
+
+
+def test_its_slides_open_without_a_network(run: tuple[Lab, Executed], browser: Any, tmp_path: Path) -> None:
+    marp = shutil.which("marp")
+    if marp is None:
+        pytest.skip("there is no Marp CLI here (npm install --global @marp-team/marp-cli)")
+    lab, executed = run
+    page = tmp_path / "slides.html"
+    page.write_text(to_html(slides_of(executed.notebook, lab.title), marp), encoding="utf-8")
+    context = browser.new_context(viewport={"width": 1280, "height": 720}, offline=True)
+    opened = context.new_page()
+    asked: list[str] = []
+    opened.on("request", lambda request: asked.append(request.url))
+    opened.goto(page.as_uri())
+    assert [address for address in asked if not address.startswith(("file:", "data:", "blob:"))] == []
+    drawn = opened.evaluate("[...document.images].map(each => each.complete && each.naturalWidth > 0)")
+    assert drawn
+    assert all(drawn)
+    # Nothing hangs out of a slide.
+    outside = opened.evaluate(
+        """[...document.querySelectorAll("section")].filter(each => each.scrollHeight > each.clientHeight + 2)
+            .map(each => each.textContent.slice(0, 40))"""
+    )
+    assert outside == []
+    context.close()

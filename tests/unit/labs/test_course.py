@@ -1,0 +1,72 @@
+"""Labs are found in a checkout, and say what they are about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import LabError
+
+pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+
+from paceline.labs.course import Lab, all_labs, find_lab
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_lab_says_what_it_is(lab: Lab) -> None:
+    assert (lab.number, lab.name, lab.title) == ("9b", "sums", "Sums of numbers")
+    assert lab.minutes == 90
+    assert lab.slides == 2
+    assert [exercise.name for exercise in lab.exercises] == ["9b.1", "9b.2"]
+    assert [path.name for path in lab.files] == ["beside.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "minutes"),
+    [
+        ("about 75 minutes, exercises of 5 minutes", 75),
+        ("about two hours; it runs in three minutes", 120),
+        ("two and a half hours", 150),
+        ("an hour", 60),
+        ("as long as you like", None),
+    ],
+)
+def test_minutes_are_read_from_the_text(tmp_path: Path, words: str, minutes: int | None) -> None:
+    path = tmp_path / "1_x.py"
+    path.write_text(f"# %% [markdown]\n# # Lab 1: X\n#\n# It takes\n# {words}.\n")
+    assert Lab(path).minutes == minutes
+
+
+def test_the_course_is_in_order_and_complete() -> None:
+    files = {path.name for path in (ROOT / "labs").glob("[0-9]*.py")}
+    labs = all_labs()
+    assert {lab.path.name for lab in labs} == files
+    assert [lab.order for lab in labs] == sorted(lab.order for lab in labs)
+
+
+def test_a_lab_is_found_by_number_and_by_name() -> None:
+    first = all_labs()[0]
+    assert find_lab(first.number) == find_lab(first.name) == find_lab(first.file_name) == first
+
+
+@pytest.mark.parametrize("number", ["99", "", "../1", "1.1", "scaling"])
+def test_an_unknown_lab_is_a_sentence(number: str) -> None:
+    with pytest.raises(LabError, match=r"^there is no lab .* There are: 1"):
+        find_lab(number)
+
+
+def test_labs_that_are_installed_come_first(lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from paceline.labs import course
+
+    monkeypatch.setattr(course, "__file__", str(tmp_path / "a" / "b" / "c" / "course.py"))
+    with pytest.raises(LabError, match="labs are missing"):
+        all_labs()
+    lab.path.parent.rename(tmp_path / "labs")  # a checkout: three folders above
+    assert [each.number for each in all_labs()] == ["9b"]
+    installed = tmp_path / "a" / "b" / "c" / "course"
+    installed.mkdir(parents=True)
+    (tmp_path / "labs" / "9b_sums.py").rename(installed / "9c_sums.py")
+    assert [each.number for each in all_labs()] == ["9c"]
