@@ -27,10 +27,10 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from environments import PEERS, python_of  # noqa: E402  # the two lie in folders that are no package
-from given import Spec, as_json  # noqa: E402
-from hardware import spread, write_result  # noqa: E402
-from workloads import WORKLOADS, Figure, Workload  # noqa: E402
+from environments import PEERS, python_of
+from given import Spec, as_json
+from hardware import spread, write_result
+from workloads import WORKLOADS, Figure, Workload
 
 US, LIMIT_SECONDS = "paceline", 900
 
