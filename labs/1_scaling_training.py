@@ -82,7 +82,7 @@ def plain_ticks(*axes: Axis) -> None:
 # %% tags=["exercise"]
 def training_hours(epochs: float, samples: int, throughput: float) -> float:
     """Hours for so many epochs over so many samples, at so many samples per second."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -201,7 +201,7 @@ def mean_squared_error(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) 
 # %% tags=["exercise"]
 def gradient(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return [d loss / d slope, d loss / d intercept] over the samples given."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -444,7 +444,7 @@ assert step_seconds[3] < 40 * step_seconds[0]  # 64 samples at once; far less th
 # %% tags=["exercise"]
 def fixed_and_per_sample(batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     """Return (a, b) of the line seconds = a + b * batches, each point weighed by 1 / seconds."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -819,7 +819,7 @@ for slope in (-0.35, -0.07):
 # %% tags=["exercise"]
 def extrapolate(samples: np.ndarray, errors: np.ndarray, more: float) -> tuple[float, float]:
     """Fit errors = a * samples ** b; return (b, the error that this predicts for `more` samples)."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -969,7 +969,7 @@ plt.show()
 # %% tags=["exercise"]
 def speed_up(devices: float, serial: float) -> float:
     """The speed-up where the share `serial` (0 to 1) of the time does not become shorter."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]

@@ -318,7 +318,7 @@ with judged():
 def check_on_ranks(script: str, written_in: str, processes: int = 2) -> str:
     """Start a check on several ranks and return what it prints; the first problem that a rank met is told."""
     if "raise NotImplementedError" in Path(written_in).read_text():
-        raise NotImplementedError
+        raise NotImplementedError  # the exercise says "not yet"
     output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True, seconds=300)
     problems = [line for line in output.splitlines() if line.startswith("PROBLEM ")]
     assert not problems, problems[0].removeprefix("PROBLEM ")
@@ -333,7 +333,7 @@ from torch import nn
 
 def average_gradients(model: nn.Module) -> None:
     """Replace the gradient of every parameter by its mean over all ranks."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -556,12 +556,12 @@ def follow_ring(world_size: int) -> list[np.ndarray]:
 # %%writefile ring_chunks.py
 def reduce_scatter_chunk(rank: int, step: int, world_size: int) -> int:
     """The chunk that a rank sends in a step of the first half; steps count from 0."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def all_gather_chunk(rank: int, step: int, world_size: int) -> int:
     """The chunk that a rank sends in a step of the second half; steps count from 0 again."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -1070,7 +1070,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Leave the mean gradient of `mse_loss(ddp(x), y)` over all micro-batches and ranks, with one all-reduce."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -1188,7 +1188,7 @@ plt.show()
 # %% tags=["exercise"]
 def dealt_twice(samples: int, world_size: int) -> int:
     """How many indices DistributedSampler adds, over all ranks, if it does not drop."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -1290,12 +1290,12 @@ assert wrong > len(padded) // 2
 # %% tags=["exercise"]
 def contribution(is_correct: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Two numbers, in a tensor, that may be added up over the ranks: from this rank's part, without padding."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def accuracy(total: torch.Tensor) -> float:
     """Accuracy in per cent, from the sum of all ranks' contributions."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -1385,7 +1385,7 @@ assert max(by_world_size) == min(by_world_size)
 # %% tags=["exercise"]
 def different_seeds(ranks: int, workers: int) -> int:
     """How many different seeds the workers of one node get."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]

@@ -359,7 +359,7 @@ main("one.pt")
 # %% tags=["exercise"]
 def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     """The samples of `batch` that `rank` of `world` ranks computes."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -403,7 +403,7 @@ def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 # %% tags=["exercise"]
 def accuracy(per_rank: torch.Tensor) -> float:
     """Percent of all images that were answered rightly; `per_rank` is ranks x (right, images)."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -641,7 +641,7 @@ assert with_norm[0] < with_norm[-1], "the smaller the shares, the more"
 # %% tags=["exercise"]
 def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance (divided by the number) of all ranks' values; `per_rank` is ranks x (number, sum, squares)."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -854,7 +854,7 @@ assert min(off.values()) > 0.1, "each thing left out leads elsewhere"
 # %% tags=["exercise"]
 def save_checkpoint(state: dict, path: str, rank: int) -> None:
     """Write `state` to `path` from rank 0; an older file there stays whole until the new one is."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -1216,7 +1216,7 @@ print(
 # %% tags=["exercise"]
 def bytes_per_rank(parameters: int, world: int, *, sharded: bool) -> float:
     """Bytes of parameters, gradients and AdamW's state on one of `world` ranks, all in fp32."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]

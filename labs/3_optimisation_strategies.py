@@ -144,12 +144,12 @@ def train(
 # %% tags=["exercise"]
 def updates(samples: int, batch: int, epochs: int) -> int:
     """Updates in so many epochs."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def epochs_for(wanted: int, samples: int, batch: int) -> int:
     """The fewest whole epochs that have at least so many updates."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -314,7 +314,7 @@ assert gaps["a fifth of the labels random", "batch 256, as many epochs"][0] < -4
 # %% tags=["exercise"]
 def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> float:
     """The learning rate for ``batch``, where ``rate`` is meant for ``reference_batch``; rule: none, sqrt or linear."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -547,7 +547,7 @@ print(run("paceline noise-scale digits --steps 10", quiet=True, seconds=300))
 
 # %% tags=["exercise"]
 def warmup_rate(step: int, first: float, peak: float, warmup_steps: int) -> float:
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -693,7 +693,7 @@ assert np.mean(still) < 80, "warm-up does not save this one"
 # %% tags=["exercise"]
 def lars_rate(weights: Tensor, gradient: Tensor, weight_decay: float, trust: float = 0.001) -> float:
     """What LARS multiplies the learning rate of this layer with; ``trust`` is η."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -910,7 +910,7 @@ trained = train(16, [0.05] * 480, 0).network
 def rescaled(network: nn.Sequential, a: float) -> nn.Sequential:
     """A network that computes the same function with other weights."""
     network = copy.deepcopy(network)
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -984,7 +984,7 @@ assert max(scores) - min(scores) < 0.3
 # %% tags=["exercise"]
 def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
     """The direction, with each filter as long as that of the weights; zeros for parameters of one axis."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]

@@ -137,7 +137,7 @@ assert "device" in message
 # %% tags=["exercise"]
 def to_device(batch, device):
     """The same structure, every tensor of it on ``device``."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -410,7 +410,7 @@ assert sum(numbers) == 120_078
 # %% tags=["exercise"]
 def allocated_bytes(numbers: list[int]) -> int:
     """Bytes handed out for tensors with so many numbers each: every tensor rounded up to a multiple of 512 bytes."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -894,7 +894,7 @@ assert np.diff(milliseconds["CPU"] / batch_sizes).max() < 0, "a picture costs th
 # %% tags=["exercise"]
 def crossover(cpu: tuple[float, float], gpu: tuple[float, float]) -> float:
     """The batch at which a_cpu + b_cpu B = a_gpu + b_gpu B, for lines given as (a, b)."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]

@@ -118,7 +118,7 @@ plt.show()
 # %% tags=["exercise"]
 def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """The part of some sample numbers that a rank takes."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -165,7 +165,7 @@ def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 # %% tags=["exercise"]
 def loss_factor(global_batch: int, world_size: int) -> float:
     """What a rank multiplies the sum of its losses by; `global_batch` counts the samples of all ranks."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
@@ -269,7 +269,7 @@ assert abs(ratios["the mean of each share"] - 2 / 3) < 1e-4
 # %% tags=["exercise"]
 def learning_rate(step: int, base_lr: float, batch: int, warmup: int) -> float:
     """The learning rate of a step, from 0, for a global batch."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from composer import Callback, Evaluator, Trainer
-from composer.core import Precision, State, Time
+from composer.core import Precision, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
 from given import CLASSES, Clock, Spec, begin, build, held_out, loader, sgd
@@ -83,7 +83,7 @@ def main() -> None:
         evaluator = Evaluator(label="held out", dataloader=held_out(spec), metric_names=["accuracy"])
         with clock.evaluation():
             trainer.eval(eval_dataloader=evaluator)
-    clock.write(out, duration=str(Time.from_batch(spec.total)))
+    clock.write(out)
     trainer.close()
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from fastai.callback.core import Callback, CancelFitException
 from fastai.data.core import DataLoaders
-from fastai.distributed import distrib_ctx  # noqa: F401  # gives Learner its distrib_ctx
 from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD

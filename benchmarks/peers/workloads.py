@@ -37,14 +37,12 @@ class Workload:
         spec: The training.
         figures: What is read from it, by key.
         resumed: What is read from a second training that goes on from its checkpoint.
-        without: Contenders that cannot do it, with the reason.
     """
 
     title: str
     spec: Spec
     figures: Mapping[str, Figure]
     resumed: Mapping[str, Figure] | None = None
-    without: Mapping[str, str] | None = None
 
 
 def step_milliseconds(spec: Spec, seen: Seen) -> float:

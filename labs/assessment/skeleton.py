@@ -42,7 +42,7 @@ def global_batches(epoch: int, samples: int, batch: int) -> list[Tensor]:
 
     TODO: every sample exactly once; another order in each epoch; the same list on every rank.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def share_of(samples: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def share_of(samples: Tensor) -> Tensor:
     TODO: each sample belongs to exactly one rank. Sizes differ by one at most, and a share can be empty; its rank takes
     part in the step all the same, or the others wait for it.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -60,7 +60,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     TODO: args.base_lr suits a batch of 32; scale it linearly with the global batch. Warm up: step 0 has 1 / args.warmup
     of it, the next 2 / args.warmup, and so on.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def train_epoch(epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> float:
@@ -69,7 +69,7 @@ def train_epoch(epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, 
     TODO: each step takes the gradient of the mean loss over the global batch, also where shares differ in size (by what
     does DDP divide?). The loss that is returned is the mean over the samples of all ranks.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def validate(network: nn.Module, data: TensorDataset) -> float:
@@ -77,7 +77,7 @@ def validate(network: nn.Module, data: TensorDataset) -> float:
 
     TODO: all ranks take a share, and each sample counts once.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def save_checkpoint(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, epochs_done: int) -> None:
@@ -85,12 +85,12 @@ def save_checkpoint(path: Path, network: nn.Module, optimizer: torch.optim.Optim
 
     TODO: whoever is killed while writing leaves the one before.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def load_checkpoint(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Take up the checkpoint, if there is one, and return how many epochs are done. TODO."""
-    raise NotImplementedError
+    raise NotImplementedError  # yours to write
 
 
 def main() -> None:
