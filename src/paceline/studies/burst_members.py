@@ -92,16 +92,16 @@ class _Rank:
         return said[-1] if said else f"ended with exit code {code} and left no message"
 
     def leave(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
+        self.grant(0, 0)
 
     def kill(self) -> None:
         """End it with everything it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.leave()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
         os.close(self.answers)
 
 

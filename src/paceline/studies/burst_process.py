@@ -1,7 +1,7 @@
 """One process of a variant: opens the run as training does, and takes its steps when it is told to.
 
 ``python -m paceline.studies.burst_process ORDERS-AS-JSON``. It reads one JSON object a line on standard input, each of
-which grants some steps, and answers each on a pipe of its own with what they took. It leaves when the input ends.
+which grants some steps, and answers each on a pipe of its own with what they took. It leaves when granted none.
 """
 
 from __future__ import annotations
@@ -79,9 +79,12 @@ class _Turns(SilentDisplay):
         """Wait for the next turn."""
         line = sys.stdin.readline()
         if not line:
-            raise _Over
+            # The parent is no more: the thread that watches it takes everything away, and ends this process.
+            threading.Event().wait()
         granted = json.loads(line)
         self._lead, self._steps = granted["lead"], granted["steps"]
+        if not self._steps:
+            raise _Over
         if not self._lead:
             self._begin()
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from pathlib import Path
 TOKEN = "PACELINE_GRADING"
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
+# Of the time, for what counts as idle: on a busy machine those at work are ready for their turn at nearly every look.
+_IDLE_SHARE = 0.02
+_READY_SHARE = 0.25
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl.h
 
 
@@ -48,8 +52,8 @@ class Supervisor:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._begin = self._active = self._looked = time.monotonic()
-        self._ticks = 0
+        self._begin = self._looked = time.monotonic()
+        self._looks: deque[_Look] = deque()
 
     def objection(self, pids: Iterable[int]) -> str:
         """Return why the processes have to be ended now, such as ``hang``; empty if they may go on."""
@@ -59,19 +63,35 @@ class Supervisor:
         self._looked = now
         family = descendants(pids)
         uses = [use for use in map(_use, family) if use is not None]
-        ticks = sum(use.ticks for use in uses)
-        # Threads that watch over others wake for a moment now and then: two hundredths of a second are work.
-        if ticks > self._ticks + 0.02 / _TICK or ticks < self._ticks or any(use.is_ready for use in uses):
-            self._active, self._ticks = now, ticks
-        if not _PROC.is_dir():
-            self._active = now
-        if ticks * _TICK > self.limits.processor_seconds:
+        seconds = sum(use.ticks for use in uses) * _TICK
+        if seconds > self.limits.processor_seconds:
             return "processor time"
         if len(family) > self.limits.processes:
             return "processes"
-        if now - self._active > self.limits.idle_seconds:
+        if self._is_idle(_Look(now, seconds, any(use.is_ready for use in uses))):
             return "hang"
         return "time" if now - self._begin > self.limits.seconds else ""
+
+    def _is_idle(self, look: _Look) -> bool:
+        """Has next to nothing been done for as long as that may be?
+
+        Threads that watch over others wake now and then, for a moment each, and may be seen awake: so what counts is
+        how much was done, and how often somebody was at work.
+        """
+        if not _PROC.is_dir():
+            return False
+        looks = self._looks
+        if looks and look.processor_seconds < looks[-1].processor_seconds:
+            looks.clear()  # one of them has ended
+        looks.append(look)
+        while len(looks) > 1 and look.at - looks[1].at >= self.limits.idle_seconds:
+            looks.popleft()
+        span = look.at - looks[0].at
+        if span < self.limits.idle_seconds:
+            return False
+        used = look.processor_seconds - looks[0].processor_seconds
+        ready = sum(each.is_ready for each in looks) / len(looks)
+        return used <= _IDLE_SHARE * span and ready <= _READY_SHARE
 
 
 def descendants(pids: Iterable[int]) -> list[int]:
@@ -122,6 +142,13 @@ def end_children() -> None:
         if not left:
             return
         time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class _Look:
+    at: float
+    processor_seconds: float
+    is_ready: bool
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,22 @@ def test_waiting_is_a_hang() -> None:
     assert watch(IDLE, Limits(idle_seconds=1, look_seconds=0.1), bool) == "hang"
 
 
+def test_waking_now_and_then_is_a_hang_too() -> None:
+    # Four that are seen awake at one look in twenty or so, as threads that watch over others are.
+    code = (
+        "import os, time\nos.fork(), os.fork()\n"
+        "while True:\n    time.sleep(0.5)\n    end = time.process_time() + 0.002\n"
+        "    while time.process_time() < end:\n        pass\n"
+    )
+    assert watch(code, Limits(idle_seconds=2, look_seconds=0.1), bool) == "hang"
+
+
+def test_a_little_work_in_every_second_is_no_hang() -> None:
+    code = "import time\nwhile True:\n    time.sleep(0.2)\n    sum(range(3_000_000))\n"
+    limits = Limits(idle_seconds=2, look_seconds=0.1, processor_seconds=1)
+    assert watch(code, limits, bool) == "processor time"
+
+
 def test_work_is_not_a_hang_until_it_has_had_its_time() -> None:
     limits = Limits(idle_seconds=0.5, processor_seconds=2, look_seconds=0.1)
     assert watch(BUSY, limits, bool) == "processor time"
