@@ -80,7 +80,12 @@ def main() -> None:
     )
     trainer.fit()
     if spec.evaluate:
-        evaluator = Evaluator(label="held out", dataloader=held_out(spec), metric_names=["accuracy"])
+        evaluator = Evaluator(
+            label="held out",
+            dataloader=held_out(spec),
+            metric_names=["accuracy"],
+            device_eval_microbatch_size=spec.batch,
+        )
         with clock.evaluation():
             trainer.eval(eval_dataloader=evaluator)
     clock.write(out)

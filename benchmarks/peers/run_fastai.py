@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fastai.callback import progress as _no_bar  # noqa: F401  # gives a Learner the method of that name
 from fastai.callback.core import Callback, CancelFitException
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
