@@ -89,11 +89,11 @@ PEAK = Figure("MiB resident at most", peak_mebibytes)
 WORKLOADS: Mapping[str, Workload] = {
     "loop-64": Workload(
         "loop overhead: 120,078 parameters, batch 64",
-        Spec(steps=400, warmup=40),
+        Spec(steps=160, warmup=40),
         {"step_milliseconds": STEP, "first_step_seconds": START, "peak_mebibytes": PEAK},
     ),
     "loop-4": Workload(
-        "loop overhead: the same at batch 4", Spec(batch=4, steps=1_200, warmup=100), {"step_milliseconds": STEP}
+        "loop overhead: the same at batch 4", Spec(batch=4, steps=800, warmup=100), {"step_milliseconds": STEP}
     ),
     "folder-64": Workload(
         "ResNet-18 at 64 pixels from JPEG files, bf16, 2 loader processes",

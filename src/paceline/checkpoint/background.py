@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +11,10 @@ from concurrent.futures import wait as wait_for
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+# Of a thread, beside the 0 of those that compute: about a tenth of a core that both want.
+_NICENESS = 10
 
 
 class BackgroundWriter(Generic[T]):
@@ -21,7 +27,7 @@ class BackgroundWriter(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._under_way: Future[T] | None = None
         self.given_up = threading.Event()
 
@@ -70,3 +76,13 @@ class BackgroundWriter(Generic[T]):
             self.wait()
         finally:
             self._thread.shutdown()
+
+
+def _give_way() -> None:
+    """Let this thread, and those that it begins, use what others leave: Linux alone has a niceness of threads.
+
+    Where all cores compute, each operation of a step waits for the thread that was held up, and so the whole step for
+    the writer. What waits for the writer leaves the cores to it.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,7 +179,16 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return on_host if on_host.is_contiguous() else _laid_out(on_host)
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    # Not by torch: in the thread that writes, it would begin threads beside those that compute, and as long as there
+    # are more of these than cores, OpenMP lets none of them wait actively: every operation of every step is held up.
+    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    numbers = np.ascontiguousarray(tensor.view(same_width[tensor.dtype.itemsize]).numpy())
+    return torch.from_numpy(numbers).view(tensor.dtype)
 
 
 def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -122,7 +122,9 @@ class _Best:
         self._pictures: Tensor | None = None
 
     def add(self, columns: dict[str, Tensor], pictures: Callable[[Tensor], Tensor | None]) -> None:
-        chosen = _order(columns)[: self._count]
+        chosen = self._worth_a_look(columns["score"], _order(columns)[: self._count])
+        if chosen.numel() == 0 and self._columns:
+            return
         taken = {name: column[chosen] for name, column in columns.items()}
         shown = pictures(chosen)
         if shown is not None:
@@ -136,6 +138,14 @@ class _Best:
         chosen = _order(taken)[: self._count]
         self._columns = {name: column[chosen] for name, column in taken.items()}
         self._pictures = None if shown is None else shown[chosen]
+
+    def _worth_a_look(self, score: Tensor, chosen: Tensor) -> Tensor:
+        """Those that may be among the best of all: what can be told without waiting, and so on a CPU only."""
+        if score.device.type != "cpu" or not self._columns:
+            return chosen
+        kept = self._columns["score"]
+        least = float(kept[-1]) if len(kept) == self._count else 0.0
+        return chosen[score[chosen] >= max(least, 0.0)]
 
     def columns(self) -> dict[str, list[Any]]:
         return {name: each.tolist() for name, each in self._columns.items() if name not in ("height", "width")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,9 @@ class Evaluator:
         answers = KeptAnswers(self.task, self.keep)
         broken: list[BrokenSample] = []
         rounds, last = 0, None
-        with _evaluation_mode(models.values()), torch.no_grad():
+        # Weights that are spread are other tensors in each pass.
+        casts = self.precision.keeping_casts() if self.rounds is None else nullcontext()
+        with _evaluation_mode(models.values()), torch.no_grad(), casts:
             for batch in self.pipeline.evaluation_batches(self.batch_size, self.collectives.world):
                 rounds += 1
                 broken += batch.broken

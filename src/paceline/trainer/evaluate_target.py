@@ -27,6 +27,7 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.freed_memory import keep_freed_memory
 from paceline.recipe.compute import resolve_float32_matmul
 from paceline.recipe.load import (
     Overrides,
@@ -145,6 +146,8 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     if sizes != (None,):
         _check_shows_sizes(tasks[0])
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
+    if device.type == "cpu":
+        keep_freed_memory()
     # The network is the same for all sizes; each has its own look at whether it is taken.
     network = tasks[0].build_model()
     for task in tasks:

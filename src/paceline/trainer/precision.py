@@ -44,6 +44,13 @@ class Precision:
         """Context of a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
+    def keeping_casts(self) -> AbstractContextManager[Any]:
+        """Context around forward passes with the same weights: those that are cast are cast once, not in each pass.
+
+        Autocast forgets them when its outermost context ends, and one that casts nothing counts as such.
+        """
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, enabled=False)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Backward pass of the (scaled) loss."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
