@@ -27,7 +27,6 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.freed_memory import keep_freed_memory
 from paceline.recipe.compute import resolve_float32_matmul
 from paceline.recipe.load import (
     Overrides,
@@ -52,6 +51,7 @@ from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.evaluate import Evaluation, Evaluator
 from paceline.trainer.kept_answers import Keep
+from paceline.trainer.kept_memory import memory_kept
 from paceline.trainer.limits import look_for_limits_of_scoring
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
 from paceline.trainer.preparation import place
@@ -146,14 +146,13 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     if sizes != (None,):
         _check_shows_sizes(tasks[0])
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
-    if device.type == "cpu":
-        keep_freed_memory()
     # The network is the same for all sizes; each has its own look at whether it is taken.
     network = tasks[0].build_model()
     for task in tasks:
         task.check_network(network)
     network = with_weights(network, saved, placement)
     with contextlib.ExitStack() as opened:
+        opened.enter_context(memory_kept(device))
         opened.enter_context(keeping_float32_matmul())
         set_float32_matmul(products)
         opened.callback(leave)

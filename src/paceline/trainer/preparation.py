@@ -26,7 +26,6 @@ from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, DataError, ModelError, RecipeError, did_you_mean
-from paceline.freed_memory import keep_freed_memory
 from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
 from paceline.models.build import parameter_count
@@ -86,8 +85,6 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         raise DataError(limits.refusal)
     bind(cores)  # before loader processes and threads are begun, which inherit it
     torch.set_num_threads(plan.threads_per_process)
-    if device.type == "cpu":
-        keep_freed_memory()
     if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
         # Only when asked: the call imports torch's compiler, which takes seconds.
         torch.use_deterministic_algorithms(mode=True)

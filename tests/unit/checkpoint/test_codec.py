@@ -6,6 +6,7 @@ import enum
 import json
 import math
 import struct
+import threading
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,27 @@ def test_the_keys_of_a_flat_dictionary_of_tensors_are_the_tensor_names() -> None
     assert list(structure) == list(state)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_a_thread_that_encodes_begins_no_threads_of_torch() -> None:
+    # Large enough for torch to share such a copy out among threads.
+    state = {"weight": torch.zeros(512, 512, 3, 3).to(memory_format=torch.channels_last)}
+    before, counted = torch.get_num_threads(), []
+    torch.set_num_threads(4)
+
+    def work() -> None:
+        counted.append(len(list(Path("/proc/self/task").iterdir())))
+        encode(state, where="model")
+        counted.append(len(list(Path("/proc/self/task").iterdir())))
+
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert counted[1] <= counted[0]
+
+
 def test_two_paths_that_spell_the_same_name_stay_two_tensors(tmp_path: Path) -> None:
     state: dict[Any, Any] = {
         "a": {"b": torch.tensor(1)},
@@ -126,10 +148,18 @@ def test_channels_last_views_transposes_and_parameters_keep_their_values(tmp_pat
         "view": base[1:3],
         "parameter": nn.Parameter(base),
         "conjugate": torch.tensor([1 + 2j]).conj(),
+        **{
+            f"of {dtype}": image.to(dtype, memory_format=torch.channels_last)
+            for dtype in (torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.complex64, torch.complex128)
+        },
+        "of eight bits": image.to(torch.float8_e4m3fn).permute(3, 2, 1, 0),
         "ordered": OrderedDict(z=1, a=2),
     }
     returned = through_file(state, tmp_path)
     assert torch.equal(returned["image"], image)
+    for name in [name for name in state if str(name).startswith("of torch.")]:
+        assert torch.equal(returned[name], state[name]), name
+    assert torch.equal(returned["of eight bits"].float(), state["of eight bits"].float())
     assert torch.equal(returned["transposed"], image.transpose(1, 3))
     assert returned["expanded"].tolist() == [0.0] * 5
     assert returned["view"].tolist() == [1.0, 2.0]

@@ -23,7 +23,6 @@ from paceline.data.order import StepGeometry, epoch_order
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError
-from paceline.freed_memory import keep_freed_memory
 from paceline.recipe.load import Overrides, refuse_foreign_code
 from paceline.recipe.plan import resolve_channels_last, resolve_threads
 from paceline.recipe.rates import lr_factor
@@ -103,8 +102,6 @@ def open_run(target: Path, ask: Selection, world: World) -> Opened:
     machine, reasons = describe_machine(device), dict[str, str]()
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
     torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size, reasons))
-    if device.type == "cpu":
-        keep_freed_memory()
     request = EvaluationRequest(target=target, overrides=ask.overrides, weights=ask.weights, best=ask.best)
     task = scoring_task(request, saved, recipe, world)
     network = task.build_model()
