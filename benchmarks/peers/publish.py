@@ -1,0 +1,244 @@
+"""Write docs/performance.md and its plot from the result files of compare.py; with --check only say if they differ.
+
+python benchmarks/peers/publish.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, PLOT = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.svg"
+ORDER = ("loop-64", "loop-4", "folder-64", "folder-160", "memory", "ddp-2", "evaluation", "checkpoint")
+US = "paceline"
+# A difference below it is one of chance on a machine that others share.
+_EQUAL = 0.02
+_AXIS = "time or memory over that of Paceline"
+_COLOURS = {
+    "raw": "#777777", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f", "lightning": "#7b52ab",
+    "fastai": "#3a7bd5", "composer": "#d1495b",
+}  # fmt: skip
+_INTRODUCTION = """\
+# Performance beside other trainers
+
+<!-- Written by benchmarks/peers/publish.py from benchmarks/results/peers-*.json; change those. -->
+
+The same training by each of them: network, images, batch, precision, threads and optimizer are the same. Each program
+is written as its library's documentation shows, and runs in an environment of its own, in processes that take turns in
+an order drawn anew for each round. What is compared are the ratios within a round; given are medians over the rounds.
+Paceline runs as it always does, with records, sample ledger and clock on; progress bars and loggers of the others are
+off.
+
+Measured on {cpu}, {cores} cores, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python}, {date}.
+**Nothing here was measured on a GPU**, and a machine with two cores says little about one with many.
+
+## Times Paceline's
+
+Time, or memory, that each takes over what Paceline takes: above 1 it takes more. **Bold** where it takes less.
+"""
+_AFTERWARDS = """\
+## Measure it yourself
+
+```console
+python benchmarks/peers/compare.py all --rounds 5      # makes an environment for each peer at the first time
+python benchmarks/peers/publish.py                     # writes this page
+```
+"""
+_WHY = {
+    "peak_mebibytes": """\
+While a run is open on a CPU, memory that a step frees is kept for the next: most of what is gained in the time of a
+step comes from there ([decision 69](decisions/0069-freed-memory-is-kept.md)); `MALLOC_TRIM_THRESHOLD_=131072` switches
+it off.
+The rest are records, ledger and what checks the data.""",
+    "first_step_seconds": """\
+Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
+samples; the others begin at once.""",
+    "resumed_first_step_seconds": """\
+As at the first start; besides, every file of the checkpoint is read and its SHA-256 compared before it is believed.""",
+    "pause_milliseconds": """\
+Most of the others write one file and do not wait until the disk has it, so that a power cut may take the checkpoint.
+Paceline flushes and hashes it, in a thread that gives way to training
+([decision 13](decisions/0013-checkpoints-are-written-beside-training.md)); where all cores compute, it takes turns.""",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one workload; ``costs`` are each contender's time or memory over ours: (median, least, most)."""
+
+    key: str
+    title: str
+    unit: str
+    costs: Mapping[str, tuple[float, float, float]]
+    labels: Mapping[str, str]
+    failed: Mapping[str, str]
+
+
+def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """All figures, in the order of the page."""
+    found = []
+    for workload in (name for name in ORDER if name in results):
+        result = results[workload]
+        for key, figure in result["figures"].items():
+            costs = {}
+            for name, each in figure["contenders"].items():
+                ratio = each["times_ours"]
+                middle, least, most = (ratio[part] for part in ("median", "minimum", "maximum"))
+                costs[name] = (1 / middle, 1 / most, 1 / least) if figure["more_is_better"] else (middle, least, most)
+            labels = {name: each["title"] for name, each in figure["contenders"].items()}
+            found.append(Row(key, result["title"], figure["title"], costs, labels, result["failed"]))
+    return found
+
+
+def newest() -> dict[str, dict[str, Any]]:
+    """The newest result file of each workload."""
+    found = {}
+    for workload in ORDER:
+        files = sorted(RESULTS.glob(f"peers-{workload}_*.json"), key=lambda path: path.stem.rpartition("_")[2])
+        if files:
+            found[workload] = json.loads(files[-1].read_text())
+    return found
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page in Markdown."""
+    table = rows(results)
+    names = [name for name in (*_COLOURS, US) if any(name in row.costs for row in table)]
+    labels = {name: next(row.labels[name] for row in table if name in row.labels) for name in names}
+    some = next(iter(results.values()))["facts"]
+    lines = [
+        *_INTRODUCTION.format(**some).splitlines(),
+        "",
+        f"| | {' | '.join(labels[name] for name in names if name != US)} |",
+        "|---|" + "---|" * (len(names) - 1),
+    ]
+    for row in table:
+        cells = " | ".join(_cell(row, name) for name in names if name != US)
+        lines.append(f"| {row.title}: {_plain(row.unit)} | {cells} |")
+    lines += ["", "![The same as a plot: each contender's time or memory over Paceline's](performance.svg)", ""]
+    lines += ["## Where another is ahead", "", *ahead(table, labels), ""]
+    lines += ["## In figures", ""]
+    for workload in (name for name in ORDER if name in results):
+        lines += _in_figures(workload, results[workload])
+    return "\n".join([*lines, _AFTERWARDS])
+
+
+def ahead(table: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
+    """A line for each figure at which somebody takes clearly less than we do."""
+    lines = []
+    for row in table:
+        quicker = {name: cost[0] for name, cost in row.costs.items() if name != US and cost[0] < 1 - _EQUAL}
+        if quicker:
+            who = ", ".join(f"{labels[name]} {cost:.2f}" for name, cost in sorted(quicker.items(), key=lambda i: i[1]))
+            lines.append(f"- **{row.title}, {_plain(row.unit)}**: {who}. {_WHY.get(row.key, '')}".rstrip())
+    return lines or [f"Nobody, by more than {_EQUAL:.0%}."]
+
+
+def plot(table: Sequence[Row]) -> str:
+    """One line of dots a figure, on a logarithmic axis; a bar from the least to the most of the rounds."""
+    left, width, step, top = 420, 520, 30, 58
+    height = top + step * len(table) + 30
+    values = [value for row in table for name, cost in row.costs.items() if name != US for value in cost]
+    low, high = min(0.5, *values), max(2.0, *values)
+
+    def x(value: float) -> float:
+        return left + width * math.log(value / low) / math.log(high / low)
+
+    box = f'viewBox="0 0 {left + width + 30} {height}" font-family="sans-serif" font-size="12" fill="#222222"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{_AXIS}">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        f'<text x="{left}" y="16">less than Paceline &#8592; {_AXIS} &#8594; more</text>',
+    ]
+    shown = [name for name in _COLOURS if any(name in row.costs for row in table)]
+    for number, name in enumerate(shown):
+        at = 10 + 130 * number
+        parts.append(f'<circle cx="{at}" cy="34" r="5" fill="{_COLOURS[name]}"/>')
+        parts.append(f'<text x="{at + 9}" y="38">{escape(_short(table, name))}</text>')
+    for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10):
+        if low <= tick <= high:
+            colour = "#222222" if tick == 1 else "#dddddd"
+            parts.append(
+                f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{height - 22}" stroke="{colour}"/>'
+            )
+            parts.append(f'<text x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:g}</text>')
+    for number, row in enumerate(table):
+        y = top + step * number + step / 2
+        words = f"{row.title.split(':')[0].split(',')[0]}: {_plain(row.unit)}"
+        parts.append(f'<text x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(words)}</text>')
+        for place, name in enumerate(each for each in shown if each in row.costs):
+            middle, least, most = row.costs[name]
+            at = y - 9 + 3 * place
+            parts.append(
+                f'<line x1="{x(least):.1f}" x2="{x(most):.1f}" y1="{at:.1f}" y2="{at:.1f}" '
+                f'stroke="{_COLOURS[name]}" stroke-opacity="0.5"/>'
+                f'<circle cx="{x(middle):.1f}" cy="{at:.1f}" r="3.5" fill="{_COLOURS[name]}"/>'
+            )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _plain(unit: str) -> str:
+    return "time for the same images" if unit.startswith("images/s") else unit
+
+
+def _short(table: Sequence[Row], name: str) -> str:
+    label = next(row.labels[name] for row in table if name in row.labels)
+    return label.replace("torchvision's reference style", "torchvision").replace("PyTorch, by hand", "by hand")
+
+
+def _cell(row: Row, name: str) -> str:
+    if name not in row.costs:
+        return "failed" if name in row.failed else "—"
+    cost = row.costs[name][0]
+    return f"**{cost:.2f}**" if cost < 1 - _EQUAL else f"{cost:.2f}"
+
+
+def _in_figures(workload: str, result: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for figure in result["figures"].values():
+        ordered = sorted(
+            figure["contenders"].values(), key=lambda row: row["values"]["median"], reverse=figure["more_is_better"]
+        )
+        lines += [f"### {result['title']}: {figure['title']}", "", "| | median | least | most |", "|---|---|---|---|"]
+        for row in ordered:
+            numbers = (_number(row["values"][part]) for part in ("median", "minimum", "maximum"))
+            lines.append(f"| {row['title']} | {' | '.join(numbers)} |")
+        rounds, facts = ordered[0]["values"]["runs"], result["facts"]
+        load = f"load before it {facts['load_average_before']:.1f}"
+        lines += ["", f"{rounds} rounds; `{facts['command']}` at {facts['revision']}, {load}.", ""]
+    for name, why in result["failed"].items():
+        lines += [f"{name} failed at {workload}: {why.splitlines()[0]}", ""]
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def main() -> None:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something would change")
+    options = parser.parse_args()
+    results = newest()
+    if not results:
+        sys.exit("benchmarks/results holds no peers-*.json yet: run benchmarks/peers/compare.py first")
+    for path, text in ((PAGE, page(results)), (PLOT, plot(rows(results)))):
+        if options.check and (not path.exists() or path.read_text() != text):
+            sys.exit(f"{path.relative_to(ROOT)} is not what the result files say: run benchmarks/peers/publish.py")
+        if not options.check:
+            path.write_text(text)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
