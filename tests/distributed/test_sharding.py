@@ -222,6 +222,7 @@ def test_sharded_micro_batches_are_one_big_batch(
                 assert found == pytest.approx(expected, rel=1e-9), (name, run)
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., None]) -> None:
     # A loss that is no number, and saves by the clock; views, with more batches for one process than for the other.
