@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,11 @@ _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
 _IN_ONE_WORKER = ("cli", "docs")
 # Begun in this order, and then the rest.
 _LONGEST_FIRST = ("labs", "distributed", "slurm", "cli", "docs")
+# Seconds of the processor, in its set-up or in itself, of a test that is not marked thorough (CONTRIBUTING.md). Those
+# that are written today take half of it at most: a slower machine is no reason to fail.
+_LIMIT = 50.0
+_SHOWN = 15
+_COUNTED = pytest.StashKey[float]()
 
 
 def _folder(nodeid: str) -> str:
@@ -76,6 +82,57 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(_folder(item.nodeid), len(ranks)))
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it, and they, have waited for: not of orphans."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Begin to count."""
+    item.stash[_COUNTED] = _processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Note what set-up, test and clearing up took; what takes too long for what everyone runs all the time fails."""
+    report: Any = yield
+    now = _processor_seconds()
+    spent, item.stash[_COUNTED] = now - item.stash[_COUNTED], now
+    report.user_properties.append(("processor_seconds", spent))
+    may_take_long = item.get_closest_marker("thorough") or item.get_closest_marker("gpu")
+    # Threads that wait for one another spin: seconds count where scripts/test has asked for one.
+    if report.passed and spent > _LIMIT and not may_take_long and os.environ.get("OMP_NUM_THREADS") == "1":
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} took {spent:.0f} s of the processor ({report.when}), and one that is not marked thorough "
+            f"may take {_LIMIT:.0f}: let it train less or start fewer processes, share what it computes, or mark it."
+        )
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say where the time went, if it was much: the processor's, which other work on the machine does not change."""
+    tests: Counter[str] = Counter()
+    folders: Counter[str] = Counter()
+    marked = set()
+    for report in (each for kind in terminalreporter.stats.values() for each in kind):
+        for name, seconds in getattr(report, "user_properties", ()):
+            if name == "processor_seconds":
+                tests[report.nodeid] += seconds
+                folders[_folder(report.nodeid)] += seconds
+                marked |= {report.nodeid} if "thorough" in report.keywords else set()
+    if sum(tests.values()) < 2 * _LIMIT:
+        return
+    terminalreporter.section("seconds of the processor")
+    each = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in folders.most_common())
+    terminalreporter.write_line(f"{sum(tests.values()):.0f} in all: {each}")
+    for nodeid, seconds in tests.most_common(_SHOWN):
+        terminalreporter.write_line(f"{seconds:6.1f}  {nodeid}{'  (thorough)' * (nodeid in marked)}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,6 +111,7 @@ def test_the_command_of_several_hosts(paceline_here: Call) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_torchrun_trains_on_this_host(paceline: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:

@@ -76,12 +76,12 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     "processes", [None, pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough)]
 )
 def test_the_plan_is_that_of_the_run(
-    paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Any, processes: int | None
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Any, processes: int | None
 ) -> None:
     command = ["train", "digits", *tiny, "train.duration=1 steps"]
     command += [] if processes is None else ["--processes", str(processes)]
-    planned = json.loads(paceline(*command, "--plan-only", "--json").out)["plan"]
-    done = paceline(*command, "--run-dir", "run")
+    planned = json.loads(paceline_here(*command, "--plan-only", "--json").out)["plan"]
+    done = paceline_here(*command, "--run-dir", "run")
     assert done.code == 0, done.err
     trained = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert planned | {"parameters": trained["parameters"]} == trained

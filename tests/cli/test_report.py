@@ -9,13 +9,13 @@ from typing import Any
 
 
 def test_training_leaves_a_report_and_says_where(
-    paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = paceline("train", "digits", *tiny, "--run-dir", "run")
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run")
     assert done.code == 0, done.err
     assert "report            run/report.html" in done.out
     assert "Outcome" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    off = paceline("train", "digits", *tiny, "telemetry.report=off", "--run-dir", "off")
+    off = paceline_here("train", "digits", *tiny, "telemetry.report=off", "--run-dir", "off")
     assert off.code == 0, off.err
     assert "report" not in off.out
     assert not (tmp_path / "off" / "report.html").exists()
@@ -25,20 +25,20 @@ def test_training_leaves_a_report_and_says_where(
     assert said["run"]["ema_sha256"] == said["off"]["ema_sha256"]
 
 
-def test_a_stopped_run_has_its_report(paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
-    done = paceline("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps")
+def test_a_stopped_run_has_its_report(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps")
     assert done.code == 75, done.err
     first = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "The run was stopped" in first
-    assert paceline("train", "digits", *tiny, "--run-dir", "run").code == 0
+    assert paceline_here("train", "digits", *tiny, "--run-dir", "run").code == 0
     second = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "The run was stopped" not in second
     assert "resumed 1 time" in second
 
 
-def test_a_failed_run_has_its_report(paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_failed_run_has_its_report(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
     wrong = (each for each in tiny if not each.startswith("optimizer="))
-    done = paceline("train", "digits", *wrong, "optimizer={name: sgd, lr: 1.0e+30}", "--run-dir", "run")
+    done = paceline_here("train", "digits", *wrong, "optimizer={name: sgd, lr: 1.0e+30}", "--run-dir", "run")
     assert done.code == 1, done.out + done.err
     text = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert 'class="bad"' in text
@@ -46,13 +46,13 @@ def test_a_failed_run_has_its_report(paceline: Callable[..., Any], tiny: tuple[s
 
 
 def test_a_report_that_cannot_be_written_is_a_notice(
-    paceline: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert paceline("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps").code == 75
+    assert paceline_here("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps").code == 75
     # Where the page should be there is a folder, which no file replaces.
     (tmp_path / "run" / "report.html").unlink()
     (tmp_path / "run" / "report.html").mkdir()
-    done = paceline("train", "digits", *tiny, "--run-dir", "run")
+    done = paceline_here("train", "digits", *tiny, "--run-dir", "run")
     assert done.code == 0, done.err
     assert "note: the report could not be written" in done.out
     assert "Traceback" not in done.out + done.err

@@ -17,6 +17,7 @@ def test_both_save_after_the_same_steps(
 ) -> None:
     run_dir = studio / f"by-the-clock-{exact}"
     asked = ("checkpoint.every=0.001 seconds", "checkpoint.keep=99", "evaluate.every=off", f"parallel.exact={exact}")
+    asked += ("train.duration=20 steps",)
     done = run("train", "recipe.yaml", *asked, "--processes", "2", "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
     assert len(list((run_dir / "checkpoints").glob("step-*"))) > 2

@@ -42,7 +42,9 @@ def recipe(studio: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("several", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_exact_runs_of_one_two_and_three_processes_are_the_same(
+    several: int,
     recipe: Path,
     studio: Path,
     run: Callable[..., Any],
@@ -51,7 +53,7 @@ def test_exact_runs_of_one_two_and_three_processes_are_the_same(
 ) -> None:
     exact = ("train", recipe.name, "parallel.exact=true", "parallel.logical_ranks=6")
     found = []
-    for processes in (1, 2, 3):
+    for processes in (1, several):
         run_dir = studio / f"boxes-{processes}"
         where = (*exact, "--run-dir", run_dir)
         done = run_here(*where) if processes == 1 else run(*where, "--processes", processes, where=studio)
@@ -59,10 +61,11 @@ def test_exact_runs_of_one_two_and_three_processes_are_the_same(
         told = summary(run_dir)
         found.append({key: told[key] for key in ("step", "weights_sha256", "metrics", "ledger")})
         assert run_here("audit", run_dir).code == 0
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert found[0]["metrics"]["box_map"] >= 0
 
 
+@pytest.mark.thorough
 def test_ddp_sees_the_same_samples_and_takes_a_step_with_an_empty_share(
     recipe: Path, studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
 ) -> None:

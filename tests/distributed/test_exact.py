@@ -75,7 +75,14 @@ def test_numbers_that_are_no_power_of_two(
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        (2, 1),
+        pytest.param((4, 2, 1), marks=pytest.mark.thorough),
+        pytest.param((1, 4, 2), marks=pytest.mark.thorough),
+    ],
+)
 def test_killed_and_resumed_by_fewer_processes_and_more(
     studio: Path,
     start: Callable[..., Any],
@@ -83,18 +90,17 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     alone: Callable[..., Any],
     outcome: Callable[[Path], Any],
     steps_recorded: Callable[[Path], int],
-    seed: int,
+    worlds: tuple[int, ...],
 ) -> None:
-    run_dir = studio / f"exact-chain-{seed}"
-    draw = random.Random(seed)
-    worlds = (4, 2, 1) if seed == 1 else (1, 4, 2)
-    for processes in worlds[:2]:
+    run_dir = studio / f"exact-chain-{'-'.join(map(str, worlds))}"
+    draw = random.Random(worlds[0])
+    for processes in worlds[:-1]:
         launched = start(*EXACT, "--processes", processes, "--run-dir", run_dir, where=studio)
         step = max(steps_recorded(run_dir), 0) + draw.randint(5, 18)
         launched.wait_for(lambda step=step: steps_recorded(run_dir) >= step)
         time.sleep(draw.uniform(0, 0.15))
         launched.kill()
-    done = run(*EXACT, "--processes", worlds[2], "--run-dir", run_dir, where=studio)
+    done = run(*EXACT, "--processes", worlds[-1], "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
     assert outcome(run_dir) == alone("exact-1")
     audit = run("audit", run_dir, "--json", where=studio)

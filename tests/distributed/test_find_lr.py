@@ -51,7 +51,9 @@ def test_two_processes_find_what_one_finds(studio: Path, run: Callable[..., Any]
     assert suggested[0] == suggested[1]
 
 
-@pytest.mark.parametrize(("worse", "reason"), [("1e4", "diverged"), ("float('nan')", "not_finite")])
+@pytest.mark.parametrize(
+    ("worse", "reason"), [("1e4", "diverged"), pytest.param("float('nan')", "not_finite", marks=pytest.mark.thorough)]
+)
 def test_all_end_where_the_loss_of_one_is_spoiled(
     studio: Path, run: Callable[..., Any], worse: str, reason: str
 ) -> None:
@@ -64,6 +66,7 @@ def test_all_end_where_the_loss_of_one_is_spoiled(
     assert 25 < found["stop"]["steps"] <= 33
 
 
+@pytest.mark.thorough
 def test_the_following_training_has_the_same_bits(
     studio: Path, run: Callable[..., Any], summary: Callable[[Path], Any]
 ) -> None:

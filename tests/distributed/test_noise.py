@@ -81,8 +81,13 @@ def together(on_two_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 
 @pytest.mark.parametrize(
     ("cut", "measured"),
-    [({}, (0, 1)), ({"batch.micro_size": 3}, (0, 2)), ({"parallel.exact": True, "batch.micro_size": 3}, (0, 1, 2, 3))],
-    ids=["one micro-batch each", "two each", "exact"],
+    [
+        pytest.param({}, (0, 1), id="one micro-batch each", marks=pytest.mark.thorough),
+        pytest.param({"batch.micro_size": 3}, (0, 2), id="two each"),
+        pytest.param(
+            {"parallel.exact": True, "batch.micro_size": 3}, (0, 1, 2, 3), id="exact", marks=pytest.mark.thorough
+        ),
+    ],
 )
 def test_each_process_gives_its_own_norm(
     together: Callable[..., Any], events: Callable[..., Any], cut: dict[str, Any], measured: tuple[int, ...]
@@ -102,6 +107,7 @@ def test_each_process_gives_its_own_norm(
     assert last["gradient_square"] == pytest.approx(averages.mean_square, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_measuring_changes_no_weight(together: Callable[..., Any]) -> None:
     (_, watched), (_, alone) = together("watched", NOISE), together("alone", {})
     assert watched[0]["weights"] == alone[0]["weights"]

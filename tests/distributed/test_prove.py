@@ -81,6 +81,7 @@ def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[...
     assert {path.suffix for path in tmp_path.iterdir()} == {".out", ".err"}
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)

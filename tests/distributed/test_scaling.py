@@ -29,7 +29,7 @@ def links() -> None:
         pytest.skip(f"no link can be shaped here: {reason}")
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_sum_over_a_slow_link_takes_what_the_model_says(size: int, tmp_path: Path) -> None:
     message, rate = 2_000_000, MEGABITS * 1e6 / 8 * shaped.PAYLOAD
     measured = shaped.all_reduce_seconds(size, MEGABITS, message, tmp_path / "probe")

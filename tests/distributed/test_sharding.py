@@ -157,8 +157,19 @@ def is_in_parts(path: Path) -> bool:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what no_dist asks for
 def test_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
+    # BatchNorm, dropout, a moving average, clipping and augmentation.
+    together({"short-ddp": SHORT, "short-fsdp": SHORT | FSDP})
+    assert difference(state(ground / "short-fsdp"), state(ground / "short-ddp")) == 0
+    assert metrics(ground / "short-fsdp") == metrics(ground / "short-ddp")
+    saved = [CheckpointStore(ground / name / "checkpoints").path(14) for name in ("short-ddp", "short-fsdp")]
+    assert [is_in_parts(path) for path in saved] == [False, True]
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what no_dist asks for
+def test_going_on_with_other_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
     # BatchNorm, dropout, a moving average, clipping and augmentation: two processes, with and without sharding; and
     # from the middle on in another way than before.
     half, until = {"train.until": "6 steps"}, {"train.until": "off"}
@@ -222,6 +233,7 @@ def test_sharded_micro_batches_are_one_big_batch(
                 assert found == pytest.approx(expected, rel=1e-9), (name, run)
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., None]) -> None:
     # A loss that is no number, and saves by the clock; views, with more batches for one process than for the other.

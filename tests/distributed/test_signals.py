@@ -271,7 +271,7 @@ def test_a_second_signal_ends_at_once(
     assert run_here("audit", tmp_path / "patient").code == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
 def test_stopped_before_it_has_begun(studio: Path, start: Callable[..., Any], number: int) -> None:
     """Nothing is lost yet, so nothing need be saved; but nobody stays, and nobody complains at length."""
     run_dir = studio / f"too-early-{number}"

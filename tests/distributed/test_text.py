@@ -118,6 +118,7 @@ def test_parts_of_different_weight_add_up_to_one_big_batch(
         torch.testing.assert_close(parts[key], value, rtol=0, atol=1e-10, msg=key)
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(3)
 def test_an_evaluation_is_the_same_by_any_number_of_processes(
     train: Callable[..., Path], paceline_in: Callable[..., str]
@@ -141,6 +142,7 @@ def test_exact_runs_have_the_same_bits_in_any_world(
     assert summary(together)["metrics"] == summary(alone)["metrics"]
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_killed_and_resumed_it_ends_with_the_same_bits(
     library: Path,

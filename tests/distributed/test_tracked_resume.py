@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+# Of two processes that load every tracker's library; the run must be long enough to be killed while it goes on.
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(600)]
+
 RECIPE = """
 model: {name: small_resnet, channels_last: false, options: {width: 4, stages: 1, depth: 1}}
 data: {dataset: digits}

@@ -78,12 +78,13 @@ def losses(run_dir: Path) -> list[float]:
 @linux
 @pytest.mark.world_size(3)
 @pytest.mark.slow
+@pytest.mark.parametrize("several", [3, pytest.param(2, marks=pytest.mark.thorough)])
 def test_evaluation_is_exact_in_any_world(
-    studio: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any]
+    studio: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any], several: int
 ) -> None:
     """33 samples in five batches over 1, 2 and 3 processes: the same numbers, each sample once."""
     answers, predictions = [], []
-    for processes in (1, 2, 3):
+    for processes in (1, several):
         file = studio / f"predictions-{processes}.jsonl"
         command = ("evaluate", undisturbed, "--json", "--predictions", file)
         done = run_here(*command) if processes == 1 else run(*command, "--processes", processes, where=studio)
@@ -91,12 +92,12 @@ def test_evaluation_is_exact_in_any_world(
         answers.append(json.loads(done.out))
         predictions.append([json.loads(line) for line in file.read_text().splitlines()])
     assert [line["id"] for line in predictions[0]] == list(range(33))
-    assert predictions[1:] == predictions[:1] * 2
+    assert predictions[0] == predictions[1]
     exact = ("samples", "top1_accuracy", "top1_correct", "path", "weights", "broken")
-    assert [{key: answer[key] for key in exact} for answer in answers] == [{key: answers[0][key] for key in exact}] * 3
+    assert [{key: answer[key] for key in exact} for answer in answers] == [{key: answers[0][key] for key in exact}] * 2
     assert answers[0]["samples"] == 33
     assert answers[0]["top1_correct"] == sum(line["prediction"] == line["target"] for line in predictions[0])
-    assert [answer["loss"] for answer in answers] == pytest.approx([answers[0]["loss"]] * 3, rel=1e-9)
+    assert [answer["loss"] for answer in answers] == pytest.approx([answers[0]["loss"]] * 2, rel=1e-9)
 
 
 @linux
@@ -124,6 +125,7 @@ def test_fewer_samples_than_processes(
     assert answer["top1_accuracy"] == pytest.approx(100 * answer["top1_correct"] / 3)
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.world_size(3)
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 Everything here is for small samples: three rounds are usual, a hundred are many. With one value there is no telling how
 much the next would differ, and its interval is everything there is.
+
+SciPy is loaded where it is used: every training imports this module, and hardly one asks for an interval.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, ndtri, stdtrit
 
 Floats = NDArray[np.float64]
 _LARGEST_LOGARITHM = math.log(np.finfo(np.float64).max)
@@ -60,6 +61,8 @@ def mean_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95)
 
     Source: "Student" (1908), The probable error of a mean.
     """
+    from scipy.special import stdtrit
+
     numbers = _checked(values, confidence)
     middle = float(numbers.mean())
     if len(numbers) < 2:
@@ -126,6 +129,8 @@ def unpaired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, con
     Source: Welch (1947), The generalization of "Student's" problem when several different population variances are
     involved; degrees of freedom by Satterthwaite (1946).
     """
+    from scipy.special import stdtrit
+
     one, other = _checked(_logarithms(candidate), confidence), _checked(_logarithms(baseline), confidence)
     count, middle = min(len(one), len(other)), float(one.mean() - other.mean())
     if count < 2:
@@ -187,6 +192,8 @@ def share_interval(hits: int, trials: int, *, confidence: float = 0.95) -> Inter
     Source: Clopper and Pearson (1934), The use of confidence or fiducial limits illustrated in the
     case of the binomial.
     """
+    from scipy.special import betaincinv
+
     if not 0 <= hits <= trials or trials < 1:
         raise ValueError(f"{hits} of {trials} is no share")
     tail = (1 - confidence) / 2
@@ -259,6 +266,8 @@ def _kaplan_meier(times: Floats, reached: NDArray[np.bool_]) -> list[tuple[float
 
 
 def _median(curve: Sequence[tuple[float, float, float]], count: int, confidence: float) -> Interval:
+    from scipy.special import ndtri
+
     wide = float(ndtri((1 + confidence) / 2))
     middle = next((time for time, share, _ in curve if share <= 0.5), math.inf)
     # Where no estimate is that far from one half, the truth may lie before the first event, or after the last.

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from scipy.special import stdtrit
-
 from paceline.formulas.batch import gradient_square, gradient_variance, steps_ratio
 from paceline.formulas.intervals import Interval
 
@@ -115,6 +113,8 @@ class NoiseAverages:
 
         Source: Fieller (1954), Some problems in interval estimation; McCandlish et al., arXiv:1812.06162, A.1.
         """
+        from scipy.special import stdtrit
+
         v, s = self.mean_variance, self.mean_square
         if v is None or s is None or v <= 0 or s <= 0:
             return None
