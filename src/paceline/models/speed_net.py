@@ -2,7 +2,7 @@
 
 In the shape of the public records' (Page, "How to Train Your ResNet", 2018; Jordan, arXiv:2404.00498, 2024):
 
-    image -> whitening -> activation -> blocks x [convolution, pool 2x2, norm, activation,
+    image -> whitening -> activation -> blocks x [convolution, pool 2x2 (or pooled first), norm, activation,
                                                   (depth - 1) x (convolution, norm, activation)]
           -> largest over the pixels -> linear, without bias -> x logit_scale
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,14 @@ class Block(nn.Module):
     """Widen, halve the image, refine with further convolutions of the same width."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, depth: int, norm_momentum: float, activation: str
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        depth: int,
+        norm_momentum: float,
+        activation: str,
+        pool_first: bool,
     ) -> None:
         super().__init__()
         widths = (in_channels, *(out_channels,) * depth)
@@ -41,12 +49,11 @@ class Block(nn.Module):
             nn.BatchNorm2d(out_channels, eps=_NORM_EPS, momentum=norm_momentum) for _ in range(depth)
         )
         self.activation = _ACTIVATIONS[activation]
+        self.pool_first = pool_first
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, in_channels, H, W] to [N, out_channels, H / 2, W / 2]; sides below four are not halved."""
-        x = self.convs[0](x)
-        if min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE:
-            x = functional.max_pool2d(x, kernel_size=2)
+        x = self.convs[0](_halved(x)) if self.pool_first else _halved(self.convs[0](x))
         x = first = self.activation(self.norms[0](x))
         for number in range(1, len(self.convs)):
             x = self.norms[number](self.convs[number](x))
@@ -54,6 +61,10 @@ class Block(nn.Module):
                 x = x + first
             x = self.activation(x)
         return x
+
+
+def _halved(x: Tensor) -> Tensor:
+    return functional.max_pool2d(x, kernel_size=2) if min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE else x
 
 
 class SpeedNet(nn.Module):
@@ -83,6 +94,7 @@ def speed_net(
     logit_scale: float | None = None,
     norm_momentum: float = 0.4,
     activation: str = "gelu",
+    pool_first: Sequence[int] = (),
 ) -> nn.Module:
     """Build a fast convolutional network for images of 8 to 32 pixels.
 
@@ -96,29 +108,43 @@ def speed_net(
             and their learning rate are; by default one over its inputs, with weights of standard deviation 1.
         norm_momentum: Weight of a batch in BatchNorm's running statistics, in (0, 1]; short runs need much of it.
         activation: ``gelu`` or ``relu``.
+        pool_first: Blocks, by their number from 0, that halve the image before their first convolution, not after it:
+            a quarter of its work. In the records none does.
 
     Raises:
         ModelError: If an option is out of range.
     """
-    _check_options(widths=widths, depth=depth, patch=patch, norm_momentum=norm_momentum, activation=activation)
+    shape: dict[str, Any] = {"depth": depth, "norm_momentum": norm_momentum, "activation": activation}
+    _check_options(widths=widths, patch=patch, pool_first=pool_first, **shape)
     whitening = Whitening(in_channels, patch)
     blocks = [
-        Block(n, m, depth=depth, norm_momentum=norm_momentum, activation=activation)
-        for n, m in pairwise((whitening.out_channels, *widths))
+        Block(n, m, pool_first=number in pool_first, **shape)
+        for number, (n, m) in enumerate(pairwise((whitening.out_channels, *widths)))
     ]
     model = SpeedNet(num_classes, whitening, blocks, 1 / widths[-1] if logit_scale is None else logit_scale)
     _initialize(model, unit_head=logit_scale is None)
     return model
 
 
-def _check_options(*, widths: Sequence[int], depth: int, patch: int, norm_momentum: float, activation: str) -> None:
+def _check_options(
+    *,
+    widths: Sequence[int],
+    depth: int,
+    patch: int,
+    norm_momentum: float,
+    activation: str,
+    pool_first: Sequence[int],
+) -> None:
     are_widths = isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and w >= 1 for w in widths)
+    # The widths are looked at first.
+    are_blocks = isinstance(pool_first, list | tuple) and (not are_widths or set(pool_first) <= set(range(len(widths))))
     rules = (
         ("widths", widths, are_widths, "a list of whole numbers of at least 1"),
         ("depth", depth, depth in (1, 2, 3), "1, 2 or 3"),
         ("patch", patch, patch in (1, 2, 3), "1, 2 or 3"),
         ("norm_momentum", norm_momentum, 0 < norm_momentum <= 1, "above 0 and at most 1"),
         ("activation", activation, activation in _ACTIVATIONS, " or ".join(_ACTIVATIONS)),
+        ("pool_first", pool_first, are_blocks, "a list of numbers of blocks, from 0"),
     )
     for name, value, holds, rule in rules:
         if not holds:

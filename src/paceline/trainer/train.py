@@ -34,6 +34,7 @@ from paceline.trainer.build import Setting, build_run
 from paceline.trainer.copies import check_all_go_on, check_begun, fill_from_mirror, goes_on, mirroring_beside
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.kept_memory import memory_kept
 from paceline.trainer.leaving import Reporter, leave_pages
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
@@ -199,6 +200,7 @@ def _opened(
         prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
         with (
+            memory_kept(prepared.device),
             contextlib.closing(prepared.pipeline),
             _joined(launch, prepared) as collectives,
             _directory(options, loaded, collectives) as directory,
