@@ -1,8 +1,8 @@
 """How is the memory of a step on the CPU kept for the next, and not fetched from the system anew?
 
 The C library gives a large block back to the system as soon as it is freed, and fetches it again, page by page and all
-zero, at the next step: of a small network's step that can be a fifth. On a GPU torch keeps its memory itself; on the
-CPU the library is asked to, as the tuning guides do by putting another allocator in its place.
+zero, at the next step. On a GPU torch keeps its memory itself; on the CPU the library is asked to, where tuning guides
+put another allocator in its place. ``benchmarks/cifar10_speedrun.py RECIPE --step`` measures what it saves.
 """
 
 from __future__ import annotations
