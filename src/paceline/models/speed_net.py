@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from paceline.models.whitening import Whitening
 _SMALLEST_POOLED_SIDE = 4
 _WITH_SHORTCUT = 3
 _NORM_EPS = 1e-6
+_NORM_MOMENTUM = 0.4  # weight of a batch in the running statistics: short runs need much of it
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
 
 
@@ -38,7 +38,6 @@ class Block(nn.Module):
         out_channels: int,
         *,
         depth: int,
-        norm_momentum: float,
         activation: str,
         pool_first: bool,
     ) -> None:
@@ -46,7 +45,7 @@ class Block(nn.Module):
         widths = (in_channels, *(out_channels,) * depth)
         self.convs = nn.ModuleList(nn.Conv2d(n, m, 3, padding=1, bias=False) for n, m in pairwise(widths))
         self.norms = nn.ModuleList(
-            nn.BatchNorm2d(out_channels, eps=_NORM_EPS, momentum=norm_momentum) for _ in range(depth)
+            nn.BatchNorm2d(out_channels, eps=_NORM_EPS, momentum=_NORM_MOMENTUM) for _ in range(depth)
         )
         self.activation = _ACTIVATIONS[activation]
         self.pool_first = pool_first
@@ -92,7 +91,6 @@ def speed_net(
     depth: int = 2,
     patch: int = 2,
     logit_scale: float | None = None,
-    norm_momentum: float = 0.4,
     activation: str = "gelu",
     pool_first: Sequence[int] = (),
 ) -> nn.Module:
@@ -106,7 +104,6 @@ def speed_net(
         patch: Side in pixels of the patches that the first layer whitens.
         logit_scale: Factor on the classifier's answers, which keeps the first ones small however large its weights
             and their learning rate are; by default one over its inputs, with weights of standard deviation 1.
-        norm_momentum: Weight of a batch in BatchNorm's running statistics, in (0, 1]; short runs need much of it.
         activation: ``gelu`` or ``relu``.
         pool_first: Blocks, by their number from 0, that halve the image before their first convolution, not after it:
             a quarter of its work. In the records none does.
@@ -114,11 +111,10 @@ def speed_net(
     Raises:
         ModelError: If an option is out of range.
     """
-    shape: dict[str, Any] = {"depth": depth, "norm_momentum": norm_momentum, "activation": activation}
-    _check_options(widths=widths, patch=patch, pool_first=pool_first, **shape)
+    _check_options(widths=widths, depth=depth, patch=patch, activation=activation, pool_first=pool_first)
     whitening = Whitening(in_channels, patch)
     blocks = [
-        Block(n, m, pool_first=number in pool_first, **shape)
+        Block(n, m, depth=depth, activation=activation, pool_first=number in pool_first)
         for number, (n, m) in enumerate(pairwise((whitening.out_channels, *widths)))
     ]
     model = SpeedNet(num_classes, whitening, blocks, 1 / widths[-1] if logit_scale is None else logit_scale)
@@ -131,18 +127,17 @@ def _check_options(
     widths: Sequence[int],
     depth: int,
     patch: int,
-    norm_momentum: float,
     activation: str,
     pool_first: Sequence[int],
 ) -> None:
     are_widths = isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and w >= 1 for w in widths)
-    # The widths are looked at first.
-    are_blocks = isinstance(pool_first, list | tuple) and (not are_widths or set(pool_first) <= set(range(len(widths))))
+    are_blocks = isinstance(pool_first, list | tuple) and (
+        not are_widths or all(number in range(len(widths)) for number in pool_first)
+    )
     rules = (
         ("widths", widths, are_widths, "a list of whole numbers of at least 1"),
         ("depth", depth, depth in (1, 2, 3), "1, 2 or 3"),
         ("patch", patch, patch in (1, 2, 3), "1, 2 or 3"),
-        ("norm_momentum", norm_momentum, 0 < norm_momentum <= 1, "above 0 and at most 1"),
         ("activation", activation, activation in _ACTIVATIONS, " or ".join(_ACTIVATIONS)),
         ("pool_first", pool_first, are_blocks, "a list of numbers of blocks, from 0"),
     )

@@ -128,7 +128,6 @@ def test_the_first_answers_are_small() -> None:
         {"widths": 64},
         {"depth": 4},
         {"patch": 5},
-        {"norm_momentum": 0},
         {"activation": "silu"},
         {"pool_first": 1},
         {"pool_first": [3]},
