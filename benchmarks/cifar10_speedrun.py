@@ -1,15 +1,21 @@
-"""In what time does a recipe reach an accuracy on CIFAR-10, from the start of the command and from its first step?
+"""In what time does a recipe reach an accuracy on CIFAR-10, and what do its peers' reach in as much?
 
 Runs ``paceline train RECIPE`` as a user would, once per seed, one after the other. A run has reached the target at the
 end of its first evaluation that is no worse; evaluations before it are in its time, so that a recipe which evaluates
-only at its end is measured as it is. From the command's start: imports, listing and decoding the files, the network's
-first weights are in it. Runs that do not reach the target are counted and have no time.
+only at its end is measured as it is. Three times are told: from the command's start (imports, listing and decoding the
+files, the network's first weights are in it); of the steps and evaluations alone, with the images in memory, as the
+public record counts; and processor seconds of the whole command. Runs that do not reach the target are counted and
+have no time.
 
-    python benchmarks/cifar10_speedrun.py cifar10-speedrun-cpu data.path=PATH --target 90 --seeds 0 1 2 3 4
+    python benchmarks/cifar10_speedrun.py cifar10-speedrun-cpu data.path=PATH --target 90 --seeds 0 1 2 --peers all
     python benchmarks/cifar10_speedrun.py cifar10-speedrun data.path=PATH --target 94 --seeds $(seq 0 19)
 
+``--peers`` then gives each peer's published recipe for CIFAR-10 (peers/cifar.py) as many seconds of steps on the same
+machine as our steps and evaluations took, at the median; ``--budget`` gives them another number.
+
 ``--step`` measures instead what a step of the recipe's network costs in processor time on the CPU, on one thread: as it
-begins, and after ``model.freeze_after`` holds what it names.
+begins, where freed memory goes back to the system and where it is kept for the next step, as training does
+(``trainer/kept_memory.py``); and after ``model.freeze_after`` holds what it names.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,8 @@ from torch.nn import functional
 from paceline.models.build import build_model
 from paceline.models.transfer import freeze
 from paceline.recipe.load import load_recipe
+from paceline.recipe.model import Model
+from paceline.trainer.kept_memory import memory_kept
 
 _ROUNDS = 5
 
@@ -45,7 +54,6 @@ def measure(recipe: str, overrides: Sequence[str], seed: int, run: Path, target:
     subprocess.run([*command, "--json"], stdout=subprocess.DEVNULL, check=True)
     ended, after = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    first = next(each["time"] for each in events if each["event"] == "start")
     scored = [each for each in events if each["event"] == "evaluation"]
     reached = next((each for each in scored if each["top1_accuracy"] >= target), None)
     return {
@@ -54,34 +62,75 @@ def measure(recipe: str, overrides: Sequence[str], seed: int, run: Path, target:
         "top1_accuracy": max(each["top1_accuracy"] for each in scored if each["step"] == scored[-1]["step"]),
         "reached_at_step": None if reached is None else reached["step"],
         "seconds_from_command": None if reached is None else reached["time"] - begun,
-        "seconds_from_first_step": None if reached is None else reached["time"] - first,
+        # Of what came before it; with an average of the weights, both are scored at the same step.
+        "seconds_of_steps": None if reached is None else _steps_and_scores(scored, reached["step"]),
         "train_seconds": scored[-1]["train_seconds"],
         "evaluation_seconds": sum(each["seconds"] for each in scored),
+        "all_steps_seconds": _steps_and_scores(scored, scored[-1]["step"]),
         "command_seconds": ended - begun,
         "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
     }
 
 
+def _steps_and_scores(scored: Sequence[dict[str, Any]], step: int) -> float:
+    """Seconds in training steps and evaluations until the end of those at a step."""
+    until = [each for each in scored if each["step"] <= step]
+    return float(until[-1]["train_seconds"] + sum(each["seconds"] for each in until))
+
+
+def peers_reach(names: Sequence[str], runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """What peers reach in the seconds of our steps and evaluations, or in ``--budget``."""
+    sys.path.insert(0, str(Path(__file__).parent / "peers"))
+    from cifar import RACERS, reached
+
+    seconds = options.budget or statistics.median(each["all_steps_seconds"] for each in runs)
+    path = next((each.partition("=")[2] for each in options.overrides if each.startswith("data.path=")), ".")
+    chosen = list(RACERS) if "all" in names else list(names)
+    threads = options.threads or torch.get_num_threads()
+    return {"seconds": seconds, "threads": threads, "reached": reached(chosen, Path(path), seconds, threads=threads)}
+
+
+def peers_told(found: dict[str, Any]) -> list[str]:
+    """The peers' results for people."""
+    from cifar import table
+
+    return [
+        "",
+        f"In {found['seconds']:.0f} s of steps on the same machine, one run each:",
+        "",
+        *table(found["reached"]),
+    ]
+
+
 def step_costs(recipe: str) -> dict[str, float]:
     """Processor seconds of a step of 500 images on one thread, in bf16 and channels last; the least of a few."""
     torch.set_num_threads(1)
-    asked, last = load_recipe(recipe).recipe.model, torch.channels_last
+    asked = load_recipe(recipe).recipe.model
+    cases = [("as it begins, memory given back", (), False), ("as it begins", (), True)]
+    if asked.freeze_after:
+        cases.append(("with freeze_after's parameters held", tuple(asked.freeze_after), True))
+    found = {}
+    for name, held, is_kept in cases:
+        with memory_kept(torch.device("cpu")) if is_kept else nullcontext():
+            found[name] = _step_cost(asked, (*asked.frozen, *held))
+    return found
+
+
+def _step_cost(asked: Model, frozen: Sequence[str]) -> float:
+    last = torch.channels_last
     torch.manual_seed(0)
     images, labels = torch.randn(500, 3, 32, 32).to(memory_format=last), torch.randint(0, 10, (500,))
-    found = {}
-    for name, held in (("as it begins", ()), ("with freeze_after's parameters held", tuple(asked.freeze_after))):
-        network = build_model(asked, num_classes=10, in_channels=3).to(memory_format=last)
-        freeze(network, (*asked.frozen, *held))
-        seconds = []
-        for _ in range(_ROUNDS):
-            begun = time.process_time()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = functional.cross_entropy(network(images), labels)
-            loss.backward()
-            network.zero_grad()
-            seconds.append(time.process_time() - begun)
-        found[name] = min(seconds)
-    return found
+    network = build_model(asked, num_classes=10, in_channels=3).to(memory_format=last)
+    freeze(network, frozen)
+    seconds = []
+    for _ in range(_ROUNDS):
+        begun = time.process_time()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.cross_entropy(network(images), labels)
+        loss.backward()
+        network.zero_grad()
+        seconds.append(time.process_time() - begun)
+    return min(seconds)
 
 
 def told(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -96,12 +145,14 @@ def told(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str
             f"{processor:.0f} s of processor time a run (median)."
         )
     ]
-    for key, what in (("seconds_from_command", "the command's start"), ("seconds_from_first_step", "the first step")):
+    for key, what in (
+        ("seconds_from_command", "From the command's start to"),
+        ("seconds_of_steps", "Steps and evaluations alone, with the images in memory, to"),
+    ):
         if reached:
             found = spread([each[key] for each in reached])
             lines.append(
-                f"From {what} to {target:g} %: {found['median']:.1f} s "
-                f"({found['minimum']:.1f} to {found['maximum']:.1f}), evaluation included."
+                f"{what} {target:g} %: {found['median']:.1f} s ({found['minimum']:.1f} to {found['maximum']:.1f})."
             )
     return lines
 
@@ -113,27 +164,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--target", type=float, default=90.0, help="top-1 accuracy in percent")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--peers", nargs="+", default=[], help="contenders to measure beside it, or all")
+    parser.add_argument("--budget", type=float, help="seconds of steps for each peer")
+    parser.add_argument("--threads", type=int, help="of ours and of each peer; by default the recipe's, and all cores")
+    parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     parser.add_argument("--step", action="store_true", help="measure the processor time of a step instead")
     options = parser.parse_intermixed_args(arguments)
     if options.step:
         costs = step_costs(options.recipe)
-        whole, held = costs.values()
-        lines = [
-            f"{options.recipe}, a step of 500 images, one thread: "
-            + "; ".join(f"{seconds:.3f} s {name}" for name, seconds in costs.items())
-            + f", {100 * (1 - held / whole):.0f} % less."
-        ]
+        each = "; ".join(f"{seconds:.3f} s {name}" for name, seconds in costs.items())
+        lines = [f"{options.recipe}, a step of 500 images, one thread: {each}."]
         result: dict[str, Any] = {"processor_seconds": costs}
     else:
         with tempfile.TemporaryDirectory() as scratch:
+            threads = [] if options.threads is None else [f"parallel.threads={options.threads}"]
+            overrides = [*options.overrides, *threads]
             runs = [
-                measure(options.recipe, options.overrides, seed, Path(scratch) / f"seed-{seed}", options.target)
+                measure(options.recipe, overrides, seed, Path(scratch) / f"seed-{seed}", options.target)
                 for seed in options.seeds
             ]
         lines = told(options.recipe, options.target, runs)
         result = {"target": options.target, "runs": runs}
+        if options.peers:
+            result["peers"] = peers_reach(options.peers, runs, options)
+            lines += peers_told(result["peers"])
     print("\n".join(lines))
-    print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines))
+    if not options.dry_run:
+        print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 In the shape of the public records' (Page, "How to Train Your ResNet", 2018; Jordan, arXiv:2404.00498, 2024):
 
-    image -> whitening -> activation -> blocks x [convolution, pool 2x2, norm, activation,
+    image -> whitening -> activation -> blocks x [convolution, pool 2x2 (or pooled first), norm, activation,
                                                   (depth - 1) x (convolution, norm, activation)]
           -> largest over the pixels -> linear, without bias -> x logit_scale
 
@@ -25,6 +25,7 @@ from paceline.models.whitening import Whitening
 _SMALLEST_POOLED_SIDE = 4
 _WITH_SHORTCUT = 3
 _NORM_EPS = 1e-6
+_NORM_MOMENTUM = 0.4  # weight of a batch in the running statistics: short runs need much of it
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
 
 
@@ -32,21 +33,26 @@ class Block(nn.Module):
     """Widen, halve the image, refine with further convolutions of the same width."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, depth: int, norm_momentum: float, activation: str
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        depth: int,
+        activation: str,
+        pool_first: bool,
     ) -> None:
         super().__init__()
         widths = (in_channels, *(out_channels,) * depth)
         self.convs = nn.ModuleList(nn.Conv2d(n, m, 3, padding=1, bias=False) for n, m in pairwise(widths))
         self.norms = nn.ModuleList(
-            nn.BatchNorm2d(out_channels, eps=_NORM_EPS, momentum=norm_momentum) for _ in range(depth)
+            nn.BatchNorm2d(out_channels, eps=_NORM_EPS, momentum=_NORM_MOMENTUM) for _ in range(depth)
         )
         self.activation = _ACTIVATIONS[activation]
+        self.pool_first = pool_first
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, in_channels, H, W] to [N, out_channels, H / 2, W / 2]; sides below four are not halved."""
-        x = self.convs[0](x)
-        if min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE:
-            x = functional.max_pool2d(x, kernel_size=2)
+        x = self.convs[0](_halved(x)) if self.pool_first else _halved(self.convs[0](x))
         x = first = self.activation(self.norms[0](x))
         for number in range(1, len(self.convs)):
             x = self.norms[number](self.convs[number](x))
@@ -54,6 +60,10 @@ class Block(nn.Module):
                 x = x + first
             x = self.activation(x)
         return x
+
+
+def _halved(x: Tensor) -> Tensor:
+    return functional.max_pool2d(x, kernel_size=2) if min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE else x
 
 
 class SpeedNet(nn.Module):
@@ -81,8 +91,8 @@ def speed_net(
     depth: int = 2,
     patch: int = 2,
     logit_scale: float | None = None,
-    norm_momentum: float = 0.4,
     activation: str = "gelu",
+    pool_first: Sequence[int] = (),
 ) -> nn.Module:
     """Build a fast convolutional network for images of 8 to 32 pixels.
 
@@ -94,31 +104,42 @@ def speed_net(
         patch: Side in pixels of the patches that the first layer whitens.
         logit_scale: Factor on the classifier's answers, which keeps the first ones small however large its weights
             and their learning rate are; by default one over its inputs, with weights of standard deviation 1.
-        norm_momentum: Weight of a batch in BatchNorm's running statistics, in (0, 1]; short runs need much of it.
         activation: ``gelu`` or ``relu``.
+        pool_first: Blocks, by their number from 0, that halve the image before their first convolution, not after it:
+            a quarter of its work. In the records none does.
 
     Raises:
         ModelError: If an option is out of range.
     """
-    _check_options(widths=widths, depth=depth, patch=patch, norm_momentum=norm_momentum, activation=activation)
+    _check_options(widths=widths, depth=depth, patch=patch, activation=activation, pool_first=pool_first)
     whitening = Whitening(in_channels, patch)
     blocks = [
-        Block(n, m, depth=depth, norm_momentum=norm_momentum, activation=activation)
-        for n, m in pairwise((whitening.out_channels, *widths))
+        Block(n, m, depth=depth, activation=activation, pool_first=number in pool_first)
+        for number, (n, m) in enumerate(pairwise((whitening.out_channels, *widths)))
     ]
     model = SpeedNet(num_classes, whitening, blocks, 1 / widths[-1] if logit_scale is None else logit_scale)
     _initialize(model, unit_head=logit_scale is None)
     return model
 
 
-def _check_options(*, widths: Sequence[int], depth: int, patch: int, norm_momentum: float, activation: str) -> None:
+def _check_options(
+    *,
+    widths: Sequence[int],
+    depth: int,
+    patch: int,
+    activation: str,
+    pool_first: Sequence[int],
+) -> None:
     are_widths = isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and w >= 1 for w in widths)
+    are_blocks = isinstance(pool_first, list | tuple) and (
+        not are_widths or all(number in range(len(widths)) for number in pool_first)
+    )
     rules = (
         ("widths", widths, are_widths, "a list of whole numbers of at least 1"),
         ("depth", depth, depth in (1, 2, 3), "1, 2 or 3"),
         ("patch", patch, patch in (1, 2, 3), "1, 2 or 3"),
-        ("norm_momentum", norm_momentum, 0 < norm_momentum <= 1, "above 0 and at most 1"),
         ("activation", activation, activation in _ACTIVATIONS, " or ".join(_ACTIVATIONS)),
+        ("pool_first", pool_first, are_blocks, "a list of numbers of blocks, from 0"),
     )
     for name, value, holds, rule in rules:
         if not holds:

@@ -1,0 +1,111 @@
+"""What top-1 accuracy do the peers' published recipes for CIFAR-10 reach in the same seconds on the same machine?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from environments import PEERS, python_of
+
+HERE = Path(__file__).parent
+RACERS = {
+    "torchvision": "ResNet-18, the reference training's defaults",
+    "timm": "ResNet-18, the training script's defaults",
+    "fastai": "XResNet-18, fit_one_cycle with its authors' settings for CIFAR-10",
+    "lightning": "ResNet-18 for small images, the CIFAR-10 tutorial",
+    "composer": "ResNet-18, the introduction's settings for CIFAR-10",
+}
+_BESIDE_SECONDS = 600
+"""Imports, finding out a step's time, and scoring: more than they take."""
+
+
+def reached(
+    names: Sequence[str], source: Path, seconds: float, *, threads: int, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """What each reached, by name; one after the other. Of one that failed: the end of what it said."""
+    found: dict[str, dict[str, Any]] = {}
+    pythons = {name: python_of(name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="cifar-peers-") as folder:
+        data = Path(folder) / "images.npz"
+        np.savez(data, **arrays(source))
+        for name in names:
+            budget = {"data": str(data), "seconds": seconds, "threads": threads, "seed": seed}
+            (Path(folder) / "budget.json").write_text(json.dumps(budget))
+            found[name] = {
+                "title": f"{PEERS[name].label}: {RACERS[name]}",
+                **_race(name, pythons[name], folder, seconds),
+            }
+            print(name, found[name], flush=True)
+    return found
+
+
+def _race(name: str, python: Path, folder: str, seconds: float) -> dict[str, Any]:
+    out = Path(folder) / f"{name}.json"
+    threads = json.loads((Path(folder) / "budget.json").read_text())["threads"]
+    variables = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE)}
+    command = [str(python), str(HERE / f"cifar_{name}.py"), "budget.json", str(out)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=variables,
+            check=False,
+            timeout=3 * seconds + _BESIDE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": "it did not end"}
+    if done.returncode or not out.exists():
+        return {"failed": "\n".join((done.stdout + done.stderr).splitlines()[-12:])}
+    seen: dict[str, Any] = json.loads(out.read_text())
+    return seen
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """For people: best first."""
+    lines = ["| contender | top-1 % | epochs | seconds of its steps |", "|---|---|---|---|"]
+    ended = [each for each in found.values() if "failed" not in each]
+    lines += [
+        f"| {each['title']} | {each['top1_accuracy']:.2f} | {each['epochs']:.2f} | {each['train_seconds']:.0f} |"
+        for each in sorted(ended, key=lambda each: -each["top1_accuracy"])
+    ]
+    lines += [
+        f"| {each['title']} | failed: {each['failed'][-200:]} | | |" for each in found.values() if "failed" in each
+    ]
+    return lines
+
+
+def arrays(source: Path) -> dict[str, Any]:
+    """Training and test images as arrays, from the published archive or from folders of classes."""
+    from paceline.data.image.cifar import find_cifar_archive, read_cifar10
+
+    archive = find_cifar_archive(source)
+    if archive is not None:
+        train, test = read_cifar10(archive)
+        return {
+            "train_images": train.images,
+            "train_labels": train.labels,
+            "test_images": test.images,
+            "test_labels": test.labels,
+        }
+    held_out = next((name for name in ("test", "val") if (source / name).is_dir()), None)
+    if held_out is None or not (source / "train").is_dir():
+        sys.exit(f"{source} holds neither CIFAR-10's archive nor the folders train and test; correct data.path.")
+    return _of_folders(source / "train", "train") | _of_folders(source / held_out, "test")
+
+
+def _of_folders(folder: Path, split: str) -> dict[str, Any]:
+    from PIL import Image
+
+    classes = sorted(each for each in folder.iterdir() if each.is_dir())
+    files = [(path, label) for label, each in enumerate(classes) for path in sorted(each.iterdir())]
+    images = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
+    return {f"{split}_images": images, f"{split}_labels": np.array([label for _, label in files], dtype=np.int64)}
