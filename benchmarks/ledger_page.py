@@ -12,9 +12,10 @@ from ledger import Claim, Figure, Said, Status, Topic, measured
 HEAD = """# Claims
 
 Which of the figures that are said about training speed, by us and by the texts that Paceline was made after, hold up?
-This page is written by `scripts/claims` from `benchmarks/claims.yaml`; change it there. Each measured number on it is
-read from a file in `benchmarks/results/`, and `scripts/check` fails if a number, a quoted sentence or a file has moved
-away from the others, or if README.md, CHANGELOG.md or a page of docs/ has a figure that no claim here answers for.
+This page is written by `scripts/claims` from `benchmarks/claims.yaml`; change it there. Each bold number in the tables
+below is read from a file in `benchmarks/results/`, and `scripts/check` fails if a number, a quoted sentence or a file
+has moved away from the others, or if README.md, CHANGELOG.md or a page of docs/ has a figure that no claim here answers
+for.
 
 | status | means |
 |---|---|
