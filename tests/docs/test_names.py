@@ -41,9 +41,11 @@ def codes(text: str) -> set[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The places in a page a link can lead to, named as GitHub names them."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """The places in a page a link can lead to, named as GitHub names them, or by the page itself."""
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return named | set(re.findall(r'<a id="([^"]+)">', text))
 
 
 @OF_PAGES
