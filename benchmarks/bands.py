@@ -1,7 +1,8 @@
 """How far do the curves of a shipped recipe lie apart between seeds, and how often does a further seed leave its band?
 
 Trains the recipe once per seed, as a user would, and writes the band that is shipped beside the recipe. Then each run
-is held against the band of all others, and further seeds (``--fresh``), which had no part in the band, against it. Runs are kept in the folder that is named, and those that are there already are not trained again.
+is held against the band of all others, and further seeds (``--fresh``), which had no part in the band, against it. Runs
+are kept in the folder that is named, and those that are there already are not trained again.
 
     python benchmarks/bands.py digits --runs runs/bands --seeds 1-40 --fresh 1001-1020
     python benchmarks/bands.py dlrm-synthetic --runs runs/bands --seeds 1-8

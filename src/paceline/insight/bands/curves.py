@@ -25,8 +25,8 @@ SCALES: tuple[str, ...] = get_args(Scale)
 
 # Before, what networks with BatchNorm and moving averages score is nearly chance, and scatters wildly.
 _FIRST_EVALUATED = 2
-# Of so much of a window the step records must tell, and of so many steps at most, in lengths of the window: records that
-# reach far beyond it say little of it.
+# Of so much of a window the step records must tell, and of so many steps at most, in lengths of the window: records
+# that reach far beyond it say little of it.
 _ENOUGH, _AT_MOST = 0.5, 1.5
 
 
