@@ -63,7 +63,8 @@ class BandCurve:
     def between(self, limit: float) -> list[tuple[float, float]]:
         """Lower and upper limit at each window, in the curve's own unit."""
         if self.scale == "set":
-            return list(zip(*(side.tolist() for side in self._set_limits()), strict=True))
+            lowest, highest = self._set_limits()
+            return list(zip(lowest.tolist(), highest.tolist(), strict=True))
         middle, half = self.scaled.mean(axis=0), half_widths(self.scaled, self.least, limit, len(self.runs))
         lows, highs = ((middle + sign * half).tolist() for sign in (-1, 1))
         return [

@@ -97,7 +97,7 @@ def _stepwise(
     key: str,
     mean: Callable[[Sequence[tuple[int, float]]], float | None],
 ) -> Curve:
-    values = []
+    values: list[float | None] = []
     for begin, end in windows:
         parts = [(each.shared(begin, end), each.record.get(key)) for each in stretches]
         told = [(steps, float(value)) for steps, value in parts if steps > 0 and value is not None]

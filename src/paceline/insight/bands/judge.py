@@ -135,7 +135,8 @@ def judge(run: ComparedRun, band: Band) -> Verdict:
     asked = run.asked
     theirs = {each.name: each for each in band.curves}
     windows = windows_of(asked.sizes["total_steps"])
-    points, departures = 0, []
+    points = 0
+    departures: list[Departure] = []
     for curve in run.curves:
         # Of single steps: more or fewer records scatter otherwise.
         if curve.name not in theirs or (curve.name == "gradient norm" and asked.log_every != band.log_every):
@@ -158,7 +159,8 @@ def judge(run: ComparedRun, band: Band) -> Verdict:
 def _compare(
     curve: Curve, theirs: BandCurve, limit: float, windows: Sequence[tuple[int, int]]
 ) -> tuple[int, list[Departure]]:
-    points, left = 0, []
+    points = 0
+    left: list[Departure] = []
     for at, (low, high) in zip(theirs.windows, theirs.between(limit), strict=True):
         value = curve.values[at]
         if value is None:

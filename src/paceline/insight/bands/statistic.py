@@ -56,7 +56,7 @@ def least_spread(scale: Scale, scaled: Array, samples: int) -> Array:
         share = 1 / (1 + np.exp(-middle))
         return np.asarray(1 / (samples * share * (1 - share)))
     least = _LEAST_RELATIVE[scale]
-    return np.full_like(middle, least) if scale == "log" else least * np.abs(middle)
+    return np.asarray(np.full_like(middle, least) if scale == "log" else least * np.abs(middle))
 
 
 def deviations(values: Array, others: Array, least: Array) -> Array:
@@ -78,7 +78,7 @@ def limit_of(others: Array, least: Array) -> Array:
     rank = math.ceil((1 - ALPHA) * (count + 1))
     if rank > count:
         return np.full(others.shape[:-2], normal)
-    return np.maximum(normal, np.sort(left_out(others, least), axis=-1)[..., rank - 1])
+    return np.asarray(np.maximum(normal, np.sort(left_out(others, least), axis=-1)[..., rank - 1]))
 
 
 def student_limit(count: int, points: int) -> float:
