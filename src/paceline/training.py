@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+from paceline.distributed.environment import read_launch
+from paceline.insight.bands.judge import note_at_the_end
 from paceline.insight.report.report import report_at_the_end
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.telemetry.display import choose_display
@@ -47,4 +50,9 @@ def train(
     )
     loaded = load_recipe(recipe, overrides)
     with torch_as_it_was():
-        return train_recipe(loaded, options)
+        result = train_recipe(loaded, options)
+    if options.display is not None and read_launch(os.environ).world.is_first:
+        note = note_at_the_end(result.run_dir)
+        if note:
+            options.display.message(f"note: this run has {note}")
+    return result

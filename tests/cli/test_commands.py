@@ -118,8 +118,9 @@ def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., A
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted(COMMANDS.keys() - {"launch", "labs"}),
+        *sorted(COMMANDS.keys() - {"launch", "labs", "band"}),
         *("launch slurm", "launch torchrun", "launch kubernetes"),
+        *("band make", "band check"),
         *("labs list", "labs start", "labs check", "labs slides", "labs grade"),
     ],
 )

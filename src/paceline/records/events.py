@@ -2,8 +2,8 @@
 
 One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers
 and to the display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under
-their own names. The entries of the mappings ``metrics``, ``timings`` and ``details`` stand beside the other keys, so
-that a task may bring numbers of its own.
+their own names. The entries of the mappings ``metrics``, ``inputs``, ``timings`` and ``details`` stand beside the other
+keys, so that a task may bring numbers of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Numbers = Mapping[str, float | None]
 Status = Literal["completed", "stopped", "failed"]
 Weights = Literal["model", "ema"]
 
-_FLATTENED = frozenset({"metrics", "timings", "details"})
+_FLATTENED = frozenset({"metrics", "timings", "details", "inputs"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,7 @@ class EvaluationEvent(Event):
         seconds: Time the pass took.
         train_seconds: Time in training steps until then, over all launches; None if it was not measured.
         metrics: ``loss``, ``top1_accuracy``, ``top5_accuracy``, ... by name; accuracies in percent.
+        inputs: ``input_mean`` and ``input_std`` of the numbers that the network was given; none of tokens.
     """
 
     kind: ClassVar[str] = "evaluation"
@@ -154,6 +155,7 @@ class EvaluationEvent(Event):
     seconds: float
     train_seconds: float | None = None
     metrics: Numbers = field(default_factory=dict)
+    inputs: Numbers = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

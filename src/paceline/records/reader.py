@@ -52,6 +52,7 @@ def read_summary(run: RunDirectory) -> Summary:
 # Keys of an evaluation that are no metric.
 NO_METRICS = frozenset(
     {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}
+    | {"input_mean", "input_std"}
 )
 
 

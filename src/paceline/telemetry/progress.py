@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.recipe.phases import Epochs
+from paceline.records.reader import NO_METRICS
 from paceline.units import format_count, format_metric, format_seconds, metric_title
 
 _ACCURACY = re.compile(r"^top(\d+)_accuracy$")
 _WORTH_TELLING = 0.05
-_NOT_METRICS = frozenset(
-    {"event", "step", "position", "time", "epoch", "samples", "split", "weights", "seconds", "train_seconds"}
-)
 
 
 @dataclass
@@ -144,7 +142,7 @@ def _evaluation(event: Mapping[str, Any]) -> str:
     """Word an evaluation: ``epoch 2  step 90  validation (ema): loss 0.31  top-1 91.23 %``."""
     shown = []
     for name, value in event.items():
-        if name in _NOT_METRICS or isinstance(value, bool) or not isinstance(value, int | float):
+        if name in NO_METRICS or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         accuracy = _ACCURACY.match(name)
         title = f"top-{accuracy[1]}" if accuracy else metric_title(name)

@@ -19,6 +19,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse
 from paceline.metrics.accumulator import Accumulator, Rows
 from paceline.tasks.task import Model, Task
+from paceline.trainer.inputs import InputStatistics, mean_and_spread
 from paceline.trainer.kept_answers import Keep, Kept, KeptAnswers, Part
 from paceline.trainer.precision import Precision
 from paceline.world import World
@@ -36,12 +37,14 @@ class Evaluation:
         results: Metric values by set of weights.
         broken: Samples that could not be read, over all processes.
         kept: What was kept of the answers; with pictures on the first process only.
+        inputs: Mean and spread of the numbers that the networks were given; empty where there were none, tokens say.
     """
 
     samples: int
     results: dict[str, dict[str, float]]
     broken: tuple[BrokenSample, ...]
     kept: Kept = field(default_factory=Kept)
+    inputs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class _Share:
     collected: dict[str, tuple[Any, ...]]
     broken: tuple[BrokenSample, ...]
     kept: Part
+    inputs: Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ class Evaluator:
         """
         sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
         collected = {name: self.task.collectors() for name in models}
-        answers = KeptAnswers(self.task, self.keep)
+        answers, inputs = KeptAnswers(self.task, self.keep), InputStatistics()
         broken: list[BrokenSample] = []
         rounds, last = 0, None
         # Weights that are spread are other tensors in each pass.
@@ -101,6 +105,7 @@ class Evaluator:
                 if len(batch.ids) == 0:
                     self._go_along(models, batch)
                     continue
+                inputs.add(batch.inputs)
                 for name, model in models.items():
                     asked = self.task.evaluated(model)
                     once = _OneForward(asked)
@@ -125,6 +130,7 @@ class Evaluator:
             collected={name: tuple(each.part() for each in group) for name, group in collected.items()},
             broken=tuple(broken),
             kept=answers.part(),
+            inputs=inputs.rows(),
         )
         parts = self.collectives.gather(mine)
         counted = {name: sums[name].results([row for part in parts for row in part.rows[name]]) for name in sums}
@@ -137,6 +143,7 @@ class Evaluator:
             results=results,
             broken=tuple(sorted((each for part in parts for each in part.broken), key=lambda each: each.id)),
             kept=answers.together([part.kept for part in parts], self.collectives, self.pipeline),
+            inputs=mean_and_spread(part.inputs for part in parts),
         )
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:

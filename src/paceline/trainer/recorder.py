@@ -102,6 +102,7 @@ class Recorder:
                     seconds=seconds,
                     train_seconds=train_seconds,
                     metrics=metrics,
+                    inputs=evaluation.inputs,
                 )
             )
         self._write_kept(run, evaluation)

@@ -1,0 +1,94 @@
+"""Bugs that let a training go on: are they seen by the band of the recipe, and is a further seed left in peace?"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import paceline
+from paceline.data.batch import Batch
+from paceline.data.image.dataset import ImageDataset
+from paceline.insight.bands.judge import Verdict, check_run
+from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import Model
+from paceline.trainer.train import TaskMaker
+
+
+class WrongMean(ImageClassification):
+    """Normalises digits as if they were ImageNet's photographs."""
+
+    @cached_property
+    def dataset(self) -> ImageDataset:  # type: ignore[override]  # cached as the original is
+        found = ImageClassification.dataset.func(self)
+        return dataclasses.replace(found, mean=(0.485,), std=(0.229,))
+
+
+class NoisyLabels(ImageClassification):
+    """Takes 1 % of the training images for another digit, always the same one."""
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        ids = np.asarray(batch.ids)
+        wrong = torch.as_tensor((ids * 7919 + 13) % 1000 < 10)
+        others = (batch.targets + 1 + torch.as_tensor(ids % 9)) % 10
+        return super().loss(model, dataclasses.replace(batch, targets=torch.where(wrong, others, batch.targets)))
+
+
+def _trained(folder: Path, seed: int, until: str = "", task: TaskMaker | None = None, **overrides: str) -> Verdict:
+    asked = {"seed": seed, "telemetry.report": False, "telemetry.trackers": [], **overrides}
+    if until:
+        asked["train.until"] = until
+    paceline.train("digits", overrides=asked, run_dir=folder, task=task, quiet=True)
+    return check_run(folder)
+
+
+def test_a_wrong_mean_is_seen_after_two_epochs(tmp_path: Path) -> None:
+    found = _trained(tmp_path / "run", 7, until="46 steps", task=WrongMean)
+    assert {"mean of the inputs", "spread of the inputs"} <= {each.curve for each in found.departures}
+    # The network normalises inside, and learns as if nothing were wrong.
+    assert "training loss" not in {each.curve for each in found.departures}
+    assert "The recipe is theirs" in found.note
+
+
+def test_a_missing_warm_up_is_seen_after_two_epochs(tmp_path: Path) -> None:
+    found = _trained(tmp_path / "run", 7, until="46 steps", **{"schedule.warmup": "0 steps"})
+    assert {"learning rate", "training loss"} <= {each.curve for each in found.departures}
+    assert found.note.endswith("schedule.warmup differs from the recipe whose band this is.")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [7, 8])
+def test_one_label_in_a_hundred_that_is_wrong_is_seen(tmp_path: Path, seed: int) -> None:
+    found = _trained(tmp_path / "run", seed, task=NoisyLabels)
+    assert "training loss" in {each.curve for each in found.departures}
+    assert "The recipe is theirs" in found.note
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [1001, 1004])
+def test_a_further_seed_stays_inside(tmp_path: Path, seed: int) -> None:
+    found = _trained(tmp_path / "run", seed)
+    assert found.departures == ()
+    assert found.points == 46
+
+
+@pytest.mark.thorough
+def test_two_processes_and_other_threads_stay_inside(tmp_path: Path) -> None:
+    """Bits differ, and statistics of batches are over half as many images; curves hardly do."""
+    from paceline.cli.main import run
+
+    asked = ["digits", "seed=1001", "telemetry.report=false", "telemetry.trackers=[]", "telemetry.log_every=5 steps"]
+    assert run(["train", *asked, "--processes", "2", "--run-dir", str(tmp_path / "run")]) == 0
+    assert check_run(tmp_path / "run").departures == ()
+
+
+@pytest.mark.thorough
+def test_a_run_that_was_stopped_is_judged_as_a_whole(tmp_path: Path) -> None:
+    first = _trained(tmp_path / "run", 1001, until="100 steps")
+    whole = _trained(tmp_path / "run", 1001)
+    assert (first.departures, whole.departures) == ((), ())
+    assert first.points < whole.points == 46
