@@ -323,7 +323,7 @@ def test_train_as_json(
     done = paceline("train", "digits", *tiny, "--run-dir", "run", "--json")
     document = strict_json(done.out)
     assert done.code == 0
-    assert document.keys() == {"run_dir", *summary_of(tmp_path / "run")}
+    assert document.keys() == {"run_dir", "band", *summary_of(tmp_path / "run")}
     assert document["run_dir"] == "run"
     assert document["weights_sha256"] == summary_of(finished)["weights_sha256"]
     again = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--json")

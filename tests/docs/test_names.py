@@ -170,7 +170,7 @@ def test_every_name_in_the_tour_exists(page: Callable[[Path], Any]) -> None:
 def test_the_run_directory_page_has_every_key(page: Callable[[Path], Any]) -> None:
     said = codes(page(ROOT / "docs" / "guide" / "run-directory.md").prose)
     kinds: list[Any] = [Plan, Summary, LedgerFacts, *events.Event.__subclasses__()]
-    flattened = {"metrics", "timings", "details"}
+    flattened = {"metrics", "inputs", "timings", "details"}
     for kind in kinds:
         keys = {one.name for one in dataclasses.fields(kind)}
         missing = keys - said - (flattened if issubclass(kind, events.Event) else set())

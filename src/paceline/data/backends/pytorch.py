@@ -307,6 +307,8 @@ class _Board:
             closing += self._closing[0]
         if os.getppid() != self._run_process:
             shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+        # The other thread may be in the midst of making room for a batch.
+        forget_shared_memory_of(os.getpid())
         os._exit(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -87,8 +88,8 @@ class Run:
 
     def leftovers(self) -> list[str]:
         """Name the files in shared memory that carry one of its process ids, and its temporary files."""
-        owners = [str(pid) for pid in (self.process.pid, *self.workers)]
-        shared = [name for name in os.listdir("/dev/shm") if any(owner in name for owner in owners)]
+        owners = {str(pid) for pid in (self.process.pid, *self.workers)}
+        shared = [name for name in os.listdir("/dev/shm") if owners & set(re.split(r"\D+", name))]
         return shared + [str(path) for path in self.temporary.rglob("*")]
 
 
