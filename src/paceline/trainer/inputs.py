@@ -29,16 +29,19 @@ class InputStatistics:
     def add(self, inputs: Nested) -> None:
         """Take a batch's inputs. No host-device synchronisation."""
         for tensor in tensors_in(inputs):
-            if tensor.is_floating_point() and tensor.numel():
+            if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
                 self._counts.append(tensor.numel())
                 self._sums.append(_sums(tensor))
 
     def rows(self) -> Rows:
         """Count, sum and sum of squares of each tensor; waits for the device."""
-        if not self._sums:
-            return []
-        sums = torch.stack(self._sums).tolist()
-        return [(count, total, squares) for count, (total, squares) in zip(self._counts, sums, strict=True)]
+        sums: dict[int, list[float]] = {}
+        # At once for each device: every answer from one is waited for.
+        for device in {each.device for each in self._sums}:
+            places = [place for place, each in enumerate(self._sums) if each.device == device]
+            answers = torch.stack([self._sums[place] for place in places]).tolist()
+            sums |= dict(zip(places, answers, strict=True))
+        return [(count, *sums[place]) for place, count in enumerate(self._counts)]
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,18 +49,21 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
     So they hardly depend on which samples are in a batch.
     """
-    samples = tensor.unsqueeze(-1) if tensor.ndim < 2 else tensor
+    samples = (tensor.unsqueeze(-1) if tensor.ndim < 2 else tensor).to(torch.float32)
     rest = tuple(range(1, samples.ndim)) or (0,)
-    totals = samples.sum(dim=rest, dtype=torch.float32)
-    lengths = torch.linalg.vector_norm(samples, dim=rest, dtype=torch.float32)
+    totals = samples.sum(dim=rest)
+    lengths = torch.linalg.vector_norm(samples, dim=rest)
     precise = torch.float32 if tensor.device.type == "mps" else torch.float64
     return torch.stack((totals.to(precise).sum(), lengths.to(precise).square().sum()))
 
 
 def mean_and_spread(parts: Iterable[Rows]) -> dict[str, float]:
-    """``input_mean`` and ``input_std`` of what all processes took together, each number once; nothing without one."""
+    """``input_mean`` and ``input_std`` of what all processes took together, each number once.
+
+    Nothing is said where there are none, or where one is infinite or no number.
+    """
     rows = list(chain.from_iterable(parts))
-    if not rows:
+    if not rows or not all(map(math.isfinite, chain.from_iterable(rows))):
         return {}
     count, total, squares = (math.fsum(column) for column in zip(*rows, strict=True))
     mean = total / count

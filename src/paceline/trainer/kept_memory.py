@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-# Of <malloc.h>, for mallopt: when freed memory is returned, and how many blocks may be mapped each by itself.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+# Of <malloc.h>, for mallopt: when freed memory is returned; from which size on, and how many, blocks may be mapped each
+# by itself.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _NEVER, _NO_BLOCKS = -1, 0
 # What the library comes to by itself when large blocks are freed, and how many it maps unless told otherwise.
-_USUAL = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_MAX: 65_536}
+_USUAL = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 65_536}
 # Whoever has chosen for the process itself keeps what was chosen: the library's settings, or another allocator.
 _SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
 _SAYING = ("LD_PRELOAD", "GLIBC_TUNABLES")

@@ -39,3 +39,11 @@ def test_numbers_in_half_precision_are_added_up_in_full() -> None:
         "input_mean": 0.5,
         "input_std": 0.0,
     }
+
+
+def test_whatever_a_network_of_ones_own_is_given_an_evaluation_goes_on() -> None:
+    double = torch.tensor([[1.0, 3.0]], dtype=torch.float64)
+    assert mean_and_spread([_of(double)]) == {"input_mean": 2.0, "input_std": 1.0}
+    assert mean_and_spread([_of({"a": double, "b": torch.eye(3).to_sparse()})]) == {"input_mean": 2.0, "input_std": 1.0}
+    infinite = torch.tensor([[float("inf"), 1.0], [-float("inf"), 1.0]])
+    assert mean_and_spread([_of(infinite), _of(double)]) == {}

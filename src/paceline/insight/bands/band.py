@@ -306,5 +306,5 @@ def shipped_band(name: str) -> Path | None:
 
 def shipped_bands() -> dict[str, Path]:
     """The files of all shipped bands, by the recipe's name."""
-    found = {name: shipped_band(name) for name in shipped_recipes()}
-    return {name: path for name, path in found.items() if path is not None}
+    found = {name: recipe.with_suffix(".band.json") for name, recipe in shipped_recipes().items()}
+    return {name: path for name, path in found.items() if path.is_file()}

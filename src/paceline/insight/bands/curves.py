@@ -84,7 +84,7 @@ def curves_of(events: Iterable[Event], total_steps: int, headline: str) -> list[
     return [
         _stepwise("training loss", stretches, windows, "loss", _mean),
         _stepwise("gradient norm", stretches, windows, "grad_norm", _geometric_mean),
-        Curve(name="learning rate", scale="set", values=tuple(_rate_after(records, end) for _, end in windows)),
+        Curve(name="learning rate", scale="set", values=tuple(_rate_after(records, *window) for window in windows)),
         *_evaluated(evaluations, windows, dict.fromkeys(("loss", headline))),
         *_shown(evaluations, windows),
     ]
@@ -119,14 +119,17 @@ def _geometric_mean(parts: Sequence[tuple[int, float]]) -> float | None:
     return math.exp(_mean([(steps, math.log(value)) for steps, value in parts]))
 
 
-def _rate_after(records: Sequence[Event], step: int) -> float | None:
-    """The learning rate after a step, between those that are recorded."""
+def _rate_after(records: Sequence[Event], begin: int, step: int) -> float | None:
+    """The rate after the last step of a window, between those that are recorded; None if these lie far apart."""
     before: Event | None = None
     for record in records:
         if record["step"] >= step:
             if record["step"] == step or before is None:
                 return float(record["lr"]) if record["step"] == step else None
-            part = (step - before["step"]) / (record["step"] - before["step"])
+            apart = record["step"] - before["step"]
+            if apart > _AT_MOST * (step - begin):
+                return None
+            part = (step - before["step"]) / apart
             return float(before["lr"] + part * (record["lr"] - before["lr"]))
         before = record
     return None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RunDirectoryError
 from paceline.insight.bands.band import Band, BandCurve, read_band, shipped_band, shipped_bands
 from paceline.insight.bands.curves import Curve, windows_of
 from paceline.insight.bands.run import (
@@ -189,9 +187,10 @@ def note_at_the_end(run: Path) -> str:
 
     A file that cannot be read is no reason to spoil the end of a run.
     """
-    with contextlib.suppress(RunDirectoryError, KeyError, TypeError, ValueError, OSError):
+    try:
         return check_run(run).note
-    return ""
+    except Exception:  # noqa: BLE001  # whatever lies in the files, the run has ended well
+        return ""
 
 
 def limits_of(band: Band) -> Mapping[str, Sequence[tuple[int, float, float]]]:

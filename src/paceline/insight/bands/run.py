@@ -19,7 +19,7 @@ _NEUTRAL = (
     *("parallel.device", "parallel.strategy", "parallel.shard_", "parallel.reshard_after_forward"),
     *("parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb", "parallel.static_graph"),
     *("parallel.unused_parameters", "parallel.threads", "parallel.affinity", "parallel.timeout"),
-    *("model.channels_last", "model.compile", "model.activation_checkpointing", "batch.micro_size", "batch.balance"),
+    *("model.channels_last", "model.compile", "model.activation_checkpointing", "batch.balance"),
     *("train.precision", "train.float32_matmul", "train.deterministic", "train.until"),
     *("evaluate.every", "evaluate.batch_size", "evaluate.keep_examples", "evaluate.patience", "evaluate.metric"),
 )
