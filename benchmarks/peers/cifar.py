@@ -78,7 +78,9 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
         for each in sorted(ended, key=lambda each: -each["top1_accuracy"])
     ]
     lines += [
-        f"| {each['title']} | failed: {each['failed'][-200:]} | | |" for each in found.values() if "failed" in each
+        f"| {each['title']} | failed: {' '.join(each['failed'].split())[-200:].replace('|', '/')} | | |"
+        for each in found.values()
+        if "failed" in each
     ]
     return lines
 

@@ -150,7 +150,8 @@ class Task(ABC):
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """One value per sample, a tensor [N], for each metric; called in evaluation mode, without gradients.
 
-        What the divisors of means (:attr:`Metric.per`) are stands beside them, and whatever the collectors need.
+        What the divisors of means (:attr:`Metric.per`) are stands beside them, and whatever the collectors need. In 16
+        bits weights are cast once for all batches: what changes them on the way is not seen.
         """
 
     def collectors(self) -> tuple[Collector, ...]:
