@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from cifar_given import CLASSES, Fast, begin, fit_steps, loader, shifted
 from fastai.callback import progress as _no_bar  # noqa: F401  # gives a Learner the method of that name
-from fastai.callback import schedule as _one_cycle  # noqa: F401  # and this one fit_one_cycle
+from fastai.callback import schedule as _one_cycle  # noqa: F401  # gives a Learner fit_one_cycle
 from fastai.callback.core import Callback, CancelValidException
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner

@@ -16,9 +16,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import counted  # noqa: E402  # the benchmarks are no package
-import ledger  # noqa: E402  # the same
-import ledger_figures  # noqa: E402  # the same
-from ledger_page import page  # noqa: E402  # the same
+import ledger  # noqa: E402  # the benchmarks are no package
+import ledger_figures  # noqa: E402  # the benchmarks are no package
+from ledger_page import page  # noqa: E402  # the benchmarks are no package
 
 CLAIMS = ledger.read()
 COUNTED_AGAIN = [claim for claim in CLAIMS if claim.check is not None]
