@@ -77,6 +77,20 @@ def figures_of(name: str, workload: Workload, folder: Path) -> dict[str, float]:
     return found
 
 
+def _patiently(name: str, workload: Workload, failed: dict[str, str]) -> dict[str, float] | None:
+    """Figures of a contender that may fail once by chance; who fails twice is out, and ``failed`` gets the reason."""
+    for _ in range(2):
+        with tempfile.TemporaryDirectory(prefix=f"peers-{name}-") as scratch:
+            spec = dataclasses.replace(workload.spec, scratch=scratch)
+            try:
+                return figures_of(name, dataclasses.replace(workload, spec=spec), Path(scratch))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                reason = str(error)
+                print(f"{name}: {reason}", file=sys.stderr)
+    failed[name] = reason
+    return None
+
+
 def compare(
     workload: Workload, names: Sequence[str], rounds: int, folder: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -85,20 +99,14 @@ def compare(
     failed: dict[str, str] = {}
     draw = random.Random(0)
     for number in range(rounds + 1):  # the first fills file caches and shows who fails
+        spec = dataclasses.replace(workload.spec, folder=folder)
+        if number == 0:
+            spec = dataclasses.replace(spec, steps=max(spec.steps // 8, 4 * max(spec.saves, 1)))
         for name in draw.sample(names, len(names)):
             if name in failed:
                 continue
-            with tempfile.TemporaryDirectory(prefix=f"peers-{name}-") as scratch:
-                spec = dataclasses.replace(workload.spec, folder=folder, scratch=scratch)
-                if number == 0:
-                    spec = dataclasses.replace(spec, steps=max(spec.steps // 8, 4 * max(spec.saves, 1)))
-                try:
-                    figures = figures_of(name, dataclasses.replace(workload, spec=spec), Path(scratch))
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failed[name] = str(error)
-                    print(f"{name}: {error}", file=sys.stderr)
-                    continue
-            if number:
+            figures = _patiently(name, dataclasses.replace(workload, spec=spec), failed)
+            if number and figures is not None:
                 found[name].append(figures)
                 print(number, name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
     return {name: each for name, each in found.items() if each and name not in failed}, failed

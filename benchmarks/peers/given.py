@@ -119,7 +119,9 @@ class Clock:
         self.evaluations.append((begun, time.time()))
 
     def write(self, path: str, **more: Any) -> None:
-        """Write what was seen; only the first rank does."""
+        """Write what was seen; only the first rank does, and none goes on to leave while another still exchanges."""
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
         if int(os.environ.get("RANK", "0")):
             return
         usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,4 +1,4 @@
-"""Paceline as it always trains: records, ledger, clock and checkpoints of the run directory on."""
+"""Paceline as its command trains: records, ledger, clock and checkpoints of the run directory on, TensorBoard off."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from given import LR, MEAN, MOMENTUM, SAMPLES, STD, Clock, Spec, begin, pixels
+from paceline.loading import loading
 
-from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.source import ArraySource
-from paceline.recipe.data import Data
-from paceline.recipe.load import load_recipe
-from paceline.records.reader import read_events
-from paceline.telemetry.display import SilentDisplay
-from paceline.trainer.train import Options, train_recipe
+with loading():  # as the command does
+    from given import LR, MEAN, MOMENTUM, SAMPLES, STD, Clock, Spec, begin, pixels
+
+    from paceline.data.image.datasets import ImageDataset
+    from paceline.data.image.source import ArraySource
+    from paceline.recipe.data import Data
+    from paceline.recipe.load import load_recipe
+    from paceline.records.reader import read_events
+    from paceline.telemetry.display import SilentDisplay
+    from paceline.trainer.train import Options, train_recipe
 
 
 class Ticking(SilentDisplay):
@@ -77,6 +80,7 @@ def recipe(spec: Spec) -> dict[str, Any]:
         "parallel.device": "cpu",
         "parallel.threads": spec.threads,
         "telemetry.report": False,
+        "telemetry.trackers": [],
     }
 
 

@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from paceline.loading import loading
+
+    with loading():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,7 @@ ENTRY: dict[str, Any] = {
     "topic": "tools",
     "kind": "ours",
     "claim": "It takes 5.8 s.",
-    "said": [{"file": "README.md", "quote": "listed in 5.8 s, and from then on in 0.16 s"}],
+    "said": [{"file": "docs/measured.md", "quote": "listed in 5.8 s, and from then on in 0.16 s"}],
     "status": "confirmed",
     "result": "folder-listing_amd-epyc_2026-11.json",
     "figures": [{"what": "the first time", "at": "anew_seconds/median", "says": "5.8", "unit": "s"}],
@@ -100,7 +100,7 @@ def test_an_entry_in_order_has_no_objection(read: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"said": [{"file": "README.md", "quote": "listed in 5.9 s"}]}, "README.md no longer says: listed in 5.9 s"),
+        ({"said": [{"file": "docs/measured.md", "quote": "listed in 5.9 s"}]}, "docs/measured.md no longer says: listed in 5.9 s"),
         ({"said": [{"file": "READYOU.md", "quote": "listed in 5.8 s"}]}, "READYOU.md no longer says"),
         ({"said": [{"file": "README.md"}]}, "said needs either a file and a quote"),
         ({"said": [{"file": "README.md", "quote": "5.8 s", "by": "a book"}]}, "said needs either a file and a quote"),
@@ -124,7 +124,7 @@ def test_an_entry_in_order_has_no_objection(read: Any) -> None:
         ({"test": "tests/docs/test_claims.py::test_other", "tested": "2026-11-22"}, "there is no test tests/docs"),
         (
             {"test": "tests/docs/test_claims.py", "tested": "2026-11-22", "figures": []},
-            "a figure in README.md needs a result file",
+            "a figure in README.md or docs/measured.md needs a result file",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_the_page_tells_the_states_as_they_are(read: Any) -> None:
     waiting = {**ENTRY, "id": "three", "status": "waiting", "figures": [], "result": None}
     text = page(read(ENTRY, refuted, waiting))
     front, _, tables = text.partition("## Tools")
-    assert "](#two) (our own README.md). **It took 5.8 s.** And more." in front
+    assert "](#two) (our own docs/measured.md). **It took 5.8 s.** And more." in front
     assert "the first time: **5.8 s**<br>" in tables
     assert tables.count("| **waiting** |") == 1
     assert "| ours | 1 | 1 | 0 | 1 | 0 | 0 | 3 |" in front

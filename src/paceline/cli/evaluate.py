@@ -28,6 +28,7 @@ from paceline.cli.options import (
     weights_option,
 )
 from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.loading import loading
 from paceline.recipe.load import refuse_training_overrides, stored_recipe
 from paceline.units import metric_unit
 
@@ -90,7 +91,8 @@ def command(
         launched = launch(choose_processes(processes, gpus), [*arguments, "--json"] if as_json else arguments)
         if launched is not None:
             return launched
-    from paceline.trainer.evaluate_target import EvaluationRequest
+    with loading():
+        from paceline.trainer.evaluate_target import EvaluationRequest
 
     request = EvaluationRequest(
         target=target,

@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 from paceline import __version__
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
+from paceline.loading import loading
 
 # Name -> one line of help. Here, so that `paceline --help` imports no subcommand and thus no torch.
 COMMANDS = {
@@ -67,7 +68,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"paceline.cli.{cmd_name.replace('-', '_')}").command
+        with loading():
+            command = importlib.import_module(f"paceline.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         if _COMPLETING in os.environ:
             from paceline.cli.offers import teach

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.output import print_json
+from paceline.loading import loading
 
 if TYPE_CHECKING:
     from paceline.inference.ahead import Seen
@@ -51,12 +52,13 @@ def answer_images(target: Path, asked: ImagesAsked, **given: Any) -> int:
         asked: What to do.
         given: What :func:`~paceline.inference.predict.open_predictor` takes besides.
     """
-    from paceline.distributed.device import choose_device
-    from paceline.inference.ahead import BATCH, answers_ahead
-    from paceline.inference.answer_files import check_output
-    from paceline.inference.predict import open_predictor
-    from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
-    from paceline.world import World
+    with loading():
+        from paceline.distributed.device import choose_device
+        from paceline.inference.ahead import BATCH, answers_ahead
+        from paceline.inference.answer_files import check_output
+        from paceline.inference.predict import open_predictor
+        from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
+        from paceline.world import World
 
     if asked.stdin_image and [str(each) for each in asked.sources] != [STANDARD_INPUT]:
         raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")

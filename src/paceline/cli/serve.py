@@ -16,6 +16,7 @@ from paceline.cli.options import (
     weights_option,
 )
 from paceline.errors import PacelineError
+from paceline.loading import loading
 
 _MEBIBYTE = 2**20
 _OPEN = (
@@ -70,10 +71,11 @@ def command(target: Path, host: str, port: int, as_json: bool, **given: Any) -> 
       curl -F images=@cat.jpg -F images=@dog.jpg "http://127.0.0.1:8000/predict?top_k=3"
     """
     server = _library()
-    from paceline.distributed.device import choose_device
-    from paceline.inference.predict import open_predictor
-    from paceline.inference.serving.limits import Limits
-    from paceline.world import World
+    with loading():
+        from paceline.distributed.device import choose_device
+        from paceline.inference.predict import open_predictor
+        from paceline.inference.serving.limits import Limits
+        from paceline.world import World
 
     limits = Limits(
         request_bytes=int(given.pop("max_request_mb") * _MEBIBYTE),

@@ -28,6 +28,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.output import print_json, print_pairs, print_table, program
 from paceline.errors import PacelineError
+from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, load_recipe, named_code, to_tree
 from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
 
@@ -142,9 +143,10 @@ def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, re
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
-    from paceline.insight.report.report import report_at_the_end
-    from paceline.telemetry.display import choose_display
-    from paceline.trainer.train import Options, train_recipe
+    with loading():
+        from paceline.insight.report.report import report_at_the_end
+        from paceline.telemetry.display import choose_display
+        from paceline.trainer.train import Options, train_recipe
 
     display = choose_display(sys.stderr if as_json else sys.stdout)
     options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)

@@ -19,6 +19,7 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
+from paceline.loading import loading
 from paceline.optim.build import build_optimizer
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
@@ -192,12 +193,14 @@ def _opened(
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
     resumes = goes_on(recipe, options.run_dir, launch.world)
-    task = make_task(without_initial_weights(recipe) if resumes else recipe)
+    with loading():
+        task = make_task(without_initial_weights(recipe) if resumes else recipe)
     display = options.display if options.display and launch.world.is_first else SilentDisplay()
     with StopRequest() as stop, affinity_restored():
         if options.task is None and not resumes:
             measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=display.message)
-        prepared = prepare(recipe, task, launch.world)
+        with loading():
+            prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
         with (
             memory_kept(prepared.device),

@@ -1,0 +1,94 @@
+"""Libraries load without a search for garbage, and everything else is searched as ever."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.loading import loading
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Any:
+    assert gc.isenabled()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_there_is_no_search_within_and_there_is_again_after_it() -> None:
+    with loading():
+        assert not gc.isenabled()
+        with loading():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_an_error_leaves_it_as_it_was() -> None:
+    with pytest.raises(ImportError), loading():
+        raise ImportError("no such library")
+    assert gc.isenabled()
+
+
+def test_who_had_switched_it_off_finds_it_off() -> None:
+    gc.disable()
+    with loading():
+        pass
+    assert not gc.isenabled()
+
+
+def test_what_was_loaded_is_among_the_old_and_can_still_be_garbage() -> None:
+    class Loaded:
+        def __init__(self) -> None:
+            self.itself = self
+
+    with loading():
+        made = Loaded()
+    assert any(each is made for each in gc.get_objects(generation=2))
+    assert gc.get_freeze_count() == 0
+    del made
+    gc.collect()
+    assert not any(type(each) is Loaded for each in gc.get_objects())
+
+
+def test_what_a_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    with loading():
+        pass
+    assert gc.get_freeze_count() > 0
+
+
+CODE = """
+import gc
+import torch
+
+searched = {}
+
+class Net(torch.nn.Linear):
+    def forward(self, images):
+        searched["stepped"] = gc.isenabled()
+        return super().forward(images.flatten(1))
+
+def net(num_classes, in_channels):
+    searched["built"] = gc.isenabled()
+    return Net(64, num_classes)
+"""
+
+
+def test_a_run_is_opened_so_and_trains_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "garbage_watched.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {
+        "model": {"name": "garbage_watched:net"}, "data.augment": None, "train.duration": "2 steps",
+        "batch.global_size": 8, "evaluate.every": "off", "checkpoint.every": "off", "telemetry.trackers": [],
+        "telemetry.report": False, "parallel.device": "cpu",
+    }  # fmt: skip
+    paceline.train("digits", overrides=changes, run_dir=tmp_path / "run", quiet=True)
+    assert importlib.import_module("garbage_watched").searched == {"built": False, "stepped": True}
+    assert gc.isenabled()
