@@ -44,13 +44,14 @@ def train(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
     out = folder / "seen.json"
     out.unlink(missing_ok=True)
     (folder / "spec.json").write_text(as_json(spec))
-    python = str(python_of(name))
-    command = [python, str(HERE / f"run_{name}.py"), str(folder / "spec.json"), str(out)]
-    if spec.processes > 1 and PEERS[name].launcher:
+    peer, python = PEERS[name], str(python_of(name))
+    command = [python, str(HERE / f"run_{peer.program or name}.py"), str(folder / "spec.json"), str(out)]
+    if spec.processes > 1 and peer.launcher:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.processes}"]
         command = [python, *start, *command[1:]]
     sources = str(HERE.parents[1] / "src")
-    variables = os.environ | {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
+    own = {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
+    variables = {**os.environ, **own, **peer.variables}
     begun = time.time()
     with (folder / "said.txt").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=variables, cwd=folder, start_new_session=True)

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,12 +27,16 @@ class Peer:
         packages: What is installed beside torch, with exact versions.
         alone: Whether it gets a torch of its own, because it does not take the one that is pinned here.
         launcher: Whether several processes are started by torchrun; else it starts them itself.
+        program: Whose program it runs (``run_NAME.py``), if not its own.
+        variables: Environment variables that it gets besides.
     """
 
     title: str
     packages: tuple[str, ...] = ()
     alone: bool = False
     launcher: bool = True
+    program: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -41,8 +45,11 @@ class Peer:
         return f"{self.title} {versions}".strip()
 
 
+_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
 PEERS: Mapping[str, Peer] = {
     "raw": Peer("PyTorch, by hand"),
+    # How much of the difference is what the C library does with freed memory (docs/decisions/0069).
+    "raw-kept": Peer("by hand, memory kept", program="raw", variables=_KEPT),
     "torchvision": Peer("torchvision's reference style"),
     "timm": Peer("timm", ("timm==1.0.31",)),
     "accelerate": Peer("Accelerate", ("accelerate==1.15.0",)),

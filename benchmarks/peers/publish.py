@@ -24,7 +24,7 @@ US = "paceline"
 _EQUAL = 0.02
 _AXIS = "time or memory over that of Paceline"
 _COLOURS = {
-    "raw": "#777777", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f", "lightning": "#7b52ab",
+    "raw": "#777777", "raw-kept": "#222222", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f", "lightning": "#7b52ab",
     "fastai": "#3a7bd5", "composer": "#d1495b",
 }  # fmt: skip
 _INTRODUCTION = """\
@@ -35,8 +35,8 @@ _INTRODUCTION = """\
 The same training by each of them: network, images, batch, precision, threads and optimizer are the same. Each program
 is written as its library's documentation shows, and runs in an environment of its own, in processes that take turns in
 an order drawn anew for each round. What is compared are the ratios within a round; given are medians over the rounds.
-Paceline runs as it always does, with records, sample ledger and clock on; progress bars and loggers of the others are
-off.
+Paceline runs as its command does, with records, sample ledger and clock on; progress bars and loggers, its own
+TensorBoard among them, are off.
 
 Measured on {cpu}, {cores} cores, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python}, {date}.
 **Nothing here was measured on a GPU**, and a machine with two cores says little about one with many.
@@ -61,9 +61,10 @@ it off.
 The rest are records, ledger and what checks the data.""",
     "first_step_seconds": """\
 Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
-samples; the others begin at once.""",
+samples ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)); the others begin at once.""",
     "resumed_first_step_seconds": """\
-As at the first start; besides, every file of the checkpoint is read and its SHA-256 compared before it is believed.""",
+As at the first start; besides, every file of the checkpoint is read and its SHA-256 compared before it is believed
+([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)).""",
     "pause_milliseconds": """\
 Most of the others write one file and do not wait until the disk has it, so that a power cut may take the checkpoint.
 Paceline flushes and hashes it, in a thread that gives way to training

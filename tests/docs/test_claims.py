@@ -100,7 +100,10 @@ def test_an_entry_in_order_has_no_objection(read: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"said": [{"file": "docs/measured.md", "quote": "listed in 5.9 s"}]}, "docs/measured.md no longer says: listed in 5.9 s"),
+        (
+            {"said": [{"file": "docs/measured.md", "quote": "listed in 5.9 s"}]},
+            "docs/measured.md no longer says: listed in 5.9 s",
+        ),
         ({"said": [{"file": "READYOU.md", "quote": "listed in 5.8 s"}]}, "READYOU.md no longer says"),
         ({"said": [{"file": "README.md"}]}, "said needs either a file and a quote"),
         ({"said": [{"file": "README.md", "quote": "5.8 s", "by": "a book"}]}, "said needs either a file and a quote"),

@@ -1,0 +1,117 @@
+"""The page of figures beside other trainers says what its result files say, losses first of all."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+
+
+@pytest.fixture
+def publish(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(PEERS)
+    import publish
+
+    yield publish
+    sys.modules.pop("publish", None)
+
+
+def of(*values: float) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"median": ordered[len(ordered) // 2], "minimum": ordered[0], "maximum": ordered[-1], "runs": len(ordered)}
+
+
+FACTS = {
+    "cpu": "a processor", "cores": 2, "torch": "2.14.1", "python": "3.11.7", "date": "2026-11-23",
+    "command": "compare.py loop-64", "revision": "abc1234", "load_average_before": 0.1,
+}  # fmt: skip
+RESULTS: dict[str, Any] = {
+    "loop-64": {
+        "title": "loop overhead: a small network",
+        "facts": FACTS,
+        "failed": {},
+        "figures": {
+            "step_milliseconds": {
+                "title": "milliseconds a step",
+                "more_is_better": False,
+                "contenders": {
+                    "raw": {"title": "PyTorch, by hand", "values": of(60, 61, 62), "times_ours": of(1.9, 2, 2.1)},
+                    "timm": {"title": "timm 1.0.31", "values": of(27, 27, 30), "times_ours": of(0.89, 0.9, 1)},
+                    "paceline": {"title": "Paceline", "values": of(30, 30.5, 31), "times_ours": of(1, 1, 1)},
+                },
+            },
+        },
+    },
+    "ddp-2": {
+        "title": "two processes",
+        "facts": FACTS,
+        "failed": {"timm": "timm ended with exit code 1:\nand more"},
+        "figures": {
+            "images_per_second": {
+                "title": "images/s",
+                "more_is_better": True,
+                "contenders": {
+                    "raw": {"title": "PyTorch, by hand", "values": of(990, 1000), "times_ours": of(0.99, 0.99)},
+                    "lightning": {"title": "Lightning 2.6.6", "values": of(500, 500), "times_ours": of(0.4, 0.5, 0.5)},
+                    "paceline": {"title": "Paceline", "values": of(1000, 1000), "times_ours": of(1, 1)},
+                },
+            },
+        },
+    },
+}
+
+
+def test_times_and_rates_become_costs_in_one_direction(publish: Any) -> None:
+    steps, images = publish.rows(RESULTS)
+    assert steps.costs["raw"] == (2, 1.9, 2.1)
+    assert images.costs["lightning"] == (2, 2, 2.5), "half the images a second is twice the time"
+
+
+def test_the_page_names_who_is_ahead_and_who_failed(publish: Any) -> None:
+    text = publish.page(RESULTS)
+    table, _, rest = text.partition("## Where another is ahead")
+    ahead, _, figures = rest.partition("## In figures")
+    assert "| loop overhead: a small network: milliseconds a step | 2.00 | **0.90** | — |" in table
+    assert "time for the same images | 1.01 | failed | 2.00 |" in table
+    assert "milliseconds a step**: timm 1.0.31 0.90." in ahead
+    assert "images" not in ahead, "within a fiftieth nobody is ahead"
+    assert "timm failed at ddp-2: timm ended with exit code 1:" in figures
+    assert "| timm 1.0.31 | 27 | 27 | 30 |\n| Paceline | 30.5 |" in figures, "best first"
+
+
+def test_a_page_on_which_nobody_is_ahead_says_so(publish: Any) -> None:
+    results = copy.deepcopy(RESULTS)
+    results["loop-64"]["figures"]["step_milliseconds"]["contenders"]["timm"]["times_ours"] = of(1, 1, 1)
+    assert "Nobody, by more than 2%." in publish.page(results)
+
+
+def test_the_plot_has_a_mark_for_every_figure(publish: Any) -> None:
+    plot = ET.fromstring(publish.plot(publish.rows(RESULTS)))
+    circles = plot.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 3 + 4, "three in the legend, two contenders in each of two rows"
+    marks = {(float(each.get("cx", "")), each.get("fill")) for each in circles[3:]}
+    assert len(marks) == 4
+
+
+def test_it_writes_and_checks(
+    publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(publish, "newest", lambda: RESULTS)
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    monkeypatch.setattr(publish, "PAGE", tmp_path / "performance.md")
+    monkeypatch.setattr(publish, "PLOT", tmp_path / "performance.svg")
+    monkeypatch.setattr(sys, "argv", ["publish.py"])
+    publish.main()
+    monkeypatch.setattr(sys, "argv", ["publish.py", "--check"])
+    publish.main()
+    page = tmp_path / "performance.md"
+    page.write_text(page.read_text().replace("**0.90**", "1.00"))
+    with pytest.raises(SystemExit, match=r"performance\.md is not what the result files say"):
+        publish.main()
