@@ -24,8 +24,8 @@ US = "paceline"
 _EQUAL = 0.02
 _AXIS = "time or memory over that of Paceline"
 _COLOURS = {
-    "raw": "#777777", "raw-kept": "#222222", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f", "lightning": "#7b52ab",
-    "fastai": "#3a7bd5", "composer": "#d1495b",
+    "raw": "#777777", "raw-kept": "#222222", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f",
+    "lightning": "#7b52ab", "fastai": "#3a7bd5", "composer": "#d1495b",
 }  # fmt: skip
 _INTRODUCTION = """\
 # Performance beside other trainers
@@ -37,6 +37,10 @@ is written as its library's documentation shows, and runs in an environment of i
 an order drawn anew for each round. What is compared are the ratios within a round; given are medians over the rounds.
 Paceline runs as its command does, with records, sample ledger and clock on; progress bars and loggers, its own
 TensorBoard among them, are off.
+
+"By hand, memory kept" is the loop by hand whose environment tells the C library to keep freed memory
+(`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4611686018427387904`), which Paceline does by itself
+([decision 69](decisions/0069-freed-memory-is-kept.md)): what remains between these two is what Paceline's loop costs.
 
 Measured on {cpu}, {cores} cores, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python}, {date}.
 **Nothing here was measured on a GPU**, and a machine with two cores says little about one with many.
@@ -162,9 +166,9 @@ def plot(table: Sequence[Row]) -> str:
     ]
     shown = [name for name in _COLOURS if any(name in row.costs for row in table)]
     for number, name in enumerate(shown):
-        at = 10 + 130 * number
-        parts.append(f'<circle cx="{at}" cy="34" r="5" fill="{_COLOURS[name]}"/>')
-        parts.append(f'<text x="{at + 9}" y="38">{escape(_short(table, name))}</text>')
+        at = 10 + (left + width + 20) / len(shown) * number
+        parts.append(f'<circle cx="{at:.0f}" cy="34" r="5" fill="{_COLOURS[name]}"/>')
+        parts.append(f'<text x="{at + 9:.0f}" y="38">{escape(_short(table, name))}</text>')
     for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10):
         if low <= tick <= high:
             colour = "#222222" if tick == 1 else "#dddddd"
@@ -178,7 +182,7 @@ def plot(table: Sequence[Row]) -> str:
         parts.append(f'<text x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(words)}</text>')
         for place, name in enumerate(each for each in shown if each in row.costs):
             middle, least, most = row.costs[name]
-            at = y - 9 + 3 * place
+            at = y - 10.5 + 3 * place
             parts.append(
                 f'<line x1="{x(least):.1f}" x2="{x(most):.1f}" y1="{at:.1f}" y2="{at:.1f}" '
                 f'stroke="{_COLOURS[name]}" stroke-opacity="0.5"/>'

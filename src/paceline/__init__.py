@@ -51,7 +51,9 @@ def __getattr__(name: str) -> Any:
     from paceline.loading import loading
 
     with loading():
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = found  # the next time nobody asks here
+    return found
 
 
 def __dir__() -> list[str]:

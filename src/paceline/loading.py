@@ -1,28 +1,54 @@
 """How do libraries load without the interpreter searching them for garbage?
 
 ``import torch`` makes objects by the hundred thousand, and none of them is garbage. Python counts what is made and
-goes through all of it again and again, which was about a fifth of the time until a first step.
+goes through all of it again and again. Why, and at what price:
+``docs/decisions/0071-libraries-load-without-a-search-for-garbage.md``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
+
+# From so many new objects on it pays to spare the next search; a library makes far more.
+_MANY = 10_000
+# The process in which a block is open, while it is.
+_open_in: set[int] = set()
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """No search for garbage within, where large libraries are imported; it may be nested."""
-    was_enabled = gc.isenabled()
+    """No search for garbage within, where large libraries are imported; it may be nested.
+
+    A process that is forked within, such as a loader of data, is searched as ever.
+    """
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
+    _open_in.add(os.getpid())
     try:
         yield
     finally:
-        if was_enabled:
-            if not gc.get_freeze_count():
-                # Out of the youngest generation, in which the next search would begin with all that was loaded, into
-                # the oldest; not left frozen, since what the caller had made before may be garbage one day.
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+        _open_in.clear()
+        if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            # Out of the youngest generation, in which the next search would begin with all that was loaded, into the
+            # oldest; not left frozen, since what the caller had made before may be garbage one day.
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+
+
+def _search_in_child() -> None:
+    """A forked process never leaves the block it was forked in."""
+    if _open_in:
+        _open_in.clear()
+        # A search writes to what it goes through: frozen, the parent's pages stay shared.
+        gc.freeze()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_search_in_child)

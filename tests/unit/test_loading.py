@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ def test_what_was_loaded_is_among_the_old_and_can_still_be_garbage() -> None:
 
     with loading():
         made = Loaded()
+        many = [[each] for each in range(20_000)]
+    del many
     assert any(each is made for each in gc.get_objects(generation=2))
     assert gc.get_freeze_count() == 0
     del made
@@ -57,10 +61,44 @@ def test_what_was_loaded_is_among_the_old_and_can_still_be_garbage() -> None:
     assert not any(type(each) is Loaded for each in gc.get_objects())
 
 
+def test_a_little_is_searched_next_as_ever() -> None:
+    gc.collect()
+    with loading():
+        made = [Path()]
+    assert any(each is made for each in gc.get_objects(generation=0))
+
+
+def test_a_process_forked_within_is_searched_and_keeps_what_it_was_given_shared() -> None:
+    reading, writing = os.pipe()
+    with loading():
+        child = os.fork()
+        if not child:
+            os.write(writing, json.dumps([gc.isenabled(), gc.get_freeze_count() > 0]).encode())
+            os._exit(0)
+        assert not gc.isenabled()
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        assert json.load(answer) == [True, True]
+    os.waitpid(child, 0)
+
+
+def test_a_process_forked_elsewhere_is_left_alone() -> None:
+    gc.disable()
+    child = os.fork()
+    if not child:
+        os._exit(3 if gc.isenabled() else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+
+def test_a_public_name_is_looked_up_once() -> None:
+    assert paceline.train is vars(paceline)["train"]
+
+
 def test_what_a_caller_froze_stays_frozen() -> None:
     gc.freeze()
     with loading():
-        pass
+        many = [[each] for each in range(20_000)]
+    assert many
     assert gc.get_freeze_count() > 0
 
 
@@ -84,7 +122,7 @@ def net(num_classes, in_channels):
 def test_a_run_is_opened_so_and_trains_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "garbage_watched.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
-    changes = {
+    changes: dict[str, Any] = {
         "model": {"name": "garbage_watched:net"}, "data.augment": None, "train.duration": "2 steps",
         "batch.global_size": 8, "evaluate.every": "off", "checkpoint.every": "off", "telemetry.trackers": [],
         "telemetry.report": False, "parallel.device": "cpu",

@@ -47,7 +47,7 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 def _losses(runs: Sequence[RunRecord]) -> list[Line]:
     lines = of_runs(runs, "step", "loss", "training")
-    return [*lines, *_evaluated(runs, "loss", first=1)] if len(runs) == 1 else lines
+    return [*lines, *_evaluated(runs, "loss")] if len(runs) == 1 else lines
 
 
 def _unit_of_loss(runs: Sequence[RunRecord]) -> str:
@@ -71,14 +71,17 @@ def _metrics(runs: Sequence[RunRecord]) -> list[str]:
     return [metric for metric in found if metric != "loss" or len(runs) > 1]
 
 
-def _evaluated(runs: Sequence[RunRecord], metric: str, first: int = 0) -> list[Line]:
-    """One line for each set of weights, and of several runs for each of both."""
+def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[Line]:
+    """One line for each set of weights, and of several runs for each of both.
+
+    Of one run they look alike in all charts: the first colour is that of training.
+    """
     lines = []
     for at, run in enumerate(runs):
         for which, weights in enumerate(_WEIGHTS):
             events = [event for event in run.of("evaluation") if event["weights"] == weights]
             name = f"held-out, {weights}" if len(runs) == 1 else f"{run.name}, {weights}"
-            style = first + (which if len(runs) == 1 else 2 * at + which)
+            style = 1 + which if len(runs) == 1 else 2 * at + which
             line = of_events(name, events, metric, style)
             lines += [line] if line is not None else []
     return lines
