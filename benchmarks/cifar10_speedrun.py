@@ -10,7 +10,7 @@ have no time.
     python benchmarks/cifar10_speedrun.py cifar10-speedrun-cpu data.path=PATH --target 90 --seeds 0 1 2 --peers all
     python benchmarks/cifar10_speedrun.py cifar10-speedrun data.path=PATH --target 94 --seeds $(seq 0 19)
 
-``--peers`` then gives each peer's published recipe for CIFAR-10 (peers/cifar.py) as many seconds of steps on the same
+``--peers`` then gives each peer's default or documented settings (peers/cifar.py) as many seconds of steps on the same
 machine as our steps and evaluations took, at the median; ``--budget`` gives them another number.
 
 ``--step`` measures instead what a step of the recipe's network costs in processor time on the CPU, on one thread: as it

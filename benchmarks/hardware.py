@@ -50,9 +50,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def write_result(claim: str, result: dict[str, Any], lines: Sequence[str]) -> Path:
-    """Write ``results/<claim>_<hardware>_<yyyy-mm>`` as JSON, and as Markdown for people."""
-    known = facts()
+def write_result(claim: str, result: dict[str, Any], lines: Sequence[str], known: dict[str, Any] | None = None) -> Path:
+    """Write ``results/<claim>_<hardware>_<yyyy-mm>`` as JSON, and as Markdown for people.
+
+    ``known`` are the :func:`facts` where they were taken before the measurement.
+    """
+    known = known or facts()
     hardware = "".join(
         c if c.isalnum() else "-" for c in str(known["device"] if known["device"] != "cpu" else known["cpu"])
     )

@@ -1,4 +1,4 @@
-"""What top-1 accuracy do the peers' published recipes for CIFAR-10 reach in the same seconds on the same machine?"""
+"""What top-1 accuracy do the peers' default or documented settings reach on CIFAR-10 in the same seconds?"""
 
 from __future__ import annotations
 

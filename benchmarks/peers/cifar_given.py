@@ -1,9 +1,10 @@
 """What is every contender of the CIFAR-10 race given? The images, a budget of seconds, and the faster numbers.
 
-A contender is a program of its own, ``cifar_NAME.py BUDGET.json OUT.json``, with the settings that its authors publish.
-What they leave open is chosen in its favour: bf16 and channels last, as our recipe has them, a schedule fitted to as
-many steps as the budget holds, and the mean of each image's answers and its mirror's. Loading the images, finding out
-how long a step takes, and scoring are not in the budget. This file imports torch and torchvision only.
+A contender is a program of its own, ``cifar_NAME.py BUDGET.json OUT.json``, with the settings that its authors give for
+CIFAR-10, or else its defaults. What they leave open is chosen in its favour: bf16 and channels last, as our recipe has
+them, a schedule fitted to as many steps as the budget holds, and the mean of each image's answers and its mirror's.
+Loading the images, finding out how long a step takes, and scoring are not in the budget. This file imports torch and
+torchvision only.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from environments import PEERS, python_of
+from environments import PEERS, cache, python_of
 from given import Spec, as_json
-from hardware import spread, write_result
+from hardware import facts, spread, write_result
 from workloads import WORKLOADS, Figure, Workload
 
 US, LIMIT_SECONDS = "paceline", 900
@@ -52,6 +52,7 @@ def train(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
     sources = str(HERE.parents[1] / "src")
     own = {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
     variables = {**os.environ, **own, **peer.variables}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each finds its sources compiled, as those that are installed do
     begun = time.time()
     with (folder / "said.txt").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=variables, cwd=folder, start_new_session=True)
@@ -102,7 +103,7 @@ def compare(
     for number in range(rounds + 1):  # the first fills file caches and shows who fails
         spec = dataclasses.replace(workload.spec, folder=folder)
         if number == 0:
-            spec = dataclasses.replace(spec, steps=max(spec.steps // 8, 4 * max(spec.saves, 1)))
+            spec = dataclasses.replace(spec, steps=max(spec.steps // 8, 8 * max(spec.saves, 1)))
         for name in draw.sample(names, len(names)):
             if name in failed:
                 continue
@@ -125,7 +126,7 @@ def summary(workload: Workload, found: Mapping[str, list[dict[str, float]]]) -> 
     """By figure and contender: its spread, and that of its ratio to ours in the same round."""
     result: dict[str, Any] = {}
     for key, figure in all_figures(workload).items():
-        ours = [each[key] for each in found[US]] if US in found else []
+        ours = [each[key] for each in found[US]] if US in found and figure.is_ratio else []
         rows = {}
         for name, rounds in found.items():
             values = [each[key] for each in rounds]
@@ -161,23 +162,31 @@ def table(title: str, figures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def photographs(folder: Path) -> str:
-    """JPEG files of two classes for the workloads that read them: crops of scikit-learn's two photographs."""
+def photographs() -> str:
+    """JPEG files of two classes for the workloads that read them: crops of scikit-learn's two photographs.
+
+    Twice 4,000: no contender comes to the end of an epoch. Made once, kept beside the environments.
+    """
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
+    folder = cache() / "photographs-4000"
+    if (folder / "made").exists():
+        return str(folder / "files")
     draw = random.Random(0)
     for kind, pixels in zip(("china", "flower"), load_sample_images().images, strict=True):
         photo = Image.fromarray(pixels)
-        for split, count in (("train", 600), ("val", 20)):
-            (folder / split / kind).mkdir(parents=True, exist_ok=True)
+        for split, count in (("train", 4000), ("val", 20)):
+            place = folder / "files" / split / kind
+            place.mkdir(parents=True, exist_ok=True)
             for number in range(count):
                 width = draw.randint(400, photo.width)
                 height = draw.randint(300, photo.height)
                 left, top = draw.randint(0, photo.width - width), draw.randint(0, photo.height - height)
                 part = photo.crop((left, top, left + width, top + height))
-                part.save(folder / split / kind / f"{number:04}.jpg", quality=92)
-    return str(folder)
+                part.save(place / f"{number:04}.jpg", quality=92)
+    (folder / "made").touch()
+    return str(folder / "files")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -192,15 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         python_of(name)
     for key in WORKLOADS if options.workload == "all" else [options.workload]:
         workload = WORKLOADS[key]
-        with tempfile.TemporaryDirectory(prefix="peers-photographs-") as folder:
-            photos = photographs(Path(folder)) if workload.spec.data == "folder" else ""
-            found, failed = compare(workload, options.peers, options.rounds, photos)
+        known, folder = facts(), photographs() if workload.spec.data == "folder" else ""
+        found, failed = compare(workload, options.peers, options.rounds, folder)
         figures = summary(workload, found)
         lines = table(workload.title, figures)
         print("\n".join(lines))
         if not options.dry_run:
             result = {"title": workload.title, "spec": dataclasses.asdict(workload.spec), "figures": figures}
-            print(write_result(f"peers-{key}", {**result, "failed": failed, "rounds": found}, lines))
+            result |= {"failed": failed, "rounds": found}
+            print(write_result(f"peers-{key}", result, lines, known))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
 """Each contender's own environment, with exact versions: made once, kept in the user's cache.
 
-A contender whose requirements meet this project's pins sees this environment's packages (torch is 5 GB) and gets its
-own on top; one that needs another torch gets an environment with nothing of ours.
+Below all of them lies one with torch and torchvision alone (5 GB), which a contender sees besides its own packages; one
+that needs another torch gets an environment with nothing of that. Nothing else is there, since some import whatever
+they find.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
-import sysconfig
+import tomllib
 import venv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_CONSTRAINTS = ROOT / "constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class Peer:
         return f"{self.title} {versions}".strip()
 
 
-_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
+_TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62), "TUNED": "1"}
 PEERS: Mapping[str, Peer] = {
     "raw": Peer("PyTorch, by hand"),
-    # How much of the difference is what the C library does with freed memory (docs/decisions/0069).
-    "raw-kept": Peer("by hand, memory kept", program="raw", variables=_KEPT),
+    # What Paceline does by itself: freed memory is kept (docs/decisions/0069), and DDP copies and broadcasts less.
+    "raw-tuned": Peer("by hand, tuned", program="raw", variables=_TUNED),
     "torchvision": Peer("torchvision's reference style"),
     "timm": Peer("timm", ("timm==1.0.31",)),
     "accelerate": Peer("Accelerate", ("accelerate==1.15.0",)),
@@ -74,27 +77,44 @@ def python_of(name: str) -> Path:
         SystemExit: If its packages cannot be installed.
     """
     peer = PEERS[name]
-    if not peer.packages:
-        return Path(sys.executable)
-    folder = cache() / "-".join(each.replace("==", "-") for each in peer.packages)
+    if peer.alone:
+        return _made("-".join(each.replace("==", "-") for each in peer.packages), peer.packages)
+    pinned = _pinned()
+    base = f"torch-{pinned['torch']}"
+    below = _made(base, [f"{each}=={pinned[each]}" for each in ("torch", "torchvision")], "-c", str(_CONSTRAINTS))
+    packages = _dependencies() if name == "paceline" else peer.packages
+    if not packages:
+        return below
+    folder = f"{base}-{name}-{hashlib.sha256(' '.join(packages).encode()).hexdigest()[:8]}"
+    return _made(folder, packages, "-c", str(_CONSTRAINTS), below=below)
+
+
+def _made(name: str, packages: Sequence[str], *options: str, below: Path | None = None) -> Path:
+    folder = cache() / name
     python = folder / "bin" / "python"
     if not (folder / "made").exists():
-        print(f"Making the environment of {peer.label} in {folder} …", file=sys.stderr)
+        print(f"Making the environment of {', '.join(packages)} in {folder} …", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
-        if not peer.alone:
-            _see_ours(python)
-        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *peer.packages, *_pins(peer)], check=False)
+        if below is not None:
+            (_packages_of(python) / "below.pth").write_text(f"{_packages_of(below)}\n")
+        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages, *options], check=False)
         if done.returncode:
-            raise SystemExit(f"{', '.join(peer.packages)} could not be installed in {folder}; see above.")
+            raise SystemExit(f"{', '.join(packages)} could not be installed in {folder}; see above.")
         (folder / "made").touch()
     return python
 
 
-def _see_ours(python: Path) -> None:
+def _packages_of(python: Path) -> Path:
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    theirs = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    (Path(theirs) / "paceline_base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return Path(subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip())
 
 
-def _pins(peer: Peer) -> list[str]:
-    return [] if peer.alone else ["-c", str(ROOT / "constraints.txt")]
+def _pinned() -> dict[str, str]:
+    lines = (line.partition("#")[0].strip() for line in _CONSTRAINTS.read_text().splitlines())
+    return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+def _dependencies() -> list[str]:
+    """What `pip install paceline` brings, without extras."""
+    needed: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return needed

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ CLASSES = 10
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 LR, MOMENTUM = 0.001, 0.9
 SAMPLES = 10_000
+RESUMED_STEPS = 8
 _EPOCHS = 1_000  # more than any training reaches before its steps are done
 
 
@@ -76,7 +75,7 @@ class Spec:
     @property
     def total(self) -> int:
         """Optimizer steps in all, those of a training that is gone on from included."""
-        return (self.warmup + self.steps) * (2 if self.resume else 1)
+        return self.warmup + self.steps + (RESUMED_STEPS if self.resume else 0)
 
     @property
     def local_batch(self) -> int:
@@ -122,18 +121,23 @@ class Clock:
         """Write what was seen; only the first rank does, and none goes on to leave while another still exchanges."""
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        if int(os.environ.get("RANK", "0")):
-            return
-        usage = resource.getrusage(resource.RUSAGE_SELF)
+            if torch.distributed.get_rank():
+                return
         seen = {
             "steps": self.steps,
             "evaluations": self.evaluations,
-            "peak_rss_bytes": usage.ru_maxrss * 1024,
+            "peak_rss_bytes": peak_bytes(),
             "torch": torch.__version__,
             "python": sys.version.split()[0],
             **more,
         }
         Path(path).write_text(json.dumps(seen))
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process; what getrusage says is never less than its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 def begin() -> tuple[Spec, Clock, str]:

@@ -45,8 +45,9 @@ def main() -> None:
         clock.step()
     if spec.evaluate:
         model.eval()
+        batches_held_out = held_out(spec)
         with clock.evaluation(), torch.inference_mode():
-            for inputs, labels in held_out(spec):
+            for inputs, labels in batches_held_out:
                 found, asked = accelerator.gather_for_metrics((model(inputs).argmax(1), labels))
                 clock.seen += int((found == asked).sum())
     clock.write(out)

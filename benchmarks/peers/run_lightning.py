@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ class Ticking(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.clock.step()
 
+    def on_validation_start(self, *_: Any) -> None:
+        self._begun = time.time()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.clock.evaluations.append((self._begun, time.time()))
+
 
 def main() -> None:
     """Train as asked."""
@@ -52,7 +59,7 @@ def main() -> None:
     callbacks: list[Callback] = []
     if spec.save_every:
         callbacks.append(
-            ModelCheckpoint(spec.scratch, every_n_train_steps=spec.save_every, save_last=True, save_top_k=1)
+            ModelCheckpoint(spec.scratch, every_n_train_steps=spec.save_every, save_last="link", save_top_k=1)
         )
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -67,7 +74,6 @@ def main() -> None:
         enable_model_summary=False,
         use_distributed_sampler=spec.data != "tensors",
         limit_val_batches=0,
-        # Last, so that its step holds the save as well.
         callbacks=[*callbacks, Ticking(clock)],
         default_root_dir=spec.scratch,
     )
@@ -83,10 +89,9 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
+            callbacks=[Ticking(clock)],
         )
-        batches = held_out(spec)
-        with clock.evaluation():
-            scorer.validate(model, batches, verbose=False)
+        scorer.validate(model, held_out(spec), verbose=False)
     clock.write(out)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

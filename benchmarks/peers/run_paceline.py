@@ -9,7 +9,7 @@ from typing import Any
 from paceline.loading import loading
 
 with loading():  # as the command does
-    from given import LR, MEAN, MOMENTUM, SAMPLES, STD, Clock, Spec, begin, pixels
+    from given import LR, MEAN, MOMENTUM, RESUMED_STEPS, SAMPLES, STD, Clock, Spec, begin, pixels
 
     from paceline.data.image.datasets import ImageDataset
     from paceline.data.image.source import ArraySource
@@ -70,7 +70,7 @@ def recipe(spec: Spec) -> dict[str, Any]:
         "model.name": "lecture_net" if spec.network == "lecture_net" else f"torchvision:{spec.network}",
         "model.channels_last": spec.channels_last,
         "train.precision": spec.precision,
-        "train.duration": f"{spec.total * (2 if halves else 1)} steps",
+        "train.duration": f"{spec.total + (RESUMED_STEPS if halves else 0)} steps",
         "batch.global_size": spec.batch,
         "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "nesterov": False},
         "schedule.name": "constant",

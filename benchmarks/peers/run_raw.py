@@ -14,7 +14,7 @@ from torch import nn
 def main() -> None:
     """Train as asked."""
     spec, clock, out = begin()
-    rank = int(os.environ.get("RANK", "0"))
+    rank, tuned = int(os.environ.get("RANK", "0")), "TUNED" in os.environ
     model: nn.Module = build(spec).to(memory_format=spec.layout)
     optimizer = sgd(model)
     saved, done = Path(spec.scratch) / "raw.pt", 0
@@ -26,7 +26,7 @@ def main() -> None:
     bare = model
     if spec.processes > 1:
         torch.distributed.init_process_group("gloo")
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=not tuned, gradient_as_bucket_view=tuned)
     batches = endless(loader(spec, rank))
     for step in range(done + 1, spec.total + 1):
         inputs, labels = next(batches)
@@ -45,8 +45,9 @@ def main() -> None:
         clock.step()
     if spec.evaluate:
         model.eval()
+        asked = held_out(spec)
         with clock.evaluation(), torch.inference_mode(), spec.autocast():
-            for inputs, labels in held_out(spec):
+            for inputs, labels in asked:
                 clock.seen += int((model(inputs).argmax(1) == labels).sum())
     clock.write(out)
     if spec.processes > 1:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from given import CLASSES, LR, MEAN, MOMENTUM, STD, InMemory, Spec, begin, build, endless, held_out, loader
 from timm.data import create_dataset, create_loader
+from timm.data.transforms import ToNumpy
 from timm.models import create_model
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import AverageMeter, CheckpointSaver, accuracy
 from torch import nn
+from torchvision import transforms
 
 
 def network(spec: Spec) -> nn.Module:
@@ -26,22 +28,25 @@ def batches(spec: Spec, rank: int) -> Any:
     if spec.data == "tensors":
         return loader(spec, rank)
     dataset = InMemory(spec, None) if spec.data == "memory" else create_dataset("", spec.folder, split="train")
-    return create_loader(
+    batches = create_loader(
         dataset,
         input_size=(3, spec.image_size, spec.image_size),
         batch_size=spec.local_batch,
         is_training=True,
         color_jitter=0.0,
-        train_crop_mode="rkrc" if spec.data == "memory" else None,
         interpolation="bilinear",
         mean=MEAN,
         std=STD,
         num_workers=spec.workers,
         distributed=spec.processes > 1,
         device=torch.device("cpu"),
-        use_prefetcher=False,
         persistent_workers=spec.workers > 0,
     )
+    if spec.data == "memory":  # it has no random shifts; its loader normalises whole batches
+        dataset.transform = transforms.Compose(
+            [transforms.RandomCrop(spec.image_size, padding=4), transforms.RandomHorizontalFlip(), ToNumpy()]
+        )
+    return batches
 
 
 def main() -> None:
@@ -49,7 +54,7 @@ def main() -> None:
     spec, clock, out = begin()
     rank = int(os.environ.get("RANK", "0"))
     model = network(spec).to(memory_format=spec.layout)
-    optimizer = create_optimizer_v2(model, opt="sgd", lr=LR, momentum=MOMENTUM, weight_decay=0.0)
+    optimizer = create_optimizer_v2(model, opt="momentum", lr=LR, momentum=MOMENTUM, weight_decay=0.0)
     scheduler, _ = create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=1_000, step_on_epochs=False, updates_per_epoch=1_000
     )
@@ -82,8 +87,9 @@ def main() -> None:
     if spec.evaluate:
         model.eval()
         top1 = AverageMeter()
+        batches_held_out = held_out(spec)
         with clock.evaluation(), torch.inference_mode():
-            for inputs, target in held_out(spec):
+            for inputs, target in batches_held_out:
                 with spec.autocast():
                     output = model(inputs)
                     loss = criterion(output, target)

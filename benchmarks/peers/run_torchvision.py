@@ -66,8 +66,9 @@ def main() -> None:
         clock.step()
     if spec.evaluate:
         model.eval()
+        batches_held_out = held_out(spec)
         with clock.evaluation(), torch.inference_mode(), spec.autocast():
-            for image, target in held_out(spec):
+            for image, target in batches_held_out:
                 output = model(image)
                 meters["loss"].append(criterion(output, target).item())
                 top1, _ = accuracies(output, target, (1, 5))
