@@ -69,8 +69,8 @@ class MemoryBackend:
         shape = StoreShape.of(
             augment, count=len(once), channels=view.channels, size=view.image_size, channels_last=channels_last
         )
-        self._store: ImageStore | None = ImageStore(shape, self._device)
-        self._broken = load_images(once, view, self._store, progress)
+        self._store: ImageStore | None
+        self._store, self._broken = hold_images(once, view, shape, self._device, progress)
         self._labels = torch.tensor(source.labels, device=self._device)
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
@@ -132,12 +132,16 @@ class MemoryBackend:
         return piece.ids[whole], broken
 
 
-def load_images(
-    source: SampleSource, view: View, store: ImageStore, progress: Progress | None = None
-) -> dict[int, BrokenSample]:
-    """Decode a whole source into a store; broken images stay black, and are returned by id."""
+def hold_images(
+    source: SampleSource, view: View, shape: StoreShape, device: torch.device, progress: Progress | None = None
+) -> tuple[ImageStore, dict[int, BrokenSample]]:
+    """Decode a whole source into a store, or take its array for one; broken images stay black, and are told by id."""
     size, count = view.image_size, len(source)
     array = as_array(source)
+    held = None if array is None else ImageStore.over(shape, device, array)
+    if held is not None:
+        return held, {}
+    store = ImageStore(shape, device)
     broken: dict[int, BrokenSample] = {}
 
     def load(start: int) -> int:
@@ -154,13 +158,13 @@ def load_images(
     if array is not None and array.shape[1:3] == (size, size):
         for start in range(0, count, _LOADED_AT_ONCE):
             _put(store, start, array[start : start + _LOADED_AT_ONCE].copy())  # torch takes only what can be written
-        return {}
+        return store, {}
     # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):
             if progress is not None:
                 progress(stop, count)
-    return broken
+    return store, broken
 
 
 def _as_seen(image: Image, view: View) -> Image:

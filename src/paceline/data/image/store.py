@@ -82,12 +82,22 @@ class StoreShape:
 class ImageStore:
     """Images of one size, uint8, held on a device."""
 
-    def __init__(self, shape: StoreShape, device: torch.device) -> None:
-        """Make room for images, all black."""
+    def __init__(self, shape: StoreShape, device: torch.device, memory: torch.Tensor | None = None) -> None:
+        """Make room for images, all black; or take memory in which they lie already, uint8 [bytes]."""
         self.shape = shape
-        self._memory = torch.zeros(shape.bytes, dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(shape.bytes, dtype=torch.uint8, device=device) if memory is None else memory
         run = shape.size * shape.row_bytes
-        self._runs = self._memory.as_strided((max(shape.bytes - run + 1, 0), run), (1, 1))
+        self._runs = self._memory.as_strided((max(len(self._memory) - run + 1, 0), run), (1, 1))
+
+    @classmethod
+    def over(cls, shape: StoreShape, device: torch.device, images: NDArray[np.uint8]) -> ImageStore | None:
+        """A store that is the array itself, uint8 [N, S, S, C]; None if images must lie otherwise in a store."""
+        as_they_lie = not shape.padding and not shape.mirrored and (shape.channels_last or shape.channels == 1)
+        fits = images.shape == (shape.count, shape.size, shape.size, shape.channels) and images.flags.c_contiguous
+        # Torch takes only what can be written; nothing is written here.
+        if device.type != "cpu" or not as_they_lie or not fits or not images.flags.writeable or not images.size:
+            return None
+        return cls(shape, device, torch.from_numpy(images).view(-1))
 
     def put(self, first: int, images: torch.Tensor) -> None:
         """Hold images uint8 [n, C, S, S] from number ``first`` on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,3 +131,35 @@ def test_batches_that_are_not_held_are_varied_alike(mode: str) -> None:
     found = vary(torch.from_numpy(images.copy()), augment, draws)
     assert found.is_contiguous()
     assert torch.equal(found, cut_out(images, augment, numbers, draws))
+
+
+@pytest.mark.parametrize(("channels", "channels_last"), [(3, True), (1, False), (1, True)])
+def test_an_array_that_lies_as_it_should_is_the_store(channels: int, channels_last: bool) -> None:
+    images = noise(5, 6, 6, channels)
+    shape = StoreShape.of(Augment(), count=5, channels=channels, size=6, channels_last=channels_last)
+    store = ImageStore.over(shape, CPU, images)
+    assert store is not None
+    numbers = np.array([4, 0, 4, 2])
+    seen = store.gather(torch.from_numpy(store.starts(numbers, None)))
+    assert torch.equal(seen, torch.from_numpy(images[numbers]).permute(0, 3, 1, 2))
+    images[4] = 7
+    assert torch.all(store.gather(torch.from_numpy(store.starts(np.array([4]), None))) == 7), "no byte was copied"
+    assert not torch.all(seen[0] == 7), "a batch is a copy"
+
+
+@pytest.mark.parametrize(
+    ("augment", "channels_last", "change"),
+    [
+        (Augment(crop="pad", padding=1), True, None),
+        (Augment(flip=0.5), True, None),
+        (Augment(), False, None),
+        (Augment(), True, lambda images: images[::-1]),
+        (Augment(), True, lambda images: images[:, :5]),
+        (Augment(), True, lambda images: np.frombuffer(images.tobytes(), np.uint8).reshape(images.shape)),
+    ],
+    ids=["border", "mirrored", "channels first", "not contiguous", "another size", "not to be written"],
+)
+def test_an_array_that_lies_otherwise_is_not(augment: Augment, channels_last: bool, change: Any) -> None:
+    images = noise(5, 6, 6, 3)
+    shape = StoreShape.of(augment, count=5, channels=3, size=6, channels_last=channels_last)
+    assert ImageStore.over(shape, CPU, images if change is None else change(images)) is None
