@@ -5,6 +5,7 @@ Nothing here loads torch before a test asks for it, because half of the tests do
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -52,6 +53,12 @@ _LONGEST_FIRST = ("labs", "distributed", "slurm", "cli", "docs")
 _LIMIT = 100.0
 _SHOWN = 15
 _COUNTED = pytest.StashKey[float]()
+
+
+def pytest_collection_finish() -> None:
+    """What all tests import is not searched for garbage again and again while they run."""
+    gc.collect()
+    gc.freeze()
 
 
 def _folder(nodeid: str) -> str:

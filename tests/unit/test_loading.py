@@ -18,9 +18,10 @@ from paceline.loading import loading
 @pytest.fixture(autouse=True)
 def collector() -> Any:
     assert gc.isenabled()
+    gc.unfreeze()  # what tests/conftest.py freezes
     yield
     gc.enable()
-    gc.unfreeze()
+    gc.freeze()
 
 
 def test_there_is_no_search_within_and_there_is_again_after_it() -> None:

@@ -94,9 +94,13 @@ def test_an_exercise_that_ends_python_is_named(lab: Lab, student: Student, sourc
 @pytest.mark.parametrize(
     "source",
     [
-        "while True:\n    pass",
-        "while True:\n    try:\n        print('x' * 10000)\n    except BaseException:\n        pass",
         "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'], start_new_session=True)",
+        # Each takes its full time.
+        pytest.param("while True:\n    pass", marks=pytest.mark.thorough),
+        pytest.param(
+            "while True:\n    try:\n        print('x' * 10000)\n    except BaseException:\n        pass",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_an_exercise_without_end_is_ended_with_all_it_started(lab: Lab, student: Student, source: str) -> None:
