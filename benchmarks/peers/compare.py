@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from environments import PEERS, cache, python_of
-from given import Spec, as_json
+from given import RESUMED_STEPS, Spec, as_json
 from hardware import facts, spread, write_result
 from workloads import WORKLOADS, Figure, Workload
 
@@ -65,7 +65,11 @@ def train(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
     if code or not out.exists():
         last = "\n".join((folder / "said.txt").read_text(errors="replace").splitlines()[-12:])
         raise RuntimeError(f"{name} ended with exit code {code}:\n{last}")
-    return {"started": begun, **json.loads(out.read_text())}
+    seen = json.loads(out.read_text())
+    asked = RESUMED_STEPS if spec.resume else spec.total
+    if len(seen["steps"]) < asked:
+        raise RuntimeError(f"{name} has noted {len(seen['steps'])} steps, and {asked} were asked for")
+    return {"started": begun, **seen}
 
 
 def figures_of(name: str, workload: Workload, folder: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -119,10 +120,12 @@ class Clock:
 
     def write(self, path: str, **more: Any) -> None:
         """Write what was seen; only the first rank does, and none goes on to leave while another still exchanges."""
+        rank = int(os.environ.get("RANK", "0"))  # of those whose group is no more
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-            if torch.distributed.get_rank():
-                return
+            rank = torch.distributed.get_rank()
+        if rank:
+            return
         seen = {
             "steps": self.steps,
             "evaluations": self.evaluations,

@@ -71,12 +71,11 @@ python benchmarks/peers/publish.py                     # writes this page
 _SHORT = {
     "torchvision's reference style": "torchvision",
     "PyTorch, by hand": "by hand",
-    "by hand, memory kept": "by hand, kept",
 }
 _WHY = {
     "peak_mebibytes": """\
-Paceline imports more, keeps records and the ledger, and holds images that are in memory twice: as they came, and as
-batches are cut from them.""",
+Paceline imports more, and keeps records and the ledger; freed memory, which it keeps for the next step
+([decision 69](decisions/0069-freed-memory-is-kept.md)), is in its peak as in that of the tuned loop.""",
     "first_step_seconds": """\
 Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
 samples ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)).""",
@@ -211,12 +210,13 @@ def plot(table: Sequence[Row]) -> str:
 
 
 def _facts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What all were measured on, and until when."""
+    """What all were measured on, and until when; machines may differ: only a workload's own rounds are compared."""
     every = [result["facts"] for result in results.values()]
-    for key in ("cpu", "cores", "torch", "python"):
+    for key in ("cores", "torch", "python"):
         if len({each[key] for each in every}) > 1:
-            sys.exit(f"the result files differ in {key}: measure them on one machine")
-    return {**every[0], "date": max(each["date"] for each in every)}
+            sys.exit(f"the result files differ in {key}: measure them on machines that are alike")
+    cpus = " and ".join(dict.fromkeys(each["cpu"] for each in every))
+    return {**every[0], "cpu": cpus, "date": max(each["date"] for each in every)}
 
 
 def _plain(unit: str) -> str:
@@ -254,7 +254,7 @@ def _in_figures(workload: str, result: Mapping[str, Any]) -> list[str]:
             lines.append(f"| {row['title']} | {' | '.join(numbers)} |")
         rounds, facts = ordered[0]["values"]["runs"], result["facts"]
         load = f"load before it {facts['load_average_before']:.1f}"
-        lines += ["", f"{rounds} rounds; `{facts['command']}` at {facts['revision']}, {load}.", ""]
+        lines += ["", f"{rounds} rounds on {facts['cpu']}; `{facts['command']}` at {facts['revision']}, {load}.", ""]
     for name, why in result["failed"].items():
         lines += [f"{name} failed at {workload}: {why.splitlines()[0]}", ""]
     return lines

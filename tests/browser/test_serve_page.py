@@ -104,6 +104,7 @@ def test_pictures_and_bars(opened: Callable[..., Any], scheme: str) -> None:
     page.wait_for_selector("#answers > li:nth-child(2) [role=meter]")
     assert page.text_content("#status") == "2 images answered."
     assert page.text_content("#answers h2") == "cat & <b>dog.png"
+    page.wait_for_function("document.querySelector('#answers img').naturalWidth > 0")  # which loads beside its bars
     assert page.evaluate("document.querySelector('#answers img').naturalWidth") == 64
     values = page.eval_on_selector_all(
         "#answers > li:first-child [role=meter]", "all => all.map(each => +each.ariaValueNow)"

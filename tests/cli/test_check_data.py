@@ -176,7 +176,7 @@ def test_it_can_be_interrupted(tmp_path: Path, number: signal.Signals, code: int
             assert process.stderr is not None
             assert process.stderr.readline() == "reading\n"  # on standard error: the document has the other to itself
             os.killpg(process.pid, number)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == code

@@ -141,19 +141,24 @@ def test_version(paceline_here: Callable[..., Any]) -> None:
 
 
 def test_help_loads_no_torch_and_is_there_at_once(paceline: Callable[..., Any]) -> None:
-    seconds = []
-    for _ in range(5):
-        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = paceline("--help")
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    def spent(do: Callable[[], Any]) -> float:
         # Of the processor: the clock on the wall also counts what else the machine does.
-        seconds.append(ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime)
-        assert done.code == 0
+        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+        do()
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime
+
+    bare, seconds = [], []
+    for _ in range(5):
+        bare.append(spent(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True)))
+        seconds.append(spent(lambda: paceline("--help")))
+    assert paceline("--help").code == 0
     traced = paceline("--help", interpreter=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in traced.err.splitlines()}
     assert "paceline.cli.main" in imported
     assert not imported & {"torch", "numpy", "pydantic", "timm", "torchvision", "rich"}
-    assert min(seconds) < 0.3
+    # Of a machine as it is just now; torch alone would be a hundred times a bare interpreter.
+    assert min(seconds) < max(0.3, 12 * min(bare))
 
 
 @pytest.mark.parametrize("arguments", [("recipes",), ("recipes", "show", "digits"), ("audit", "nowhere")])
@@ -510,9 +515,10 @@ def test_what_comes_next_works_for_code_of_ones_own(
         assert paceline(*command.partition("paceline ")[2].split()).code == 0, command
 
 
-def test_a_reader_that_leaves_early_is_no_error(finished: Path) -> None:
-    """`paceline models | head -1`"""
-    command = f"{sys.executable} -m paceline models | head -1; echo ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize(("reader", "read"), [("head -1", "small_resnet\n"), ("true", "")])
+def test_a_reader_that_leaves_early_is_no_error(reader: str, read: str) -> None:
+    """`paceline models | head -1`, and a reader that is gone before the first word."""
+    command = f"{sys.executable} -m paceline models | {reader}; echo ${{PIPESTATUS[0]}}"
     source = str(Path(package.__file__).parents[1])
     done = subprocess.run(
         ["bash", "-c", command],
@@ -523,7 +529,7 @@ def test_a_reader_that_leaves_early_is_no_error(finished: Path) -> None:
         env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin"},
     )
     assert done.stderr == ""
-    assert done.stdout == "small_resnet\n0\n"
+    assert done.stdout == f"{read}0\n"
 
 
 # ------------------------------------------------------------------------------------------------------ Python

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -166,9 +166,8 @@ def test_what_the_pods_do_trains_together(
         pods = [(job["spec"]["template"]["spec"], {"JOB_COMPLETION_INDEX": str(index)}) for index in range(2)]
     else:
         pods = [(spec["template"]["spec"], {}) for spec in job["spec"]["pytorchReplicaSpecs"].values()]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Below those that a socket gets which asks for any: it is bound only once torchrun has loaded.
+    port = random.SystemRandom().randrange(20_000, 32_000)
     substituted = {"python": sys.executable}
     # A name that every pod takes for its own: only what each is told says which of them keeps the store.
     here = re.compile(r"(?<=--rdzv-endpoint=).*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import io
@@ -83,8 +84,11 @@ class Serving:
         folder = Path(f"/proc/{self.process.pid}/fd")
         if not folder.exists():
             pytest.skip("how many connections a process has is not told here")
-        names = [os.readlink(each) for each in folder.iterdir() if each.is_symlink()]
-        return sum(name.startswith("socket:") for name in names)
+        found = 0
+        for each in folder.iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found += os.readlink(each).startswith("socket:")
+        return found
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=_PATIENCE_SECONDS)
@@ -100,7 +104,8 @@ class Serving:
 
 def head(length: int) -> bytes:
     """Of a request with a body of so many bytes."""
-    return f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: {FORM}\r\nContent-Length: {length}\r\n\r\n".encode()
+    lines = ("POST /predict HTTP/1.1", "Host: localhost", f"Content-Type: {FORM}", f"Content-Length: {length}", "", "")
+    return "\r\n".join(lines).encode()
 
 
 def form(*images: bytes, field: str = "images") -> bytes:
@@ -247,6 +252,33 @@ def test_other_questions(service: Serving, method: str, path: str, expected: int
     assert (status, set(told)) == (expected, {"error"})
 
 
+OTHERS = {
+    "a name made to point here": ({"Host": "evil.example:80"}, "not called evil.example"),
+    "a page from elsewhere": ({"Origin": "https://evil.example"}, "a page of https://evil.example"),
+    "a page of another port": ({"Origin": "http://127.0.0.1:1"}, "a page of http://127.0.0.1:1"),
+    "a page without an address": ({"Origin": "null"}, "a page of null"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/predict"), ("GET", "/"), ("GET", "/metrics")])
+def test_pages_of_others_are_not_answered(service: Serving, method: str, path: str, case: str) -> None:
+    headers, words = OTHERS[case]
+    status, told, _ = service.ask(method, path, form(picture(0)), Content_Type=FORM, **headers)
+    assert status == 403
+    assert words in told["error"]
+
+
+def test_who_is_let_in(service: Serving) -> None:
+    port = service.address[1]
+    for headers in (
+        {"Host": "LOCALHOST:1"},
+        {"Host": f"[::1]:{port}", "Origin": f"http://[::1]:{port}"},
+        {"Host": "127.0.0.1", "Origin": "http://127.0.0.1"},
+    ):
+        assert service.ask("POST", "/predict", form(picture(0)), Content_Type=FORM, **headers)[0] == 200, headers
+
+
 def test_the_log_names_no_contents(service: Serving) -> None:
     service.ask("GET", "/secret-path?secret-query")
     service.predict(b"secret-content")
@@ -266,12 +298,17 @@ def answer_of(connection: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
+def assert_answers(service: Serving) -> None:
+    """Within the second that it was started with, which a busy machine may take for itself now and then."""
+    assert any(service.predict(picture(0))[0] == 200 for _ in range(10))
+
+
 def test_slow_clients_are_let_go(start: Callable[..., Serving], finished: Path) -> None:
     """Of one that sends nothing, half a head, a body that drips, and one that nobody wants."""
     service = start(finished, "--max-seconds", 1, "--max-request-mb", 0.1)
     begins = {
         "nothing": b"",
-        "half a head": b"POST /predict HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+        "half a head": b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
         "a body": head(5000) + b"x",
     }
     with contextlib.ExitStack() as stack:
@@ -294,15 +331,15 @@ def test_slow_clients_are_let_go(start: Callable[..., Serving], finished: Path) 
             stopped.set()
             dripping.join()
     assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers.values()), answers
-    assert service.predict(picture(0))[0] == 200
     assert service.metric('paceline_refusals_total{reason="slow_upload"}') == 1
+    assert_answers(service)
 
 
 def test_clients_that_do_not_read_are_let_go(start: Callable[..., Serving], finished: Path) -> None:
     """Of one that asks a thousand times, in one breath, and of one that asks and then closes its side."""
     service = start(finished, "--max-seconds", 1)
     before = service.connections()
-    questions = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 3000
+    questions = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000
     with contextlib.ExitStack() as stack:
         for is_halved in (False, True):
             client = stack.enter_context(socket.socket())
@@ -315,12 +352,12 @@ def test_clients_that_do_not_read_are_let_go(start: Callable[..., Serving], fini
                 client.sendall(questions)
             if is_halved:
                 client.shutdown(socket.SHUT_WR)
+        assert service.ask("GET", "/health")[0] == 200  # who came before has been let in too
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        for is_open in (True, False):  # all in one process: until they are seen, and until they are gone
-            while (service.connections() > before) != is_open:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-    assert service.predict(picture(0))[0] == 200
+        while service.connections() > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert_answers(service)
 
 
 def test_a_full_queue_says_when_to_come_back(start: Callable[..., Serving], finished: Path) -> None:
@@ -386,6 +423,7 @@ def test_five_hundred_requests_at_once_and_no_memory(service: Serving) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
     """Everything that the service's own description allows, and much that it does not: no 5xx, nothing undescribed."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -408,7 +446,7 @@ def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=800,
         env={**os.environ, "COLUMNS": "100"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -433,6 +471,28 @@ def test_addresses_beyond_this_machine_are_known() -> None:
         address = bind(host, 0)  # bound, and never listened at
         with address.socket:
             assert address.is_loopback is is_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "name", "is_let_in"),
+    [
+        ("127.0.0.1", (), "shop.example", False),
+        ("127.0.0.1", ("Shop.example",), "shop.example", True),
+        ("0.0.0.0", (), "shop.example", True),
+        ("0.0.0.0", ("shop.example",), "other.example", False),
+    ],
+)
+def test_names_it_may_be_asked_as(host: str, allowed: tuple[str, ...], name: str, is_let_in: bool) -> None:
+    from starlette.requests import Request
+
+    from paceline.inference.serving.limits import RefusedError
+    from paceline.inference.serving.server import bind
+
+    address = bind(host, 0, allowed)
+    address.socket.close()
+    request = Request({"type": "http", "headers": [(b"host", name.encode())]})
+    with contextlib.nullcontext() if is_let_in else pytest.raises(RefusedError, match=name):
+        asyncio.run(address.visitors.check(request))
 
 
 def test_without_the_extra(paceline: Callable[..., Any], finished: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from paceline.labs.execution import Executed, execute
 from paceline.labs.slides import slides_of, to_html
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1900)]
+_BROWSER_MILLISECONDS = 120_000
 _SECONDS = 1800  # a busy machine can be five times slower than a quiet one
 
 
@@ -57,7 +58,8 @@ def browser() -> Iterator[Any]:
     if program is None:
         pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
     with sync_api.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        flags = ["--no-sandbox", "--disable-gpu"]
+        launched = driver.chromium.launch(executable_path=program, args=flags, timeout=_BROWSER_MILLISECONDS)
         yield launched
         launched.close()
 
@@ -70,6 +72,7 @@ def test_its_slides_open_without_a_network(run: tuple[Lab, Executed], browser: A
     page = tmp_path / "slides.html"
     page.write_text(to_html(slides_of(executed.notebook, lab.title), marp), encoding="utf-8")
     context = browser.new_context(viewport={"width": 1280, "height": 720}, offline=True)
+    context.set_default_timeout(_BROWSER_MILLISECONDS)
     opened = context.new_page()
     asked: list[str] = []
     opened.on("request", lambda request: asked.append(request.url))

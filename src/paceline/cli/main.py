@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import select
 import sys
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -92,6 +94,16 @@ class _LazyGroup(click.Group):
             )
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # of which click would make exit code 1, without a word
+            if not _is_reader_gone():
+                raise RuntimeError("a process that this one wrote to is gone") from error
+            # The reader of standard output went away (`| head`): no more can be said, and nothing went wrong.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -104,6 +116,13 @@ def cli() -> None:
 
     Start with `paceline train digits`; every command explains itself with --help.
     """
+
+
+def _is_reader_gone() -> bool:
+    """Whether nobody reads standard output any more."""
+    asked = select.poll()
+    asked.register(sys.stdout.fileno(), 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in asked.poll(0))
 
 
 def main() -> None:
@@ -134,10 +153,6 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except click.Abort:
         return 130
-    except BrokenPipeError:
-        # The reader of standard output went away (`| head`): no more can be said, and nothing went wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
         why = missing_library(error)
         code = report_error(PacelineError(why) if why else error, os.environ)

@@ -29,6 +29,12 @@ _OPEN = (
 @target_argument
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="A name it may be asked as besides, as of a server before it; may be repeated.",
+)
 @click.option("--max-batch", type=click.IntRange(min=1), default=32, show_default=True, help="Images answered at once.")
 @click.option(
     "--max-wait-ms",
@@ -56,7 +62,7 @@ _OPEN = (
 @best_option
 @trust_code_option
 @json_option
-def command(target: Path, host: str, port: int, as_json: bool, **given: Any) -> int:
+def command(target: Path, host: str, port: int, allow_host: tuple[str, ...], as_json: bool, **given: Any) -> int:
     """Answer over HTTP with the weights of TARGET, which are given as to `paceline predict`.
 
     POST /predict takes images as multipart/form-data, in fields called images, and answers in JSON. / is a page to send
@@ -86,7 +92,7 @@ def command(target: Path, host: str, port: int, as_json: bool, **given: Any) -> 
         batch_images=given.pop("max_batch"),
         batch_wait_seconds=given.pop("max_wait_ms") / 1000,
     )
-    address = server.bind(host, port)
+    address = server.bind(host, port, allow_host)
     with address.socket:
         predictor = open_predictor(target, device=choose_device("auto", World()), **given)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+_TO_END_SECONDS = 20.0  # of what is killed, until it has had the processor to end on
 
 SAMPLE = """\
 # ---
@@ -127,11 +130,19 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mark = uuid.uuid4().hex
     monkeypatch.setenv("PACELINE_TEST_OF_LABS", mark)
     yield
-    left = []
+    deadline = time.monotonic() + _TO_END_SECONDS
+    while (left := _alive(mark.encode())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def _alive(mark: bytes) -> list[bytes]:
+    """Command lines of the processes whose environment has the mark."""
+    found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                left.append((entry / "cmdline").read_bytes())
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes())
         except OSError:
             continue
-    assert left == []
+    return found

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
@@ -24,6 +24,7 @@ from paceline.inference.serving.metrics import CONTENT_TYPE
 from paceline.inference.serving.page import PageFacts, content_policy, page
 from paceline.inference.serving.service import Service
 from paceline.inference.serving.uploads import FIELD, Upload
+from paceline.inference.serving.visitors import Visitors
 
 LARGEST_TOP_K = 1000
 _INTERFACE = "1"  # of what is asked and answered, not of the program
@@ -69,6 +70,7 @@ class Health(BaseModel):
 _RETRY = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body is malformed."},
+    403: {"model": Problem, "description": "A page of somebody else's has sent it."},
     408: {"model": Problem, "description": "The request was not whole in time."},
     413: {"model": Problem, "description": "Too many bytes or images."},
     415: {"model": Problem, "description": "The body is no multipart/form-data."},
@@ -78,12 +80,13 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(service: Service, model: str, say: Say) -> FastAPI:
+def make_app(service: Service, model: str, visitors: Visitors, say: Say) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
         service: Answers.
         model: What it is called.
+        visitors: Lets requests in.
         say: Told of each request in one line, without its contents.
     """
 
@@ -96,6 +99,8 @@ def make_app(service: Service, model: str, say: Say) -> FastAPI:
         description=f"Predictions of {model}. Limits are said in each description.",
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
+        dependencies=[Depends(visitors.check)],
+        responses={403: _REFUSALS[403]},
         lifespan=lifespan,
     )
     app.add_middleware(_Watched, service=service, say=say)

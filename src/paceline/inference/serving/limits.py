@@ -76,4 +76,4 @@ class RefusedError(Exception):
         if self.status == 503:
             return {"Retry-After": "1"}
         # What is left of such a body is not waited for.
-        return {"Connection": "close"} if self.status in (408, 413) else {}
+        return {"Connection": "close"} if self.status in (403, 408, 413) else {}

@@ -7,7 +7,7 @@ import io
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from paceline.inference.serving.connection import Connection
 from paceline.inference.serving.limits import Limits
 from paceline.inference.serving.metrics import Metrics
 from paceline.inference.serving.service import Service
+from paceline.inference.serving.visitors import Visitors
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _IDLE_SECONDS = 15
@@ -36,19 +37,23 @@ class Address:
         socket: Bound, not yet listened to.
         url: What to type into a browser.
         is_loopback: Whether only programs of this machine reach it.
+        visitors: Lets requests in.
     """
 
     socket: socket.socket
     url: str
     is_loopback: bool
+    visitors: Visitors
 
 
-def bind(host: str, port: int) -> Address:
+def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
     """Take a place to listen at.
 
     Args:
         host: A name or address of this machine.
         port: 0 for any that is free.
+        allowed: Further names it may be asked as, and sites whose pages may ask; without them, a place that others
+            reach may be asked as anything.
 
     Raises:
         PacelineError: If it cannot be had.
@@ -73,7 +78,10 @@ def bind(host: str, port: int) -> Address:
     number = bound.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    return Address(socket=bound, url=f"http://{shown}:{number}", is_loopback=loopback)
+    names = ("localhost", host, *allowed) if loopback or allowed else None
+    return Address(
+        socket=bound, url=f"http://{shown}:{number}", is_loopback=loopback, visitors=Visitors(names, allowed)
+    )
 
 
 def serve(
@@ -100,7 +108,7 @@ def serve(
     service = Service(predictor, limits, Metrics(model, predictor.digest))
     connection = type("LimitedConnection", (Connection,), {"limits": limits})
     config = uvicorn.Config(
-        make_app(service, model, say),
+        make_app(service, model, address.visitors, say),
         http=connection,
         ws="none",
         loop="asyncio",

@@ -8,6 +8,7 @@ itself, so that it has no threads when it forks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import random
@@ -224,9 +225,12 @@ def _lower(what: int, value: int, last: int | None = None) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """One that is free, and below those that a socket gets which asks for any: it is bound again only later."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _preload() -> None:

@@ -20,6 +20,7 @@ _PROC = Path("/proc")
 # Of the time, for what counts as idle: on a busy machine those at work are ready for their turn at nearly every look.
 _IDLE_SHARE = 0.02
 _READY_SHARE = 0.25
+_TO_END_SECONDS = 10.0  # of what is killed, until it has had the processor to end on
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl.h
 
 
@@ -113,7 +114,8 @@ def end_all(pids: Iterable[int], token: str) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     mark = f"{TOKEN}={token}".encode()
-    for _ in range(20):  # one that is just being forked is found at the next look
+    deadline = time.monotonic() + _TO_END_SECONDS
+    while time.monotonic() < deadline:  # one that is just being forked is found at the next look
         left = [pid for pid in _all_pids() if pid not in (os.getpid(), os.getppid()) and _carries(pid, mark)]
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -131,7 +133,8 @@ def adopt_orphans() -> None:
 
 def end_children() -> None:
     """End all descendants of this process, and reap those that are its children."""
-    for _ in range(20):  # the children of one that is ended are adopted, and found at the next look
+    deadline = time.monotonic() + _TO_END_SECONDS
+    while time.monotonic() < deadline:  # the children of one that is ended are adopted, and found at the next look
         left = [pid for pid in descendants([os.getpid()]) if pid != os.getpid()]
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
