@@ -243,7 +243,7 @@ def _events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] in kinds] if kinds else found
 
 
-def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 90) -> list[dict[str, Any]]:
+def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 280) -> list[dict[str, Any]]:
     ranks = [
         subprocess.Popen(
             [sys.executable, *words],

@@ -127,7 +127,7 @@ class Launched:
         self.kill()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def wait(self, timeout: float = 120) -> Done:
+    def wait(self, timeout: float = 400) -> Done:
         """Wait for the end of the launch itself."""
         try:
             code = self.process.wait(timeout)
@@ -137,7 +137,7 @@ class Launched:
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._logs)
         return Done(code, out, err)
 
-    def wait_for(self, condition: Callable[[], object], timeout: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout: float = 400) -> None:
         """Wait until something is so; the launch must not end before."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -259,7 +259,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 def run(start: Callable[..., Launched]) -> Callable[..., Done]:
     """Start, and wait for the end; nothing of it may be left."""
 
-    def runner(*arguments: object, timeout: float = 120, **options: Any) -> Done:
+    def runner(*arguments: object, timeout: float = 400, **options: Any) -> Done:
         launched = start(*arguments, **options)
         done = launched.wait(timeout)
         launched.seconds_until_alone()

@@ -54,7 +54,7 @@ def save(
         if change is not None:
             change(rank, held)
         components = {"model": held, "progress": {"step": step}}
-        together = Together(room, rank, world_size, patience_seconds=1)
+        together = Together(room, rank, world_size, patience_seconds=60)
         try:
             if rank == 0:
                 store.save(step, components, FACTS, file_metadata={"recipe": "{}"}, together=together)

@@ -266,9 +266,9 @@ def test_a_worker_whose_death_is_told_while_it_is_looked_for(small: FileSource, 
 
 
 def test_a_hung_worker_names_the_file(small: FileSource, slices: Slices) -> None:
-    backend = PytorchBackend(Faulty(small, "hang"), view(None), workers=2, wait_seconds=1)
+    backend = PytorchBackend(Faulty(small, "hang"), view(None), workers=2, wait_seconds=5)
     try:
-        with pytest.raises(TrainingError, match=r"no batch came for 1 s: .*sample 3 \(.*0003\.png\)"):
+        with pytest.raises(TrainingError, match=r"no batch came for 5 s: .*sample 3 \(.*0003\.png\)"):
             list(backend.batches(slices([0, 1], [2, 3], [4])))
     finally:
         backend.close()
