@@ -31,6 +31,12 @@ KILLS = ("step", "step", "save", "launch", "rank 0", "rank 1")
 HEADER = struct.Struct("<4sB3xIQII")
 
 
+def newest(run_dir: Path) -> int:
+    """The step of the newest checkpoint that is whole; 0 if there is none."""
+    names = [each.name for each in (run_dir / "checkpoints").glob("step-????????")]
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
 def wait_for_the_moment(
     kind: str, launched: Any, reached: Callable[[], int], draw: random.Random, run_dir: Path
 ) -> str:
@@ -39,11 +45,13 @@ def wait_for_the_moment(
         delay = draw.uniform(0.5, 4)
         time.sleep(delay)
         return f"{delay:.3f} s after the launch"
+    saved = newest(run_dir)
     step = min(reached() + draw.randint(4, 6), 57)
     launched.wait_for(lambda: reached() >= step)
     if kind == "save":
         launched.wait_for(lambda: any((run_dir / "checkpoints").glob(".saving-*")))
         return f"in a save after the record of step {step}"
+    launched.wait_for(lambda: newest(run_dir) > saved)  # which is written in the background, after its record
     delay = draw.uniform(0, 0.1)
     time.sleep(delay)
     return f"{delay:.3f} s after the record of step {step}"
