@@ -74,8 +74,8 @@ _SHORT = {
 }
 _WHY = {
     "peak_mebibytes": """\
-Paceline imports more, and keeps records and the ledger; freed memory, which it keeps for the next step
-([decision 69](decisions/0069-freed-memory-is-kept.md)), is in its peak as in that of the tuned loop.""",
+Part of it is freed memory, which Paceline keeps for the next step as the tuned loop does; the rest is the library, what
+it imports and its records ([decision 72](decisions/0072-where-others-are-ahead.md)).""",
     "first_step_seconds": """\
 Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
 samples ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)).""",

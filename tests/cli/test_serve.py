@@ -257,6 +257,8 @@ OTHERS = {
     "a page from elsewhere": ({"Origin": "https://evil.example"}, "a page of https://evil.example"),
     "a page of another port": ({"Origin": "http://127.0.0.1:1"}, "a page of http://127.0.0.1:1"),
     "a page without an address": ({"Origin": "null"}, "a page of null"),
+    "no name at all": ({"Host": "[x"}, "not called [x"),
+    "no address at all": ({"Origin": "http://[x"}, "a page of http://[x"),
 }
 
 

@@ -44,7 +44,7 @@ class Visitors:
                 "host",
                 f"this service is not called {name[:_SHOWN]}; ask for it by its address, or start it with --allow-host",
             )
-        if origin is not None and urlsplit(origin).netloc != host and _name(origin) not in self._pages:
+        if origin is not None and origin.partition("//")[2] != (host or None) and _name(origin) not in self._pages:
             raise RefusedError(
                 403,
                 "origin",
