@@ -107,7 +107,7 @@ def test_a_mistake_is_one_sentence(
 
 @pytest.mark.thorough
 def test_what_a_change_is_worth_is_measured(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
-    asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=200 steps")
+    asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=100 steps")
     done = paceline_here("doctor", "digits", *asked, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml")
     document = json.loads(done.out)
     (found,) = [each for each in document["findings"] if each["name"] == "log_every_step"]

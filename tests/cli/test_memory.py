@@ -61,10 +61,11 @@ def test_a_size_without_its_unit_is_refused(paceline_here: Callable[..., Any], s
 @pytest.mark.world_size(2)
 def test_a_found_batch_can_be_applied(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "found.yaml"
-    done = paceline_here("find-batch", "digits", *tiny, "--processes", "2", "--apply", path, "--json")
+    asked = (*tiny, "batch.global_size=16", "--processes", "2", "--apply", path, "--json")
+    done = paceline_here("find-batch", "digits", *asked)
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert (found["largest_micro_batch"], found["refused_micro_batch"]) == (64, None)
+    assert (found["largest_micro_batch"], found["refused_micro_batch"]) == (8, None)
     assert found["trials"][-1]["fits"] is True
     recipe = load_recipe(path).recipe
-    assert (recipe.batch.micro_size, recipe.batch.global_size) == (64, 128)
+    assert (recipe.batch.micro_size, recipe.batch.global_size) == (8, 16)

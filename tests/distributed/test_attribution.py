@@ -33,7 +33,7 @@ from torch import nn
 SLEPT = []
 
 class Sluggish(nn.Module):
-    def __init__(self, num_classes, in_channels, late, seconds=0.06):
+    def __init__(self, num_classes, in_channels, late, seconds=0.15):
         super().__init__()
         self.late, self.seconds = late, seconds
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 64, num_classes))

@@ -68,22 +68,20 @@ def kill_rank(steps_recorded: Callable[[Path], int], records: Callable[..., Any]
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", [(1, 0, 1), (0, 0)])
 def test_torchrun_starts_killed_workers_again(
     studio: Path,
     start: Callable[..., Any],
     kill_rank: Callable[..., None],
     ends_undisturbed: Callable[[Path], None],
     summary: Callable[[Path], Any],
-    victims: tuple[int, ...],
 ) -> None:
-    run_dir = studio / f"torchrun-{'-'.join(map(str, victims))}"
+    run_dir = studio / "torchrun-killed"
     launched = start(*EXACT, "--run-dir", run_dir, where=studio, torchrun=TWO_AND_THREE_RESTARTS)
-    for rank in victims:
+    for rank in (1, 0):
         kill_rank(launched, run_dir, rank)
     done = launched.wait()
     assert done.code == 0, done.err
-    assert summary(run_dir)["resumes"] == len(victims)
+    assert summary(run_dir)["resumes"] == 2
     ends_undisturbed(run_dir)
     launched.seconds_until_alone()
 
@@ -104,7 +102,7 @@ def test_without_a_run_directory_nothing_that_may_be_started_again_begins(
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0",
         "--local-addr=127.0.0.1",
-        "--rdzv-conf=timeout=5",
+        "--rdzv-conf=timeout=5,last_call_timeout=1",
     )
     command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}")
     launched = start(*command, torchrun=(*rendezvous, "--nproc-per-node=1", *option))
@@ -123,27 +121,23 @@ def restarts_told(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", [(1,), pytest.param((0, 1, 0), marks=pytest.mark.thorough)])
-def test_our_launcher_starts_killed_ranks_again(
+def test_our_launcher_starts_a_killed_rank_again(
     studio: Path,
     start: Callable[..., Any],
     kill_rank: Callable[..., None],
     ends_undisturbed: Callable[[Path], None],
     summary: Callable[[Path], Any],
-    victims: tuple[int, ...],
 ) -> None:
-    run_dir, times = studio / f"restarted-{len(victims)}", len(victims)
+    run_dir = studio / "restarted"
     launched = start(*EXACT, "--processes", 2, "--max-restarts", 3, "--run-dir", run_dir, where=studio)
-    for rank in victims:
-        kill_rank(launched, run_dir, rank)
+    kill_rank(launched, run_dir, 1)
     done = launched.wait()
     assert done.code == 0, done.err
     told = [line for line in done.err.splitlines() if "; restart " in line]
-    restarts = [f"restart {count} of 3, with 2 ranks" for count in range(1, times + 1)]
-    assert [line.partition("; ")[2] for line in told] == restarts
+    assert [line.partition("; ")[2] for line in told] == ["restart 1 of 3, with 2 ranks"]
     assert "paceline: rank 1 was ended by SIGKILL" in done.err
-    assert restarts_told(run_dir)[-1]["message"].endswith(f"{times} time{'s' * (times > 1)} by now")
-    assert summary(run_dir)["resumes"] == times
+    assert restarts_told(run_dir)[-1]["message"].endswith("1 time by now")
+    assert summary(run_dir)["resumes"] == 1
     ends_undisturbed(run_dir)
     launched.seconds_until_alone()
     assert launched.leftovers() == []
@@ -166,6 +160,7 @@ def test_fewer_ranks_go_on_and_all_are_tried_again(
     assert "2 of 3 processes are started: no more of them can share the global batch evenly" in done.out
     assert "restart 1 of 5, with 1 rank\n" in done.err
     assert "restart 2 of 5, with 2 ranks\n" in done.err
+    assert restarts_told(run_dir)[-1]["message"].endswith("2 times by now")
     assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 2
     ends_undisturbed(run_dir)
 
@@ -183,7 +178,7 @@ class Crashes(nn.Module):
     def forward(self, x):
         self.calls += self.training
         if self.training and self.calls == 25 and os.environ["RANK"] == "0":
-            {how}
+            raise ZeroDivisionError("too many")
         return self.body(x)
 """
 CRASHING = (
@@ -196,23 +191,13 @@ CRASHING = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raise ZeroDivisionError('too many')", "ZeroDivisionError: too many"),
-        ("os._exit(3)", "rank 0 ended with exit code 3"),
-    ],
-    ids=["exception", "exit"],
-)
-def test_a_failure_that_comes_again_is_reported(
-    studio: Path, start: Callable[..., Any], tmp_path: Path, how: str, said: str
-) -> None:
+def test_a_failure_that_comes_again_is_reported(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
     """A fault of the program comes again at the same step: more of the same would not help."""
-    (tmp_path / "crashes.py").write_text(CRASHES.format(how=how))
+    (tmp_path / "crashes.py").write_text(CRASHES)
     command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", *CRASHING, "--run-dir", "crashing")
     done = start(*command, "--processes", 2, "--max-restarts", 9).wait()
     assert done.code == 1
-    assert done.err.count(f"{said}") >= 2, done.err
+    assert done.err.count("ZeroDivisionError: too many") >= 2, done.err
     assert done.err.count("; restart ") == 1
     assert "without getting on since, and is not started again" in done.err.splitlines()[-1]
 
@@ -249,8 +234,8 @@ def test_a_mistake_is_not_tried_again(studio: Path, start: Callable[..., Any], t
         (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is no number of ranks"),
         (("--processes", "0"), "'0' is no number of ranks"),
         pytest.param(
-            ("--processes", "5:7", "--max-restarts", 1, "--run-dir", "run"),
-            "run it on 1, 2, 4 processes",  # as five processes say
+            ("--processes", "3:3", "--max-restarts", 1, "--run-dir", "run"),
+            "run it on 1, 2, 4 processes",  # as three processes say
             marks=pytest.mark.thorough,
         ),
     ],

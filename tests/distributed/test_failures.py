@@ -99,11 +99,10 @@ def test_an_exception_on_one_rank(
     assert run_here("audit", run_dir).code == 0
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
-def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any], rank: int) -> None:
-    done = frail(studio / f"exit-{rank}", rank, "exit")
+def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]) -> None:
+    done = frail(studio / "exit", 1, "exit")
     assert done.code not in (0, 2, 75)
-    assert f"rank {rank}" in done.err.splitlines()[0]
+    assert "rank 1" in done.err.splitlines()[0]
     assert "3" in done.err.splitlines()[0]
 
 
@@ -141,10 +140,8 @@ def test_an_unused_parameter_is_named(studio: Path, run: Callable[..., Any]) -> 
     ("changes", "named"),
     [
         (("batch.global_size=15", "batch.micro_size=auto"), "batch.global_size=15 over 2 processes"),
-        pytest.param(("model.name=no_such_net", "model.options=null"), "no_such_net", marks=pytest.mark.thorough),
         (("optimizer.learning_rate=1",), "optimizer.learning_rate"),
         pytest.param(("data.path=nowhere",), "nowhere", marks=pytest.mark.thorough),
-        pytest.param(("parallel.strategy=single",), "parallel.strategy=single", marks=pytest.mark.thorough),
     ],
 )
 def test_a_mistake_is_told_once(

@@ -73,20 +73,19 @@ def kill_one(launched: Any, victim: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
 def test_killed_again_and_again(
     studio: Path,
     start: Callable[..., Any],
     run: Callable[..., Any],
+    run_here: Callable[..., Any],
     steps_recorded: Callable[[Path], int],
     same_so_far: Callable[[Path], int],
     same_outcome: Callable[[Path], None],
     summary: Callable[[Path], dict[str, Any]],
-    seed: int,
 ) -> None:
-    run_dir = studio / f"chain-{seed}"
+    run_dir = studio / "chain"
     command = (*TRAIN, "--run-dir", run_dir)
-    draw = random.Random(seed)
+    draw = random.Random(1)
     saved = 0
     for kind in draw.sample(KILLS, len(KILLS)):
         launched = start(*command, where=studio)
@@ -103,7 +102,7 @@ def test_killed_again_and_again(
     same_outcome(run_dir)
     # Saved with the steps: of a resume that saved none, as may be after "launch" and "save", nothing is left.
     assert len(KILLS) - 2 <= summary(run_dir)["resumes"] <= len(KILLS)
-    audit = run("audit", run_dir, "--json", where=studio)
+    audit = run_here("audit", run_dir, "--json")
     assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
 
 
@@ -179,14 +178,14 @@ def test_skipped_steps_are_recorded_once(
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.world_size(4)
-def test_four_ranks_sum_in_the_same_order_after_a_resume(
+@pytest.mark.world_size(3)
+def test_three_ranks_sum_in_the_same_order_after_a_resume(
     studio: Path, run: Callable[..., Any], summary: Callable[[Path], Any]
 ) -> None:
     """With three ranks or more a sum depends on the order of its terms, and that on how gradients are packed."""
-    changes = ("batch.global_size=24", "batch.micro_size=6", "train.duration=24 steps", "data.workers=0")
-    command = ("train", "recipe.yaml", *changes, "checkpoint.keep=9", "--processes", "4", "--run-dir")
-    whole, run_dir = studio / "four-whole", studio / "four-resumed"
+    changes = ("batch.global_size=24", "batch.micro_size=8", "train.duration=24 steps", "data.workers=0")
+    command = ("train", "recipe.yaml", *changes, "checkpoint.keep=9", "--processes", "3", "--run-dir")
+    whole, run_dir = studio / "three-whole", studio / "three-resumed"
     assert run(*command, whole, where=studio).code == 0
     shutil.copytree(whole, run_dir)
     done = run(*command, run_dir, "--resume", run_dir / "checkpoints" / "step-00000008", where=studio)

@@ -82,7 +82,6 @@ def together(on_two_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 @pytest.mark.parametrize(
     ("cut", "measured"),
     [
-        pytest.param({}, (0, 1), id="one micro-batch each", marks=pytest.mark.thorough),
         pytest.param({"batch.micro_size": 3}, (0, 2), id="two each"),
         pytest.param(
             {"parallel.exact": True, "batch.micro_size": 3}, (0, 1, 2, 3), id="exact", marks=pytest.mark.thorough
@@ -113,6 +112,7 @@ def test_measuring_changes_no_weight(together: Callable[..., Any]) -> None:
     assert watched[0]["weights"] == alone[0]["weights"]
 
 
+@pytest.mark.thorough
 def test_exact_runs_record_the_same_with_any_number_of_processes(
     together: Callable[..., Any], tmp_path: Path, course: Callable[..., Any]
 ) -> None:

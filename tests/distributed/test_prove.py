@@ -97,9 +97,9 @@ def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path
 
 
 @pytest.mark.thorough
-@pytest.mark.world_size(4)
-def test_four_exact_processes(run: Callable[..., Any]) -> None:
-    done = run("prove", *DIGITS, "parallel.exact=true", "--processes", "4", "--json", timeout=200)
+@pytest.mark.world_size(2)
+def test_exact_processes(run: Callable[..., Any]) -> None:
+    done = run("prove", *DIGITS, "parallel.exact=true", "--processes", "2", "--json", timeout=200)
     assert done.code == 0, done.out
     assert _checks(done)["processes"]["verdict"] == "passed"
 

@@ -49,13 +49,11 @@ def test_a_sum_over_a_slow_link_takes_what_the_model_says(size: int, tmp_path: P
 
 @pytest.mark.thorough
 def test_steps_over_a_slow_link_are_predicted(tmp_path: Path) -> None:
-    found = shaped.compare((2, 4), MEGABITS, tmp_path, steps=12, rounds=2)
-    assert [each.processes for each in found] == [2, 4]
-    for each in found:
-        print(f"{each.processes}: {each.prediction.seconds:.3f} s predicted, {each.measured_seconds:.3f} s measured")
-        # The link bounds these steps: computing alone would be far from what they take, so the model of it is at work.
-        assert each.prediction.limit == "communication"
-        assert each.prediction.parts["computing"] < each.measured_seconds / 2
+    (found,) = shaped.compare((4,), MEGABITS, tmp_path, steps=10, rounds=2)
+    print(f"{found.prediction.seconds:.3f} s predicted, {found.measured_seconds:.3f} s measured")
+    # The link bounds these steps: computing alone would be far from what they take, so the model of it is at work.
+    assert found.prediction.limit == "communication"
+    assert found.prediction.parts["computing"] < found.measured_seconds / 2
     # What is left is the machine's load, of which one process alone feels less. Wide, for cores that others use too:
     # benchmarks/scaling_shaped.py says how near it comes on a machine of its own.
-    assert all(abs(each.error) < 0.6 for each in found), [each.error for each in found]
+    assert abs(found.error) < 0.6

@@ -26,7 +26,7 @@ class Sluggish(nn.Module):
 
     def forward(self, x):
         if self.training:
-            time.sleep(0.3 if os.environ["RANK"] == os.environ["SLOW"] else 0.05)
+            time.sleep(0.6 if os.environ["RANK"] == os.environ["SLOW"] else 0.05)
         return self.body(x)
 """
 TRAIN = (

@@ -148,7 +148,6 @@ def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: C
 @pytest.mark.parametrize(
     ("nodes", "store", "lost"),
     [
-        pytest.param("1:2", "host1", "host2", id="the-other-goes-on"),
         pytest.param("1:2", "store", "host1", id="the-first-rank-is-cut-off"),
         pytest.param("2", "host1", "host2", id="both-wait"),
     ],
@@ -176,30 +175,17 @@ def test_a_link_that_is_cut_costs_some_steps(
     ends_like_one(two_hosts.run_dir)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "store", "lost"),
-    [
-        pytest.param("1:2", "host1", "host2", id="the-other-goes-on", marks=pytest.mark.thorough),
-        pytest.param("1:2", "store", "host1", id="the-first-rank-dies", marks=pytest.mark.thorough),
-        pytest.param("2", "host1", "host2", id="the-other-waits", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_host_that_dies_may_come_back(
-    two_hosts: TwoHosts, ends_like_one: Callable[[Path], None], nodes: str, store: str, lost: str
-) -> None:
-    if store == "store":
-        two_hosts.keep_store()
-    launched = {name: two_hosts.start(name, nodes=nodes, store=store) for name in ("host1", "host2")}
-    kept = launched["host1" if lost == "host2" else "host2"]
-    two_hosts.wait_until_trained_by(2, kept)
-    two_hosts.wait_for_checkpoint(kept)
-    launched[lost].kill()
-    if nodes == "1:2":
-        two_hosts.wait_until_trained_by(1, kept)
-    launched[lost] = two_hosts.start(lost, nodes=nodes, store=store)
-    two_hosts.wait_until_trained_by(2, kept)
+@pytest.mark.thorough
+def test_a_host_that_dies_may_come_back(two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]) -> None:
+    first, second = two_hosts.start("host1"), two_hosts.start("host2")
+    two_hosts.wait_until_trained_by(2, first)
+    two_hosts.wait_for_checkpoint(first)
+    second.kill()
+    two_hosts.wait_until_trained_by(1, first)
+    second = two_hosts.start("host2")
+    two_hosts.wait_until_trained_by(2, first)
     two_hosts.hurry()
-    end_well(*launched.values())
+    end_well(first, second)
     ends_like_one(two_hosts.run_dir)
 
 

@@ -21,7 +21,19 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
-LONG = ("drill.md", "tutorial.md")
+LONG = (
+    "drill.md",
+    "kubernetes.md",
+    "labs.md",
+    "landscape.md",
+    "own-code.md",
+    "recipes.md",
+    "recommendation.md",
+    "scaling.md",
+    "several-processes.md",
+    "stop-and-resume.md",
+    "tutorial.md",
+)
 # Pages whose commands need a library of an extra.
 NEEDS = {"labs.md": "jupytext"}
 LONG_MARKS = (pytest.mark.thorough, pytest.mark.timeout(900))

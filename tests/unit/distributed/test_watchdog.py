@@ -111,6 +111,7 @@ from paceline.distributed.watchdog import Watchdog
 from paceline.world import World
 
 file, seconds, is_start = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "start"
+timeout_seconds = float(sys.argv[4])
 store, begun = HashStore(), time.monotonic()
 
 def work(rank):
@@ -120,7 +121,7 @@ def work(rank):
     if not is_start:
         pulse.enter("backward")
         pulse.enter("forward")
-    with Watchdog(pulse, World(rank=rank, world_size=2), store, timeout_seconds=1.0).watching():
+    with Watchdog(pulse, World(rank=rank, world_size=2), store, timeout_seconds=timeout_seconds).watching():
         while time.monotonic() - begun < seconds:
             time.sleep(0.3)
             if file.exists():
@@ -140,9 +141,9 @@ def pair() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the two; they get on, and end after so many seconds, if the file is there."""
     started: list[subprocess.Popen[str]] = []
 
-    def starter(file: Path, seconds: float, how: str) -> subprocess.Popen[str]:
+    def starter(file: Path, seconds: float, how: str, timeout_seconds: float = 1.0) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PAIR, str(file), str(seconds), how],
+            [sys.executable, "-c", PAIR, str(file), str(seconds), how, str(timeout_seconds)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -176,10 +177,10 @@ def test_processes_that_were_all_stopped_for_long_go_on(pair: Pair, tmp_path: Pa
     """As by a batch system that suspends a job: nobody was waited for in vain."""
     file = tmp_path / "file"
     file.touch()
-    process = pair(file, 6, "later")
+    process = pair(file, 11, "later", 3.0)
     for _ in range(2):
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(4)
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.5)
     _, err = process.communicate(timeout=50)

@@ -14,6 +14,8 @@ from paceline.labs.grading.runs import Run
 BASE_BATCH = 32  # the batch that the base learning rate suits
 _RELATIVE = 1e-3
 _SHARE_OF_PACE = 0.5
+# Measured twice, the same loop's pace differs by that much even on a quiet machine.
+_LEAST_NOISE = 1.25
 # Runs that are made only where the first measurement was too slow, for that may be somebody else's doing.
 AGAIN = ("batchnorm-2", "batchnorm-3")
 
@@ -100,12 +102,12 @@ def judge_pace(programs: Sequence[float], loops: Sequence[float], *, crowding: f
         crowding: How many processes there are for each core, which the other may have been spared by chance.
     """
     program, loop = min(programs), sum(loops) / len(loops)
-    share, noise = loop / program, max(max(loops) / min(loops), crowding)
+    share, noise = loop / program, max(max(loops) / min(loops), crowding, _LEAST_NOISE)
     seen = {"step seconds": list(programs), "bare loop": list(loops), "share": share}
     if share >= _SHARE_OF_PACE:
         return Finding(seen=seen)
     if share * noise >= _SHARE_OF_PACE:
-        return Finding(note="The machine was too busy to compare throughputs, so this was not judged.", seen=seen)
+        return Finding(note="The machine was too busy to tell these throughputs apart, so this was not judged.", seen=seen)
     return Finding(
         f"A step takes {1000 * program:.1f} ms, and {1000 * loop:.1f} ms in a bare loop: "
         f"{share:.0%} of its throughput, where {_SHARE_OF_PACE:.0%} are asked for.",

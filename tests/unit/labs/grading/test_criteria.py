@@ -302,6 +302,7 @@ def test_pace() -> None:
     assert judge_pace([0.010, 0.004], [0.003, 0.003]).reason == "", "the better of two measurements counts"
     assert "2% of" in judge_pace([0.2], [0.003, 0.006]).reason, "no noise explains that"
     assert "too busy" in judge_pace([0.016], [0.0026, 0.0026], crowding=4.0).note
+    assert "too busy" in judge_pace([0.0078], [0.0039, 0.0037]).note, "49 % and 50 % cannot be told apart"
     assert judge_pace([0.2], [0.003, 0.003], crowding=4.0).reason
 
 
