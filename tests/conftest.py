@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,15 @@ def pytest_collection_finish() -> None:
     """What all tests import is not searched for garbage again and again while they run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Nor is what the tests of a file have imported: an estimate of memory, as others do, collects garbage itself."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def _folder(nodeid: str) -> str:
@@ -297,17 +307,22 @@ def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def runs() -> Iterator[Path]:
-    """A folder for run directories; in memory where there is such a place, as a tiny run is mostly fsync."""
+@contextmanager
+def _folder_for_runs() -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None, prefix="runs-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
-def train_tiny(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
-    """``train_tiny("a", {"optimizer.lr": 1.0}, task=...)`` trains in ``runs/a`` and returns the result."""
+def runs() -> Iterator[Path]:
+    """A folder for run directories; in memory where there is such a place, as a tiny run is mostly fsync."""
+    with _folder_for_runs() as folder:
+        yield folder
+
+
+@contextmanager
+def _training(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
     import torch
 
     import paceline
@@ -326,6 +341,28 @@ def train_tiny(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
     torch.set_num_threads(1)  # what the recipe asks for, so that a plain loop beside it has the same bits
     yield train
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def train_tiny(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
+    """``train_tiny("a", {"optimizer.lr": 1.0}, task=...)`` trains in ``runs/a`` and returns the result."""
+    with _training(tiny_recipe, runs) as train:
+        yield train
+
+
+@pytest.fixture(scope="module")
+def train_shared(tiny_recipe: Path) -> Iterator[Callable[..., Any]]:
+    """``train_shared({"optimizer.lr": 1.0})`` is trained once for all tests of a file, which only look at it."""
+    trained: dict[str, Any] = {}
+    with _folder_for_runs() as folder, _training(tiny_recipe, folder) as train:
+
+        def once(overrides: Mapping[str, Any]) -> Any:
+            asked = json.dumps(dict(overrides), sort_keys=True, default=repr)
+            if asked not in trained:
+                trained[asked] = train(f"run-{len(trained)}", overrides)
+            return trained[asked]
+
+        yield once
 
 
 @pytest.fixture

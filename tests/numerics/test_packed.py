@@ -79,8 +79,6 @@ def test_a_folder_and_its_packed_originals_give_the_same_weights(
     ours = train("packed", "packed", root, **CROPS, **{"data.workers": workers})
     assert ours.summary.weights_sha256 == folder.summary.weights_sha256
     assert ours.summary.metrics == folder.summary.metrics
-    other = train("other", "packed", root, **CROPS, **{"data.workers": workers}, seed=1)
-    assert other.summary.weights_sha256 != ours.summary.weights_sha256
 
 
 def test_a_packed_run_goes_on_with_the_same_bits(
@@ -88,7 +86,8 @@ def test_a_packed_run_goes_on_with_the_same_bits(
 ) -> None:
     root = packed(photos, tmp_path / "packed", shard_bytes=4000)
     whole = train("whole", "packed", root, **CROPS, **{"data.workers": 0})
-    for step in (3, 4, 8):
+    # At an epoch's end, and in the midst of one.
+    for step in (3, 4):
         name = f"parts-{step}"
         train(name, "packed", root, **CROPS, **{"data.workers": 0, "train.until": f"{step} steps"})
         ended = train(name, "packed", root, **CROPS, **{"data.workers": 0, "train.until": "off"})
@@ -104,13 +103,14 @@ def test_what_was_packed_otherwise_is_no_continuation(
     whole = train("whole", "packed", root, **CROPS)
     # Other shards hold the same images; other pixels are other data.
     train("moved", "packed", root, **CROPS, **{"train.until": "3 steps"})
+    other = packed(photos, tmp_path / "other", mode="jpeg")
+    with pytest.raises(paceline.PacelineError, match="data"):
+        train("moved", "packed", other, **CROPS, **{"train.until": "off"})
     same = packed(photos, tmp_path / "same")
     ended = train("moved", "packed", same, **CROPS, **{"train.until": "off"})
     assert ended.summary.weights_sha256 == whole.summary.weights_sha256
-    train("changed", "packed", root, **CROPS, **{"train.until": "3 steps"})
-    other = packed(photos, tmp_path / "other", mode="jpeg")
-    with pytest.raises(paceline.PacelineError, match="data"):
-        train("changed", "packed", other, **CROPS, **{"train.until": "off"})
+    # Bits are no accident: another seed has others.
+    assert train("seed", "packed", root, **CROPS, seed=1).summary.weights_sha256 != whole.summary.weights_sha256
 
 
 def test_small_pixels_are_held_in_memory_and_learned_alike(

@@ -19,7 +19,7 @@ from torch import nn
 from paceline.data.order import epoch_order
 from paceline.models.small_resnet import small_resnet
 
-SEED, STEPS, BATCH = 3, 50, 16
+SEED, STEPS, BATCH = 3, 30, 16
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ ACCUMULATED: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.01},
     "clipped and smoothed": {"optimizer.lr": 0.5, "optimizer.clip_norm": 0.05, "train.label_smoothing": 0.2},
 }
+# Every size with one of them: how a step is cut is nothing that a rule sees.
+MICRO_SIZES = {"sgd": (8, 2, 1), "adamw": (4,), "clipped and smoothed": (4,)}
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -215,7 +217,7 @@ def test_micro_batches_are_one_big_batch(
     whole = train_tiny("whole", common, task=task)
     start = train_tiny("start", {**common, "train.duration": "1 steps"}, task=task)
     assert largest_difference(weights(whole), weights(start)) > 0.01
-    for micro in (8, 4, 2, 1):
+    for micro in MICRO_SIZES[case]:
         parts = train_tiny(f"micro-{micro}", {**common, "batch.micro_size": micro}, task=task)
         assert largest_difference(weights(parts), weights(whole)) <= 1e-12
         assert largest_difference(weights(parts, "ema"), weights(whole, "ema")) <= 1e-12

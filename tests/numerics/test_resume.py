@@ -56,6 +56,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "checkpoint.every": "1 epochs",
     },
 }
+# Where a run of each is stopped: anywhere at all, and for the others before, at and after what only they do: AdamW's
+# first counts, its evaluation of the third step, and the ends of the epochs after which batches grow.
+STOPPED_AFTER = {"everything": range(1, STEPS), "adamw": (1, 3, 5), "growing": (3, 4, 6)}
 
 
 class PowerCutError(Exception):
@@ -95,12 +98,16 @@ def same_end(whole: Any, pieces: Any, course: Callable[[Path], Any]) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stopped_after_any_step(
-    variant: str, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    variant: str,
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
     overrides = VARIANTS[variant]
-    whole = train_tiny("whole", overrides)
+    whole = train_shared(overrides)
     assert whole.summary.step == STEPS
-    for step in range(1, STEPS):
+    for step in STOPPED_AFTER[variant]:
         name = f"stopped-{step}"
         stopped = train_tiny(name, overrides, task=tiny_task(on_loss=asked_to_stop_in(step)))
         assert (stopped.status, stopped.summary.step) == ("stopped", step)
@@ -110,11 +117,14 @@ def test_stopped_after_any_step(
 
 
 def test_cut_off_in_any_step(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
     # Saved every third step only, so that there is always something to be done, and written, again.
     overrides = {**EVERYTHING, "checkpoint.keep_best": False}
-    whole = train_tiny("whole", overrides)
+    whole = train_shared(overrides)
     for step in range(1, STEPS + 1):
         name = f"cut-{step}"
         with pytest.raises(PowerCutError):
@@ -123,9 +133,12 @@ def test_cut_off_in_any_step(
 
 
 def test_stopped_after_every_step(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
-    whole = train_tiny("whole", EVERYTHING)
+    whole = train_shared(EVERYTHING)
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     for step in range(1, STEPS):
         task = tiny_task(on_loss=asked_to_stop_in(step, signals[step % len(signals)]))
@@ -136,9 +149,12 @@ def test_stopped_after_every_step(
 
 
 def test_cut_off_twice_in_one_epoch_and_stopped_between(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
-    whole = train_tiny("whole", EVERYTHING)
+    whole = train_shared(EVERYTHING)
     for step in (5, 6):
         with pytest.raises(PowerCutError):
             train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=cut_off_in(step)))
@@ -151,34 +167,41 @@ def test_cut_off_twice_in_one_epoch_and_stopped_between(
 
 
 def test_cut_off_in_an_evaluation(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
     def fail(*_: Any) -> None:
         raise PowerCutError
 
-    whole = train_tiny("whole", EVERYTHING)
+    whole = train_shared(EVERYTHING)
     train_tiny("pieces", EVERYTHING, task=tiny_task(on_loss=asked_to_stop_in(3)))
     with pytest.raises(PowerCutError):
         train_tiny("pieces", EVERYTHING, task=tiny_task(on_score=fail))
     same_end(whole, train_tiny("pieces", EVERYTHING), course)
 
 
-def test_going_back_to_an_earlier_checkpoint(train_tiny: Callable[..., Any], course: Callable[[Path], Any]) -> None:
+def test_going_back_to_an_earlier_checkpoint(
+    train_tiny: Callable[..., Any], train_shared: Callable[..., Any], course: Callable[[Path], Any]
+) -> None:
     overrides = {**EVERYTHING, "checkpoint.keep": 9}
-    whole = train_tiny("whole", overrides)
-    train_tiny("back", overrides)
-    checkpoint = whole.run_dir.parent / "back" / "checkpoints" / "step-00000003"
+    whole = train_shared(overrides)
+    checkpoint = train_tiny("back", overrides).run_dir / "checkpoints" / "step-00000003"
     back = train_tiny("back", overrides, resume=str(checkpoint))
     assert not back.was_complete
     same_end(whole, back, course)
 
 
 def test_cut_off_after_going_back(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
     """The later checkpoints of the first time are gone: to resume from one of them would leave a gap in the records."""
     overrides = {**EVERYTHING, "checkpoint.keep": 9}
-    whole = train_tiny("whole", overrides)
+    whole = train_shared(overrides)
     checkpoint = train_tiny("back", overrides).run_dir / "checkpoints" / "step-00000003"
     with pytest.raises(PowerCutError):
         train_tiny("back", overrides, resume=str(checkpoint), task=tiny_task(on_loss=cut_off_in(5)))
@@ -203,21 +226,27 @@ OVERFLOWING = {
 
 
 def test_stopped_among_overflowing_steps(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
-    whole = train_tiny("whole", OVERFLOWING)
+    whole = train_shared(OVERFLOWING)
     assert 0 < whole.summary.step < 13
-    for position in (1, 4, 7, 10, 13):
+    for position in (1, 4, 10):
         name = f"stopped-{position}"
         train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=asked_to_stop_in(position)))
         same_end(whole, train_tiny(name, OVERFLOWING), course)
 
 
 def test_cut_off_among_overflowing_steps(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[[Path], Any]
+    train_tiny: Callable[..., Any],
+    train_shared: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
 ) -> None:
-    whole = train_tiny("whole", OVERFLOWING)
-    for position in (2, 5, 8, 11, 14):
+    whole = train_shared(OVERFLOWING)
+    for position in (2, 8, 14):
         name = f"cut-{position}"
         with pytest.raises(PowerCutError):
             train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=cut_off_in(position)))

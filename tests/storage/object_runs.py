@@ -16,7 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import s3fs  # noqa: F401  # imported once for all; it begins its thread when it is first asked for something
 import torch
+import torch._dynamo  # every first optimizer step imports it, for two seconds
+import torch.distributed.fsdp
 
 from paceline.cli.main import run as run_command_line
 from paceline.records.reader import without_clock

@@ -91,7 +91,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(state=st.dictionaries(keys, states, max_size=4))
 def test_any_state_returns_exactly_through_json_and_a_real_file(
     tmp_path_factory: pytest.TempPathFactory, state: dict[object, object]

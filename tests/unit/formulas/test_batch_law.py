@@ -64,10 +64,12 @@ def test_intervals_hold_known_constants_as_often_as_they_say() -> None:
 
 @pytest.mark.thorough
 def test_runs_that_were_ended_do_not_spoil_the_interval() -> None:
-    ended = [sweep(seed, most_examples=2.5 * STEPS * KNEE) for seed in range(200)]
+    ended = [sweep(seed, most_examples=2.5 * STEPS * KNEE) for seed in range(40)]
     assert all(not each.reached for each in ended[0] if each.batch > 512)
     knee, *_ = coverage([fit_batch_law(points) for points in ended])
-    assert 0.92 <= knee <= 0.98
+    # Of forty, 38 are to be expected, and fewer than 34 in one trial of three hundred. Were those that were ended
+    # counted as if they had got there, none would be.
+    assert knee >= 0.85
 
 
 def test_leaving_out_runs_that_were_ended_would_move_the_knee() -> None:

@@ -191,7 +191,7 @@ def test_a_run_is_the_same_run(train_tiny: Callable[..., Any], how: object) -> N
     assert recomputed.summary.ema_sha256 == plain.summary.ema_sha256
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.thorough)])
 def test_a_compiled_run_recomputes_too(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], how: str
 ) -> None:

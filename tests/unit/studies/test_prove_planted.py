@@ -45,6 +45,7 @@ def test_a_task_that_divides_by_the_micro_batches_itself(proof: Proof, failed: F
     assert "micro-batches, step 1: 0.25 times the gradient wanted" in checks["accumulation"].found
 
 
+@pytest.mark.thorough
 def test_a_loss_that_adds_up_where_the_mean_is_meant(proof: Proof, failed: Failed) -> None:
     checks = proof(on_loss=lambda batch, loss: loss * len(batch.ids))
     assert failed(checks) == {"accumulation", "tail"}
@@ -58,6 +59,7 @@ def test_a_trainer_that_does_not_divide(proof: Proof, failed: Failed, monkeypatc
     assert "4 times the gradient wanted" in checks["accumulation"].found
 
 
+@pytest.mark.thorough
 def test_the_same_is_found_where_one_batch_cannot_be_compared_with_its_parts(
     proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch, perceptron: type[nn.Module]
 ) -> None:
@@ -103,6 +105,7 @@ class EpochIgnored:
         return getattr(self._pipeline, name)
 
 
+@pytest.mark.thorough
 def test_a_pipeline_without_the_epoch(proof: Proof, failed: Failed, tiny_task: Any) -> None:
     def make(recipe: Any) -> Any:
         task = tiny_task()(recipe)
@@ -128,6 +131,7 @@ def test_variation_without_the_epoch(proof: Proof, failed: Failed, monkeypatch: 
     assert failed(checks) == {"samples"}
 
 
+@pytest.mark.thorough
 def test_variation_that_depends_on_the_micro_batch(
     proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_tail_weighed_as_if_it_were_whole(proof: Proof, failed: Failed, monkey
     assert "step 3: 0.562 times the gradient wanted" in checks["tail"].found
 
 
+@pytest.mark.thorough
 def test_parts_of_a_tail_weighed_alike(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
     def share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
         return loss * averages_over / (1 if batch.weight in (16, 9) else 4)
@@ -185,6 +190,7 @@ class WholeOnly:
         return getattr(self._pipeline, name)
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_drops_the_tail(proof: Proof, failed: Failed, tiny_task: Any) -> None:
     def make(recipe: Any) -> Any:
         task = tiny_task()(recipe)
@@ -198,6 +204,7 @@ def test_a_pipeline_that_drops_the_tail(proof: Proof, failed: Failed, tiny_task:
     assert "StopIteration" in checks["run"].found
 
 
+@pytest.mark.thorough
 def test_a_loss_divided_by_the_size_that_micro_batches_should_have(
     proof: Proof, failed: Failed, tiny_task: Any
 ) -> None:
@@ -222,6 +229,7 @@ def test_a_rate_scaled_by_the_micro_batches(proof: Proof, failed: Failed, monkey
     assert checks["learning-rate"].difference == pytest.approx(3)
 
 
+@pytest.mark.thorough
 def test_a_rate_scaled_at_the_optimizer(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
     true = step.apply_settings
 
@@ -275,6 +283,7 @@ def test_a_network_that_ignores_the_dropout_it_is_asked_for(
     assert "model.options.dropout has no effect" in checks["dropout"].found
 
 
+@pytest.mark.thorough
 def test_a_probability_that_nothing_reads(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
     class Dry(perceptron):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -286,6 +295,7 @@ def test_a_probability_that_nothing_reads(proof: Proof, failed: Failed, perceptr
     assert checks["dropout"].found == "without effect: dropout"
 
 
+@pytest.mark.thorough
 def test_a_dropout_in_evaluation_mode(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
     def network() -> nn.Module:
         made = perceptron()

@@ -38,7 +38,12 @@ PROVED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", PROVED)
+EVERYDAY = {"growing, with a rule", "replicas, half precision on the way", "fp16, scaled", "recorded graphs"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in PROVED]
+)
 def test_what_a_short_run_has_no_use_for_is_no_mistake(
     case: str, proof: Callable[..., Any], failed: Callable[..., set[str]]
 ) -> None:
@@ -49,6 +54,7 @@ def test_what_a_short_run_has_no_use_for_is_no_mistake(
     assert cores is None or os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.thorough
 def test_adapters_that_drop_are_no_mistake(proof: Callable[..., Any], failed: Callable[..., set[str]]) -> None:
     pytest.importorskip("peft")
     checks = proof(overrides={"model.adapters.rank": 2, "model.adapters.dropout": 0.2})

@@ -111,7 +111,8 @@ def test_the_same_over_any_resume(
     overrides = {"data.backend": backend, "data.max_broken": 3, "evaluate.every": "2 steps", "batch.micro_size": 2}
     whole = train_photos("whole", overrides)
     assert sum(event["event"] == "incident" for event in course(whole.run_dir)) == 3
-    for step in range(1, 9, 2 if backend == "memory" else 3):
+    # Before all of them have been met, and after; what remembers them is the same for each back-end.
+    for step in (1, 5) if backend == "memory" else (5,):
 
         def stop(batch: Batch, step: int = step) -> None:
             if batch.slice.step == step - 1 and batch.slice.is_last:

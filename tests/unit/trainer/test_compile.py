@@ -76,6 +76,7 @@ def test_rare_sizes_run_uncompiled(train_tiny: Callable[..., Any], tiny_task: Ca
     assert compiled_graphs() == 3  # training at 16, evaluation at 8 for two sets of weights
 
 
+@pytest.mark.thorough
 def test_images_that_grow_are_compiled_size_by_size(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
     growing = {"data.progressive.start_size": 4, "data.progressive.multiple": 2, "data.progressive.end": 2}
     result = train_tiny(
@@ -102,14 +103,17 @@ class Restless(nn.Module):
 def test_what_is_compiled_anew_is_told_with_the_reason(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
 ) -> None:
-    result = train_tiny("compiled", {**ALL, **EAGER}, task=tiny_task(make_network=Restless))
+    result = train_tiny(
+        "compiled", {**ALL, **EAGER, "train.duration": "3 steps"}, task=tiny_task(make_network=Restless)
+    )
     told = recompiled(events(result.run_dir, "incident"))
     assert told
     assert "calls" in told[0]["message"]
     assert told[0]["rank"] == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+# The third, bf16, is fp16 without a scale.
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.thorough)])
 def test_the_self_test_leaves_no_trace(train_tiny: Callable[..., Any], precision: str) -> None:
     """What is compiled by the `eager` back-end computes the very same: so must the run, for all its trials."""
     sensitive = {**ALL, "model.options.dropout": 0.3, "data.augment.flip": 0.5, "train.precision": precision}
@@ -120,9 +124,13 @@ def test_the_self_test_leaves_no_trace(train_tiny: Callable[..., Any], precision
     assert compiled.metrics == plain.metrics
 
 
-def test_the_self_test_tells_error_and_speed(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
-    result = train_tiny("compiled", {**ALL, **AOT, "batch.micro_size": 4})
-    (measured,) = events(result.run_dir, "measurement")
+def test_gradients_of_micro_batches_add_up_as_uncompiled_and_the_self_test_tells_error_and_speed(
+    train_tiny: Callable[..., Any], events: Callable[..., Any], weights: Callable[..., Any]
+) -> None:
+    plain = train_tiny("plain", {**ALL, "batch.micro_size": 4})
+    compiled = train_tiny("compiled", {**ALL, **AOT, "batch.micro_size": 4})
+    torch.testing.assert_close(dict(weights(compiled)), dict(weights(plain)), rtol=1e-3, atol=1e-5)
+    (measured,) = events(compiled.run_dir, "measurement")
     assert measured["what"] == "compile"
     assert measured["gradient_error"] < 1e-5
     assert measured["speedup"] > 0
@@ -167,8 +175,7 @@ def _no_number(gradients: list[torch.Tensor]) -> None:
 WRONG = [faulty(f"paceline{each.__name__}", each) for each in (_a_tenth_too_large, _lost, _no_number)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("backend", WRONG)
+@pytest.mark.parametrize(("backend", "precision"), [*((each, "fp32") for each in WRONG), (WRONG[0], "bf16")])
 def test_a_compiler_that_computes_something_else_is_found_before_the_first_step(
     train_tiny: Callable[..., Any], runs: Path, backend: str, precision: str
 ) -> None:
@@ -193,27 +200,25 @@ def test_an_unknown_back_end_is_named(train_tiny: Callable[..., Any]) -> None:
         train_tiny("unknown", {**ALL, "model.compile": True, "model.compile_backend": "inductr"})
 
 
-def test_gradients_of_micro_batches_add_up_as_uncompiled(
-    train_tiny: Callable[..., Any], weights: Callable[..., Any]
+@pytest.mark.parametrize(
+    "first", [{}, pytest.param(EAGER, marks=pytest.mark.thorough)], ids=["compiled later", "compiled at first"]
+)
+def test_a_run_may_go_on_compiled_or_not(
+    train_tiny: Callable[..., Any], train_shared: Callable[..., Any], first: dict[str, Any]
 ) -> None:
-    plain = train_tiny("plain", {**ALL, "batch.micro_size": 4})
-    compiled = train_tiny("compiled", {**ALL, **AOT, "batch.micro_size": 4})
-    torch.testing.assert_close(dict(weights(compiled)), dict(weights(plain)), rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("first", [{}, EAGER], ids=["compiled later", "compiled at first"])
-def test_a_run_may_go_on_compiled_or_not(train_tiny: Callable[..., Any], first: dict[str, Any]) -> None:
     later = {} if first else EAGER
-    whole = train_tiny("whole", ALL)
+    whole = train_shared(ALL)
     train_tiny("parts", {**ALL, **first, "train.until": "4 steps"})
     ended = train_tiny("parts", {**ALL, **later})
     assert ended.summary.resumes == 1
     assert ended.summary.weights_sha256 == whole.summary.weights_sha256
 
 
-def test_a_resumed_run_meets_the_same_graphs(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_a_resumed_run_meets_the_same_graphs(
+    train_tiny: Callable[..., Any], train_shared: Callable[..., Any], events: Callable[..., Any]
+) -> None:
     """Also where its first step is an epoch's small one, which would otherwise be the one that graphs are made for."""
-    whole = train_tiny("whole", {**ALL, **EAGER})
+    whole = train_shared({**ALL, **EAGER})
     train_tiny("parts", {**ALL, **EAGER, "train.until": "3 steps"})
     torch.compiler.reset()
     counters.clear()
@@ -223,12 +228,13 @@ def test_a_resumed_run_meets_the_same_graphs(train_tiny: Callable[..., Any], eve
     assert recompiled(events(ended.run_dir, "incident")) == []
 
 
-def test_checkpoints_have_the_network_s_own_keys(train_tiny: Callable[..., Any], weights: Callable[..., Any]) -> None:
-    plain, compiled = train_tiny("plain", ALL), train_tiny("compiled", {**ALL, **EAGER})
+def test_checkpoints_have_the_network_s_own_keys(train_shared: Callable[..., Any], weights: Callable[..., Any]) -> None:
+    plain, compiled = train_shared(ALL), train_shared({**ALL, **EAGER})
     assert set(weights(compiled)) == set(weights(plain))
     assert set(weights(compiled, "ema")) == set(weights(plain, "ema"))
 
 
+@pytest.mark.thorough
 def test_an_exact_run_may_be_compiled(train_tiny: Callable[..., Any]) -> None:
     exact = {**ALL, "parallel.exact": True, "parallel.logical_ranks": 4}
     plain, compiled = train_tiny("plain", exact), train_tiny("compiled", {**exact, **EAGER})
@@ -238,19 +244,25 @@ def test_an_exact_run_may_be_compiled(train_tiny: Callable[..., Any]) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_inductor_computes_what_the_network_does(
-    train_tiny: Callable[..., Any], events: Callable[..., Any], weights: Callable[..., Any]
+    train_tiny: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    events: Callable[..., Any],
+    weights: Callable[..., Any],
 ) -> None:
     """Dropout included: both draw the same."""
-    asked = {**ALL, "model.options.dropout": 0.3, "train.duration": "6 steps", "evaluate.every": "3 steps"}
-    plain, compiled = train_tiny("plain", asked), train_tiny("compiled", {**asked, "model.compile": True})
+    # Each size takes a compiler of C++ its seconds: one to train with, and one to evaluate.
+    task = tiny_task(train_images=48, evaluation_images=16)
+    asked = {**ALL, "model.options.dropout": 0.3, "train.ema": "off", "train.duration": "6 steps"}
+    plain = train_tiny("plain", asked, task=task)
+    compiled = train_tiny("compiled", {**asked, "model.compile": True}, task=task)
     torch.testing.assert_close(dict(weights(compiled)), dict(weights(plain)), rtol=1e-3, atol=1e-4)
     assert recompiled(events(compiled.run_dir, "incident")) == []
     (measured,) = events(compiled.run_dir, "measurement")
     assert measured["gradient_error"] < 1e-4
     torch.compiler.reset()
-    train_tiny("parts", {**asked, "model.compile": True, "train.until": "3 steps"})
+    train_tiny("parts", {**asked, "model.compile": True, "train.until": "3 steps"}, task=task)
     torch.compiler.reset()
-    ended = train_tiny("parts", {**asked, "model.compile": True})
+    ended = train_tiny("parts", {**asked, "model.compile": True}, task=task)
     assert ended.summary.weights_sha256 == compiled.summary.weights_sha256
 
 

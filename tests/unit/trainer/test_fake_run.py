@@ -152,8 +152,12 @@ def test_a_micro_batch_of_any_size_can_be_shown() -> None:
         assert step.plan.micro_batch_size == 64
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop", "adafactor", "lamb", "lars", "lion", "muon"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adafactor", "lamb", "lars", "lion", "muon")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device"), [*((each, "cuda") for each in OPTIMIZERS), ("sgd", "cpu"), ("adamw", "cpu")]
+)
 def test_every_optimizer_makes_its_step(optimizer: str, device: str) -> None:
     recipe = load_recipe("digits", {"optimizer": None, "optimizer.name": optimizer, "optimizer.lr": 0.1}).recipe
     with fake_run(recipe, machine=H100 if device == "cuda" else None) as step:

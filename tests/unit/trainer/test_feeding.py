@@ -107,6 +107,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait(recipe: Callable[..., Recipe]
     assert not list((cache / "paceline" / "feeding").iterdir())
 
 
+@pytest.mark.thorough
 def test_why_it_failed_is_told(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "_overrides", lambda _: {"model.name": "no_such_network", "model.options": None})
     said = Said()

@@ -146,6 +146,7 @@ def test_a_killed_run_leaves_nothing(start: Callable[[str], Run]) -> None:
     assert run.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_killed_run_leaves_no_hanging_worker(start: Callable[[str], Run]) -> None:
     run = start("hang")
     run.process.kill()
@@ -154,6 +155,7 @@ def test_a_killed_run_leaves_no_hanging_worker(start: Callable[[str], Run]) -> N
     assert run.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_run_killed_amid_its_first_batch_leaves_nothing(start: Callable[[str], Run]) -> None:
     run = start("first")
     time.sleep(0.5)  # some parts of it have been handed over, one never will be

@@ -37,6 +37,7 @@ def test_digits() -> None:
     assert dataset.reasons["image_size"] == "the digits are 8x8"
 
 
+@pytest.mark.thorough
 def test_digits_are_scikit_learns() -> None:
     code = (
         "import sys; from paceline.data.image.digits import read_digits; source = read_digits();"

@@ -61,3 +61,16 @@ def run_pack() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def run_pack_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run_pack``, in this process: its imports, paid once, are nearly all that a small folder costs."""
+    from paceline.cli.main import run
+
+    def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        capfd.readouterr()
+        code = run(["pack", *map(str, words)])
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return call

@@ -388,7 +388,7 @@ def test_names_that_are_no_text_are_written_out(photos: Path, tmp_path: Path) ->
     assert "train/cat/\\xff.jpg in " in {train.path(sample)[: len("train/cat/\\xff.jpg in ")] for sample in range(12)}
 
 
-def test_the_command(photos: Path, tmp_path: Path, run_pack: Run) -> None:
+def test_the_command(photos: Path, tmp_path: Path, run_pack: Run, run_pack_here: Run) -> None:
     done = run_pack(photos, tmp_path / "dest", "--verify", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -401,17 +401,17 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run) -> None:
     place = open_packed(tmp_path / "dest").index.places
     content[int(place.begin[3]) + 5] ^= 1
     shard.write_bytes(bytes(content))
-    done = run_pack(tmp_path / "dest", "--verify")
+    done = run_pack_here(tmp_path / "dest", "--verify")
     assert done.returncode == 1
     assert "train-00000.arrow is damaged: 1 of its 12 images (train/cat/003.jpg)" in done.stdout
 
-    done = run_pack(photos)
+    done = run_pack_here(photos)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Missing argument 'DEST'" in done.stderr
-    done = run_pack(tmp_path / "dest", "--verify", "--shard-size", "5")
+    done = run_pack_here(tmp_path / "dest", "--verify", "--shard-size", "5")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--shard-size says how to write, and without DEST nothing is written" in done.stderr
-    done = run_pack(tmp_path / "nothing", tmp_path / "dest")
+    done = run_pack_here(tmp_path / "nothing", tmp_path / "dest")
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: there is no ")
 

@@ -58,6 +58,7 @@ def members_of(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[..., Path], runs: Path) -> None:
     source, root = make_photos(runs / "photos", count=30), runs / "dest"
@@ -160,7 +161,9 @@ def test_a_shard_that_was_damaged_in_between_is_made_again(photos: Path, tmp_pat
     assert files(tmp_path / "dest") == wanted
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(photos: Path, tmp_path: Path, run_pack: Run) -> None:
+def test_a_full_disk_is_told_and_nothing_is_lost(
+    photos: Path, tmp_path: Path, run_pack: Run, run_pack_here: Run
+) -> None:
     limit = 8000
 
     def small_files() -> None:
@@ -175,7 +178,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(photos: Path, tmp_path: Path, r
     assert "EFBIG" in done.stderr
     assert "what is finished stays" in done.stderr
     assert "Traceback" not in done.stderr
-    assert run_pack(photos, tmp_path / "dest", "--verify").returncode == 0
+    assert run_pack_here(photos, tmp_path / "dest", "--verify").returncode == 0
 
 
 def test_what_cannot_fit_is_not_begun(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +232,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_asked_to_end_it_ends_with_its_processes(photos: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The processes are in the middle of a shard, and need not finish it."""
     process = subprocess.Popen(

@@ -83,6 +83,16 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
         sys.modules.pop(name, None)
 
 
+@pytest.fixture(scope="session")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The diagnosis of the clean recipe for an A100."""
+    from paceline.studies.doctor.study import Asked, examine
+
+    recipe = tmp_path_factory.mktemp("clean") / "clean.yaml"
+    recipe.write_text(CLEAN)
+    return examine(Asked(recipe=str(recipe), overrides=(), device="a100"), lambda _: None)
+
+
 @pytest.fixture
 def own_loader() -> Callable[..., str]:
     """``own_loader(pin_memory=False)``: code of a task with a DataLoader, good but for what is changed."""

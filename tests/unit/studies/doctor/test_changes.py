@@ -52,32 +52,29 @@ def test_what_the_strategy_refuses_is_said_and_left_out(examined: Examined, tmp_
     assert (better.model.compile, str(better.telemetry.log_every)) == (False, "10 steps")
 
 
-def test_what_several_processes_would_refuse_is_left_out_of_a_recipe_for_one(examined: Examined) -> None:
+def test_what_several_processes_would_refuse_is_left_out_of_a_recipe_for_one(examined: Examined, clean: Any) -> None:
     # Planned for one process, which needs no strategy, it would go: the recipe is for more than this machine.
     diagnosis = examined({"parallel.exact": "true", "parallel.logical_ranks": 4}, device="a100")
     assert diagnosis.processes == 1
     assert "parallel.exact" in Plans(diagnosis).refusal({"parallel.strategy": "ddp"})
-    alone = examined(device="a100")
-    assert "single with 2 processes" in Plans(alone).refusal({"parallel.strategy": "single"})
+    assert "single with 2 processes" in Plans(clean).refusal({"parallel.strategy": "single"})
 
 
-def test_changes_that_go_alone_but_not_together(examined: Examined, tmp_path: Path) -> None:
+def test_changes_that_go_alone_but_not_together(clean: Any, tmp_path: Path) -> None:
     compiled = {"model.compile": True}
     thawed = {"model.frozen": ["stages.*"], "model.unfreeze": {"stages.*": "1 epoch"}}
-    diagnosis = examined(device="a100")
-    plans = Plans(diagnosis)
+    plans = Plans(clean)
     assert [plans.refusal(each) for each in (compiled, thawed)] == ["", ""]
-    diagnosis = replace(diagnosis, findings=(finding("one", compiled), finding("other", thawed)))
+    diagnosis = replace(clean, findings=(finding("one", compiled), finding("other", thawed)))
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert [each.name for each in made.met] == ["one"]
     assert "model.compile=true" in made.left_out["other"]
     assert load_recipe(tmp_path / "better.yaml").recipe.model.compile is True
 
 
-def test_two_changes_of_one_key(examined: Examined, tmp_path: Path) -> None:
-    diagnosis = examined(device="a100")
+def test_two_changes_of_one_key(clean: Any, tmp_path: Path) -> None:
     every = [{"telemetry.log_every": f"{steps} steps"} for steps in (20, 30)]
-    diagnosis = replace(diagnosis, findings=(finding("first", every[0]), finding("second", every[1])))
+    diagnosis = replace(clean, findings=(finding("first", every[0]), finding("second", every[1])))
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert [each.name for each in made.met] == ["first"]
     assert made.left_out == {"second": "telemetry.log_every is changed to 20 steps already"}
@@ -88,10 +85,9 @@ def test_two_changes_of_one_key(examined: Examined, tmp_path: Path) -> None:
     [({"model.frozen": ["no_such.*"]}, "no_such"), ({"train.precision": "fp12"}, "fp12"), ({"data.workers": 2}, "")],
 )
 def test_a_change_that_names_nothing_or_does_nothing(
-    examined: Examined, tmp_path: Path, overrides: dict[str, Any], said: str
+    clean: Any, tmp_path: Path, overrides: dict[str, Any], said: str
 ) -> None:
-    diagnosis = examined(device="a100")
-    diagnosis = replace(diagnosis, findings=(finding("idle", overrides),))
+    diagnosis = replace(clean, findings=(finding("idle", overrides),))
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert made.met == ()
     assert said in made.left_out["idle"]

@@ -150,27 +150,34 @@ def named(diagnosis: Any) -> dict[str, Any]:
     return {each.name: each for each in diagnosis.findings}
 
 
-RECIPES: dict[str, tuple[dict[str, Any], str]] = {
-    "slow_precision": ({"train.precision": "bf16"}, "t4"),
-    "autotune_off": ({"train.deterministic": "true"}, "a100"),
-    "unfused_optimizer": ({"optimizer.options": "{foreach: false}"}, "cpu"),
-    "unused_parameter_search": ({"parallel.unused_parameters": "allow"}, "a100"),
-    "threads": ({"parallel.threads": 1}, "cpu"),
-    "no_warmup": ({"batch.global_size": 1024, "optimizer.lr": 0.4}, "a100"),
-    "learning_rate_rule": ({"batch.global_size": 2048, "schedule.warmup": "1 epoch"}, "a100"),
-    "ragged_tail": ({"data.samples": 8193}, "a100"),
-    "loss_scale": ({"train.precision": "fp16", "train.grad_scaler.growth_interval": 10}, "a100"),
-    "memory_bound_layers": ({"model.options": "{width: 8, stages: 2}"}, "a100"),
-    "tile_alignment": ({"model.options": "{width: 72, stages: 2}"}, "a100"),
-    "evaluation_often": ({"evaluate.every": "1 step"}, "a100"),
+# What is looked for, and what has it; several in one recipe where none hides another.
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "t4": {"slow_precision": {"train.precision": "bf16"}},
+    "cpu": {
+        "unfused_optimizer": {"optimizer.options": "{foreach: false}"},
+        "threads": {"parallel.threads": 1},
+    },
+    "a100": {
+        "autotune_off": {"train.deterministic": "true"},
+        "unused_parameter_search": {"parallel.unused_parameters": "allow"},
+        "ragged_tail": {"data.samples": 8193},
+        "tile_alignment": {"model.options": "{width: 72, stages: 2}"},
+        "evaluation_often": {"evaluate.every": "1 step"},
+    },
+    "a100, large batches": {
+        "no_warmup": {"batch.global_size": 1024, "optimizer.lr": 0.4},
+        "loss_scale": {"train.precision": "fp16", "train.grad_scaler.growth_interval": 10},
+        "memory_bound_layers": {"model.options": "{width: 8, stages: 2}"},
+    },
+    "a100, larger batches": {"learning_rate_rule": {"batch.global_size": 2048, "schedule.warmup": "1 epoch"}},
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_has_it(examined: Examined, name: str) -> None:
-    overrides, device = RECIPES[name]
-    found = named(examined(overrides, device=device))
-    assert name in found, list(found)
+@pytest.mark.parametrize("where", RECIPES)
+def test_a_recipe_that_has_it(examined: Examined, where: str) -> None:
+    overrides = {key: value for each in RECIPES[where].values() for key, value in each.items()}
+    found = named(examined(overrides, device=where.partition(",")[0]))
+    assert RECIPES[where].keys() <= found.keys(), list(found)
     for finding in found.values():
         assert all((finding.evidence, finding.why, finding.source, finding.advice.words, finding.expected))
 
@@ -184,13 +191,16 @@ def test_a_recipe_that_has_it(examined: Examined, name: str) -> None:
         ("unfused_pointwise", POINTWISE, NET),
         ("layout_lost", RELAID, NET),
         ("construction_order", DISORDERED, NET | {"parallel.unused_parameters": "allow"}),
-        ("gradient_in_evaluation", WITH_GRADIENT, {"task": "mine:Task"}),
-        ("batch_alignment", PERCEPTRON, {"model.name": "mine:net", "model.options": "{}", "batch.global_size": 250}),
+        (
+            "gradient_in_evaluation, batch_alignment",
+            WITH_GRADIENT + PERCEPTRON,
+            {"task": "mine:Task", "model.name": "mine:net", "model.options": "{}", "batch.global_size": 250},
+        ),
     ],
 )
 def test_code_that_has_it(examined: Examined, name: str, code: str, asked: dict[str, Any]) -> None:
     found = named(examined(asked, code=code, device="a100"))
-    assert name in found, list(found)
+    assert set(name.split(", ")) <= found.keys(), list(found)
 
 
 def test_who_compiles_nothing_is_not_told_to(examined: Examined) -> None:
@@ -216,7 +226,7 @@ def test_environment_variables_for_debugging(examined: Examined, monkeypatch: py
 
 @pytest.mark.thorough
 def test_without_data_images_of_the_usual_size_stand_in(examined: Examined) -> None:
-    files = {"data": "{dataset: image_folder, image_size: 224}", "model": "{name: resnet50}", "model.options": "{}"}
+    files = {"data": "{dataset: image_folder, image_size: 224}", "model": "{name: resnet18}", "model.options": "{}"}
     diagnosis = examined(files, device="a100")
     assert "ImageNet" in diagnosis.unseen["data"]
     assert diagnosis.findings == ()
@@ -256,11 +266,11 @@ def _subject() -> Subject:
 
 
 def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:
-    asked = {"data.image_size": 224, "batch.global_size": 4096, "schedule.warmup": "1 epoch"}
+    asked = {"data.image_size": 112, "batch.global_size": 8192, "schedule.warmup": "1 epoch"}
     found = examined(asked, device="a100").findings[0]
     assert (found.name, found.severity) == ("does_not_fit", "breaks")
     # The proposed size is one that does fit, and that makes the same step.
     proposed = found.advice.overrides["batch.micro_size"]
-    assert 4096 % proposed == 0
+    assert 8192 % proposed == 0
     names = [each.name for each in examined(asked | {"batch.micro_size": proposed}, device="a100").findings]
     assert "does_not_fit" not in names

@@ -35,6 +35,8 @@ MIB = 2**20
 CPU = torch.device("cpu")
 H100 = machine_with(find_device("h100"))
 NETWORK = {"model": None, "model.name": "mine:net", "train.precision": "fp32"}
+# Few layers: an estimate does a step of them for each device and size.
+SMALL = {"model.options": {"width": 32, "stages": 1, "depth": 1}}
 
 
 def recipe(name: str = "digits", **overrides: Any) -> Recipe:
@@ -43,7 +45,8 @@ def recipe(name: str = "digits", **overrides: Any) -> Recipe:
 
 def asked(device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return estimate(Asked(loaded=load_recipe("digits", dotted), device=device, processes=processes))
+    small = {} if "model" in dotted else SMALL
+    return estimate(Asked(loaded=load_recipe("digits", {**small, **dotted}), device=device, processes=processes))
 
 
 @pytest.fixture
@@ -184,6 +187,7 @@ def test_a_micro_batch_of_one_is_worked_out_from_larger_ones(monkeypatch: pytest
     assert sizes == [2, 4]
 
 
+@pytest.mark.thorough
 def test_powersgd_keeps_errors_and_factors_and_takes_copies() -> None:
     """Held against what the hook itself has after a real call."""
     tried = recipe(
@@ -299,6 +303,8 @@ def test_a_network_that_is_spread_is_so_in_the_plan_and_in_the_verdict(own_netwo
     found = asked("t4", processes=4, batch__global_size=64, train__ema="off", **_dunder(NETWORK))
     assert (found.plan.strategy, found.verdict.strategy) == ("fsdp", "fsdp")
     assert found.verdict.reason.startswith(found.plan.reasons["parallel.strategy"])
+    assert "more than 70% of the 14.6 GiB that a process has" in found.verdict.reason
+    assert found.fits is bool(found.largest)
 
 
 def test_the_allocator_s_variable_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,13 @@ def test_flops_of_a_step() -> None:
     assert "ImageNet-1k is assumed" in found.notices[0]
 
 
-@pytest.mark.parametrize(("name", "said"), [("dlrm-criteo", "Criteo's Kaggle"), ("gpt-124m", "tokens are assumed")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("dlrm-criteo", "Criteo's Kaggle", marks=pytest.mark.thorough),
+        ("gpt-124m", "tokens are assumed"),
+    ],
+)
 def test_other_tasks_are_not_taken_for_image_classification_without_their_data(name: str, said: str) -> None:
     found = describe(load_recipe(name).recipe)
     assert said in found.notices[0]
