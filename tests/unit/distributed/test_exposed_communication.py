@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 launch = read_launch(os.environ)
 collectives = join(launch, CPU)
 rank, answer = launch.world.rank, {}
-STEPS, SLEEP = 5, 0.08
+STEPS, SLEEP = 5, 0.2
 slept = 0.0
 
 def sleep():
@@ -141,7 +141,7 @@ def exposed(mine: Any) -> float:
 def test_waiting_for_a_late_process_is_communication(case: str, told: Any) -> None:
     first, second = (each[case] for each in told)
     planted = second["slept"]
-    assert planted >= 0.08
+    assert planted >= 0.2
     # On a busy machine either may be late for other reasons too; what is waited for is known from the arrivals.
     assert waited(first, second) > 0.5 * planted
     for mine, others in ((first, second), (second, first)):
@@ -159,7 +159,7 @@ def test_waiting_for_a_late_process_is_communication(case: str, told: Any) -> No
 def test_a_slow_link_is_communication_on_both(told: Any) -> None:
     for each in told:
         case = each["slow link"]
-        assert case["seconds"]["communication"] >= case["slept"] >= 0.08
+        assert case["seconds"]["communication"] >= case["slept"] >= 0.2
         assert case["seconds"]["communication"] <= 1.05 * exposed(case) + 5e-3
 
 
