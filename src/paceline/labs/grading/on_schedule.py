@@ -107,7 +107,9 @@ def judge_pace(programs: Sequence[float], loops: Sequence[float], *, crowding: f
     if share >= _SHARE_OF_PACE:
         return Finding(seen=seen)
     if share * noise >= _SHARE_OF_PACE:
-        return Finding(note="The machine was too busy to tell these throughputs apart, so this was not judged.", seen=seen)
+        return Finding(
+            note="The machine was too busy to tell these throughputs apart, so this was not judged.", seen=seen
+        )
     return Finding(
         f"A step takes {1000 * program:.1f} ms, and {1000 * loop:.1f} ms in a bare loop: "
         f"{share:.0%} of its throughput, where {_SHARE_OF_PACE:.0%} are asked for.",
