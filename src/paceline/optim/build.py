@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
+from paceline.optim.eager import eager
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Courses, LearningRate, Settings
@@ -53,14 +54,14 @@ def _choose(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dic
     moments = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
     match asked.name:
         case "sgd":
-            return torch.optim.SGD, nesterov
+            return eager(torch.optim.SGD), nesterov
         case "adamw":
-            return torch.optim.AdamW, moments
+            return eager(torch.optim.AdamW), moments
         case "rmsprop":
-            make = _of_timm("RMSpropTF") if asked.eps_inside_sqrt else torch.optim.RMSprop
+            make = _of_timm("RMSpropTF") if asked.eps_inside_sqrt else eager(torch.optim.RMSprop)
             return make, momentum | {"alpha": asked.alpha, "eps": moments["eps"]}
         case "adafactor":
-            return torch.optim.Adafactor, {}
+            return eager(torch.optim.Adafactor), {}
         case "lamb":
             # Its own clipping is off: optimizer.clip_norm is the one place for that.
             return _of_timm("Lamb"), moments | {"max_grad_norm": None}
@@ -80,8 +81,8 @@ def _choose(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dic
 
 
 def _of_timm(name: str) -> Callable[..., torch.optim.Optimizer]:
-    made: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("timm.optim"), name)
-    return made
+    made: type[torch.optim.Optimizer] = getattr(importlib.import_module("timm.optim"), name)
+    return eager(made)
 
 
 def build_courses(recipe: Recipe, plan: Plan) -> Courses:

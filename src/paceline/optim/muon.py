@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
+from paceline.optim.eager import EagerOptimizer, eager
 from paceline.optim.parameter_groups import is_filter
 from paceline.optim.tables import Groups, Paired
 
@@ -46,7 +47,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     return result
 
 
-class OrthogonalSteps(torch.optim.Optimizer):
+class OrthogonalSteps(EagerOptimizer):
     """Muon's steps for filters of three dimensions and more.
 
     Args:
@@ -122,4 +123,4 @@ def filters_and_rest(
         return orthogonal
     for group in split[False]:
         group["momentum_moves"] = False  # schedule.momentum is about that of the orthogonal steps
-    return Paired(orthogonal, torch.optim.SGD(split[False], lr=lr, nesterov=nesterov, **rest))
+    return Paired(orthogonal, eager(torch.optim.SGD)(split[False], lr=lr, nesterov=nesterov, **rest))

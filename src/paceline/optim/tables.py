@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, RecipeError
+from paceline.optim.eager import EagerOptimizer, eager
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
 
@@ -36,7 +37,7 @@ def use_dense_gradients(network: nn.Module) -> None:
             module.sparse = False
 
 
-class RowwiseAdagrad(torch.optim.Optimizer):
+class RowwiseAdagrad(EagerOptimizer):
     """Adagrad (Duchi et al. 2011) with one number for each row of a table: the sum of its gradients' mean squares.
 
     A row that a step does not use stays as it is, so that sparse and dense gradients come to the same.
@@ -71,7 +72,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         table.index_copy_(0, rows, moved)
 
 
-class Paired(torch.optim.Optimizer):
+class Paired(EagerOptimizer):
     """Two optimizers as one: of tables, and of all else. Groups and state are one list and one mapping."""
 
     def __init__(self, of_tables: torch.optim.Optimizer, others: torch.optim.Optimizer) -> None:
@@ -123,7 +124,7 @@ def paired(
     else:
         kept = ("params", "lr_factor")
         plain = [{key: value for key, value in group.items() if key in kept} for group in split[True]]
-        of_tables = torch.optim.SparseAdam(plain, lr=asked.lr)
+        of_tables = eager(torch.optim.SparseAdam)(plain, lr=asked.lr)
     for group in of_tables.param_groups:
         # Neither rule decays.
         group |= {"weight_decay": 0.0, "decay_moves": False}

@@ -1,0 +1,60 @@
+"""How is an optimizer used without loading the compiler?
+
+torch keeps ``torch.compile`` out of some methods of its optimizers, and breaks a graph that is being traced around
+their ``step``. Either loads ``torch._dynamo`` at the first call, and with it sympy and torch.distributed.tensor: much
+of the time until a first step, in each process, for a compiler that is never given an optimizer here. What those
+wrappers wrap is the same method, which works as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, TypeVar
+
+import torch
+
+_Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
+
+_made: dict[type, Any] = {}
+_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """A base of optimizers that no one compiles."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+def eager(kind: type[_Kind]) -> type[_Kind]:
+    """A class of the same name, rule, state and hooks, whose methods do not load the compiler.
+
+    Args:
+        kind: Of torch, or of another library. A class that has such a method of its own is returned as it is; so is the
+            ``step`` of one that is not torch's.
+    """
+    if any(getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in _METHODS):
+        return kind
+    if kind not in _made:
+        _made[kind] = _subclass(kind)
+    made: type[_Kind] = _made[kind]
+    return made
+
+
+def _subclass(kind: type[torch.optim.Optimizer]) -> Any:
+    body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    if kind.__module__.startswith("torch.optim."):
+        body["step"] = _as_it_is(inspect.unwrap(kind.step))
+    return type(kind.__name__, (EagerOptimizer, kind), body)
+
+
+def _as_it_is(step: Any) -> Any:
+    @functools.wraps(step)
+    def with_or_without_gradients(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            return step(self, *arguments, **named)
+
+    return with_or_without_gradients

@@ -1,0 +1,96 @@
+"""The optimizers' methods as they are: the same rule to the bit, and no compiler that is loaded for nothing."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paceline.optim.eager import eager
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+def steps(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor], begin: int, end: int) -> None:
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        sum((each * (step + 1)).sin().sum() for each in weights).backward()  # type: ignore[union-attr]  # of tensors
+        optimizer.step()
+
+
+def drawn() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, generator=generator, requires_grad=True) for size in ((4, 3), (3,))]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_rule_and_the_state_are_the_same(name: str) -> None:
+    kind, options = KINDS[name]
+    plain, ours, again = drawn(), drawn(), drawn()
+    theirs, mine = kind(plain, **options), eager(kind)(ours, **options)
+    assert (type(mine).__name__, isinstance(mine, kind)) == (kind.__name__, True)
+    steps(theirs, plain, 0, 4)
+    steps(mine, ours, 0, 4)
+    assert all(torch.equal(*both) for both in zip(plain, ours, strict=True))
+    # The state of the one is the state of the other.
+    resumed = eager(kind)(again, **options)
+    resumed.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    with torch.no_grad():
+        for to, of in zip(again, plain, strict=True):
+            to.copy_(of)
+    steps(theirs, plain, 4, 7)
+    steps(resumed, again, 4, 7)
+    assert all(torch.equal(*both) for both in zip(plain, again, strict=True))
+
+
+def test_hooks_are_called_once_and_a_closure_has_gradients() -> None:
+    weights, called = drawn(), []
+    optimizer = eager(torch.optim.SGD)(weights, lr=0.1)
+    hook = register_optimizer_step_post_hook(lambda *_: called.append("all"))
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+
+    def closure() -> float:
+        loss = weights[0].square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) > 0
+    hook.remove()
+    assert called == ["before", "all"]
+    assert torch.is_grad_enabled()
+
+
+def test_who_has_such_a_method_of_its_own_keeps_it() -> None:
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            raise NotImplementedError
+
+    assert eager(Own) is Own
+    assert eager(torch.optim.SGD) is eager(torch.optim.SGD)
+
+
+@pytest.mark.parametrize("more", [(), ("optimizer.name=adamw", "optimizer.lr=0.01")], ids=["sgd", "adamw"])
+def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, more: tuple[str, ...]) -> None:
+    """Trained, saved, stopped and gone on with."""
+    program = (
+        "import sys\n"
+        "from paceline.cli.main import run\n"
+        "for until in ('4 steps', 'off'):\n"
+        "    assert run(['train', *sys.argv[1:], f'train.until={until}']) in (0, 75)\n"
+        "assert 'torch' in sys.modules\n"
+        "print(*(name for name in ('torch._dynamo', 'sympy', 'torch.distributed.tensor') if name in sys.modules))\n"
+    )
+    words = [str(tiny_recipe), *more, "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""
