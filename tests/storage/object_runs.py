@@ -6,6 +6,7 @@ so that torch is imported once; nothing here may reach for the address itself, w
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -16,14 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import s3fs  # noqa: F401  # imported once for all; it begins its thread when it is first asked for something
 import torch
-import torch._dynamo  # every first optimizer step imports it, for two seconds
-import torch.distributed.fsdp
 
 from paceline.cli.main import run as run_command_line
 from paceline.records.reader import without_clock
-from paceline.trainer import train  # noqa: F401  # imported once for all
+
+# Loaded once for all launches: what a run loads, and several processes (DDP and FSDP load the compiler). The library of
+# the address begins its thread when it is first asked for something.
+for module in ("paceline.trainer.train", "s3fs", "torch._dynamo", "torch.distributed.fsdp"):
+    importlib.import_module(module)
 
 RECIPE = (
     "digits",
