@@ -13,6 +13,9 @@ have no time.
 ``--peers`` then gives each peer's default or documented settings (peers/cifar.py) as many seconds of steps on the same
 machine as our steps and evaluations took, at the median; ``--budget`` gives them another number.
 
+``--record PROGRAM`` runs the public record's own program, a copy of yours of airbench94_muon.py, as often on the same
+images and GPU (peers/cifar_record.py).
+
 ``--step`` measures instead what a step of the recipe's network costs in processor time on the CPU, on one thread: as it
 begins, where freed memory goes back to the system and where it is kept for the next step, as training does
 (``trainer/kept_memory.py``); and after ``model.freeze_after`` holds what it names.
@@ -34,8 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hardware import spread, write_result
 from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+import cifar
+import cifar_record
+from hardware import spread, write_result
 
 from paceline.models.build import build_model
 from paceline.models.transfer import freeze
@@ -80,25 +88,24 @@ def _steps_and_scores(scored: Sequence[dict[str, Any]], step: int) -> float:
 
 def peers_reach(names: Sequence[str], runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """What peers reach in the seconds of our steps and evaluations, or in ``--budget``."""
-    sys.path.insert(0, str(Path(__file__).parent / "peers"))
-    from cifar import RACERS, reached
-
     seconds = options.budget or statistics.median(each["all_steps_seconds"] for each in runs)
-    path = next((each.partition("=")[2] for each in options.overrides if each.startswith("data.path=")), ".")
-    chosen = list(RACERS) if "all" in names else list(names)
+    chosen = list(cifar.RACERS) if "all" in names else list(names)
     threads = options.threads or torch.get_num_threads()
-    return {"seconds": seconds, "threads": threads, "reached": reached(chosen, Path(path), seconds, threads=threads)}
+    found = cifar.reached(chosen, _images(options), seconds, threads=threads)
+    return {"seconds": seconds, "threads": threads, "reached": found}
+
+
+def _images(options: argparse.Namespace) -> Path:
+    return Path(next((each.partition("=")[2] for each in options.overrides if each.startswith("data.path=")), "."))
 
 
 def peers_told(found: dict[str, Any]) -> list[str]:
     """The peers' results for people."""
-    from cifar import table
-
     return [
         "",
         f"In {found['seconds']:.0f} s of steps on the same machine, one run each:",
         "",
-        *table(found["reached"]),
+        *cifar.table(found["reached"]),
     ]
 
 
@@ -166,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--peers", nargs="+", default=[], help="contenders to measure beside it, or all")
     parser.add_argument("--budget", type=float, help="seconds of steps for each peer")
+    parser.add_argument("--record", type=Path, metavar="PROGRAM", help="the public record's program, to run beside it")
     parser.add_argument("--threads", type=int, help="of ours and of each peer; by default the recipe's, and all cores")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     parser.add_argument("--step", action="store_true", help="measure the processor time of a step instead")
@@ -188,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.peers:
             result["peers"] = peers_reach(options.peers, runs, options)
             lines += peers_told(result["peers"])
+        if options.record:
+            result["record"] = cifar_record.record(options.record, _images(options), len(options.seeds))
+            lines += cifar_record.told(result["record"])
     print("\n".join(lines))
     if not options.dry_run:
         print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines))

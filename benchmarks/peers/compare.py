@@ -5,7 +5,9 @@ Every contender is a program of its own in an environment of its own (environmen
 is compared are the ratios within a round, so that a machine whose speed drifts slows all alike.
 
     python benchmarks/peers/compare.py loop-64 [--rounds 7] [--peers raw lightning paceline]
-    python benchmarks/peers/compare.py all
+    python benchmarks/peers/compare.py all                  # on a machine with a GPU: those for GPUs
+
+``--here`` runs all contenders in the environment that runs this: for a machine that can fetch nothing.
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import torch
 from environments import PEERS, cache, python_of
 from given import RESUMED_STEPS, Spec, as_json
 from hardware import facts, spread, write_result
 from workloads import WORKLOADS, Figure, Workload
 
 US, LIMIT_SECONDS = "paceline", 900
+_PHOTOGRAPHS = ("china", "flower")
 
 
-def train(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
+def train(name: str, python: Path, spec: Spec, folder: Path) -> dict[str, Any]:
     """One training of one contender, in processes of its own.
 
     Raises:
@@ -44,11 +50,11 @@ def train(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
     out = folder / "seen.json"
     out.unlink(missing_ok=True)
     (folder / "spec.json").write_text(as_json(spec))
-    peer, python = PEERS[name], str(python_of(name))
-    command = [python, str(HERE / f"run_{peer.program or name}.py"), str(folder / "spec.json"), str(out)]
+    peer = PEERS[name]
+    command = [str(python), str(HERE / f"run_{peer.program or name}.py"), str(folder / "spec.json"), str(out)]
     if spec.processes > 1 and peer.launcher:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.processes}"]
-        command = [python, *start, *command[1:]]
+        command = [str(python), *start, *command[1:]]
     sources = str(HERE.parents[1] / "src")
     own = {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
     variables = {**os.environ, **own, **peer.variables}
@@ -72,24 +78,24 @@ def train(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
     return {"started": begun, **seen}
 
 
-def figures_of(name: str, workload: Workload, folder: Path) -> dict[str, float]:
+def figures_of(name: str, python: Path, workload: Workload, folder: Path) -> dict[str, float]:
     """All figures of one contender in one round."""
-    seen = train(name, workload.spec, folder)
+    seen = train(name, python, workload.spec, folder)
     found = {key: figure.of(workload.spec, seen) for key, figure in workload.figures.items()}
     if workload.resumed is not None:
         spec = dataclasses.replace(workload.spec, resume=True, saves=0)
-        seen = train(name, spec, folder)
+        seen = train(name, python, spec, folder)
         found |= {f"resumed_{key}": figure.of(spec, seen) for key, figure in workload.resumed.items()}
     return found
 
 
-def _patiently(name: str, workload: Workload, failed: dict[str, str]) -> dict[str, float] | None:
+def _patiently(name: str, python: Path, workload: Workload, failed: dict[str, str]) -> dict[str, float] | None:
     """Figures of a contender that may fail once by chance; who fails twice is out, and ``failed`` gets the reason."""
     for _ in range(2):
         with tempfile.TemporaryDirectory(prefix=f"peers-{name}-") as scratch:
             spec = dataclasses.replace(workload.spec, scratch=scratch)
             try:
-                return figures_of(name, dataclasses.replace(workload, spec=spec), Path(scratch))
+                return figures_of(name, python, dataclasses.replace(workload, spec=spec), Path(scratch))
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 reason = str(error)
                 print(f"{name}: {reason}", file=sys.stderr)
@@ -98,9 +104,10 @@ def _patiently(name: str, workload: Workload, failed: dict[str, str]) -> dict[st
 
 
 def compare(
-    workload: Workload, names: Sequence[str], rounds: int, folder: str
+    workload: Workload, pythons: Mapping[str, Path], rounds: int, folder: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Figures of each contender round by round, and why some have none."""
+    names = list(pythons)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     draw = random.Random(0)
@@ -111,7 +118,7 @@ def compare(
         for name in draw.sample(names, len(names)):
             if name in failed:
                 continue
-            figures = _patiently(name, dataclasses.replace(workload, spec=spec), failed)
+            figures = _patiently(name, pythons[name], dataclasses.replace(workload, spec=spec), failed)
             if number and figures is not None:
                 found[name].append(figures)
                 print(number, name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
@@ -166,31 +173,33 @@ def table(title: str, figures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def photographs() -> str:
+def photographs(per_class: int) -> str:
     """JPEG files of two classes for the workloads that read them: crops of scikit-learn's two photographs.
 
-    Twice 4,000: no contender comes to the end of an epoch. Made once, kept beside the environments.
+    So many that no contender comes to the end of an epoch. Made once, kept beside the environments.
     """
-    from PIL import Image
-    from sklearn.datasets import load_sample_images
-
-    folder = cache() / "photographs-4000"
-    if (folder / "made").exists():
-        return str(folder / "files")
-    draw = random.Random(0)
-    for kind, pixels in zip(("china", "flower"), load_sample_images().images, strict=True):
-        photo = Image.fromarray(pixels)
-        for split, count in (("train", 4000), ("val", 20)):
-            place = folder / "files" / split / kind
-            place.mkdir(parents=True, exist_ok=True)
-            for number in range(count):
-                width = draw.randint(400, photo.width)
-                height = draw.randint(300, photo.height)
-                left, top = draw.randint(0, photo.width - width), draw.randint(0, photo.height - height)
-                part = photo.crop((left, top, left + width, top + height))
-                part.save(place / f"{number:04}.jpg", quality=92)
-    (folder / "made").touch()
+    folder = cache() / f"photographs-2x{per_class}"
+    if not (folder / "made").exists():
+        for split, count in (("train", per_class), ("val", 20)):
+            for kind in _PHOTOGRAPHS:
+                (folder / "files" / split / kind).mkdir(parents=True, exist_ok=True)
+            with ProcessPoolExecutor() as processes:
+                for _ in processes.map(_crop, range(count), repeat(folder / "files" / split), chunksize=50):
+                    pass
+        (folder / "made").touch()
     return str(folder / "files")
+
+
+def _crop(number: int, folder: Path) -> None:
+    from PIL import Image
+    from sklearn.datasets import load_sample_image
+
+    for kind in _PHOTOGRAPHS:
+        draw, photo = random.Random(f"{folder.name} {kind} {number}"), Image.fromarray(load_sample_image(f"{kind}.jpg"))
+        width, height = draw.randint(400, photo.width), draw.randint(300, photo.height)
+        left, top = draw.randint(0, photo.width - width), draw.randint(0, photo.height - height)
+        part = photo.crop((left, top, left + width, top + height))
+        part.save(folder / kind / f"{number:05}.jpg", quality=92)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -198,15 +207,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=[*WORKLOADS, "all"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="by default all that the workload is for")
+    parser.add_argument("--here", action="store_true", help="all in the environment that runs this")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
-    for name in options.peers:
-        python_of(name)
-    for key in WORKLOADS if options.workload == "all" else [options.workload]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    every = [key for key, workload in WORKLOADS.items() if workload.spec.device == device]
+    for key in every if options.workload == "all" else [options.workload]:
         workload = WORKLOADS[key]
-        known, folder = facts(), photographs() if workload.spec.data == "folder" else ""
-        found, failed = compare(workload, options.peers, options.rounds, folder)
+        spec = workload.spec
+        pythons = {
+            name: Path(sys.executable) if options.here else python_of(name)
+            for name in options.peers or workload.contenders
+        }
+        known = facts()
+        folder = photographs(16_000 if spec.device == "cuda" else 4_000) if spec.data == "folder" else ""
+        found, failed = compare(workload, pythons, options.rounds, folder)
         figures = summary(workload, found)
         lines = table(workload.title, figures)
         print("\n".join(lines))

@@ -32,6 +32,7 @@ class Peer:
         launcher: Whether several processes are started by torchrun; else it starts them itself.
         program: Whose program it runs (``run_NAME.py``), if not its own.
         variables: Environment variables that it gets besides.
+        extras: Of Paceline's, that are installed with it.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Peer:
     launcher: bool = True
     program: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -62,6 +64,8 @@ PEERS: Mapping[str, Peer] = {
         "Composer", ("mosaicml==0.32.1", "torch==2.7.0", "torchvision==0.22.0", "setuptools==80.9.0"), alone=True
     ),
     "paceline": Peer("Paceline"),
+    "paceline-packed": Peer("Paceline, packed", program="paceline", variables={"READ": "packed"}, extras=("pack",)),
+    "paceline-dali": Peer("Paceline, DALI", program="paceline", variables={"READ": "dali"}, extras=("dali",)),
 }
 
 
@@ -82,7 +86,7 @@ def python_of(name: str) -> Path:
     pinned = _pinned()
     base = f"torch-{pinned['torch']}"
     below = _made(base, [f"{each}=={pinned[each]}" for each in ("torch", "torchvision")], "-c", str(_CONSTRAINTS))
-    packages = _dependencies() if name == "paceline" else peer.packages
+    packages = _dependencies(peer.extras) if name.startswith("paceline") else peer.packages
     if not packages:
         return below
     folder = f"{base}-{name}-{hashlib.sha256(' '.join(packages).encode()).hexdigest()[:8]}"
@@ -114,7 +118,7 @@ def _pinned() -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
-def _dependencies() -> list[str]:
-    """What `pip install paceline` brings, without extras."""
-    needed: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return needed
+def _dependencies(extras: Sequence[str]) -> list[str]:
+    """What `pip install paceline[EXTRAS]` brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]

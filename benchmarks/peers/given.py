@@ -2,7 +2,7 @@
 
 A contender is a program of its own, ``run_NAME.py SPEC.json OUT.json``, that trains as its library's documentation
 says and calls the clock after each optimizer step. This file imports torch and torchvision only, since each runs in
-an environment of its own.
+an environment of its own, and torchvision where it is used: it loads torch's compiler.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchvision import transforms
 
 CLASSES = 10
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
@@ -38,8 +36,9 @@ class Spec:
 
     Attributes:
         network: ``lecture_net``, ``resnet18`` or ``resnet50``.
-        data: ``tensors`` (batches cut from a tensor), ``memory`` (images in memory, shifted and flipped) or ``folder``
-            (JPEG files, random resized crops, flipped).
+        data: ``tensors`` (batches cut from a tensor), ``memory`` (images in memory, shifted and flipped), ``folder``
+            (JPEG files, random resized crops, flipped) or ``resident`` (one batch that lies on the device, again and
+            again).
         folder: FOLDER/{train,val}/CLASS/*.jpg.
         image_size: Height and width of what the network sees, in pixels.
         batch: Images per optimizer step over all processes.
@@ -47,6 +46,8 @@ class Spec:
         warmup: Optimizer steps before them.
         precision: ``fp32``, or ``bf16`` for autocast.
         channels_last: Memory layout.
+        device: ``cpu`` or ``cuda``.
+        is_compiled: Whether those that can, and say so in their documentation, compile the network.
         threads: Of each process.
         workers: Loader processes of each process.
         processes: Ranks.
@@ -65,6 +66,8 @@ class Spec:
     warmup: int = 20
     precision: str = "fp32"
     channels_last: bool = True
+    device: str = "cpu"
+    is_compiled: bool = False
     threads: int = 2
     workers: int = 0
     processes: int = 1
@@ -95,7 +98,12 @@ class Spec:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the forward pass."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def placed(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch on the device, in the memory layout of the weights."""
+        inputs = inputs.to(self.device, non_blocking=True, memory_format=self.layout)
+        return inputs, labels.to(self.device, non_blocking=True)
 
 
 @dataclass
@@ -108,7 +116,9 @@ class Clock:
     seen: int = 0
 
     def step(self) -> None:
-        """An optimizer step has ended."""
+        """An optimizer step has ended; on a GPU, its kernels have too where the timed steps begin and end."""
+        if self.spec.device == "cuda" and len(self.steps) + 1 in (self.spec.warmup, self.spec.total):
+            torch.cuda.synchronize()
         self.steps.append(time.time())
 
     @contextlib.contextmanager
@@ -130,6 +140,7 @@ class Clock:
             "steps": self.steps,
             "evaluations": self.evaluations,
             "peak_rss_bytes": peak_bytes(),
+            "peak_device_bytes": torch.cuda.max_memory_allocated() if self.spec.device == "cuda" else 0,
             "torch": torch.__version__,
             "python": sys.version.split()[0],
             **more,
@@ -160,7 +171,9 @@ def build(spec: Spec) -> nn.Module:
     """The network, with random weights."""
     if spec.network == "lecture_net":
         return lecture_net()
-    return torchvision.models.get_model(spec.network, num_classes=CLASSES)
+    from torchvision.models import get_model
+
+    return get_model(spec.network, num_classes=CLASSES)
 
 
 def lecture_net() -> nn.Module:
@@ -172,9 +185,9 @@ def lecture_net() -> nn.Module:
     )
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
     """The optimizer of every contender that takes one of torch's."""
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=fused)
 
 
 # ----------------------------------------------------------------------------------------------------- images
@@ -210,6 +223,20 @@ class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             yield inputs.mul_(1 / (255 * STD[0])).add_(-MEAN[0] / STD[0]), self.labels[ids]
 
 
+class Resident(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """One batch of noise on the device, again and again: what is left is the network and its update."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.batch = spec.placed(
+            torch.randn(spec.local_batch, 3, spec.image_size, spec.image_size),
+            torch.randint(0, CLASSES, (spec.local_batch,)),
+        )
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield self.batch
+
+
 class InMemory(Dataset[tuple[Any, int]]):
     """Images in memory, as torchvision's CIFAR10 holds them: one PIL image at a time, through its transforms."""
 
@@ -229,6 +256,8 @@ class InMemory(Dataset[tuple[Any, int]]):
 
 def shifted(spec: Spec) -> Any:
     """What is usually done to CIFAR's training images."""
+    from torchvision import transforms
+
     return transforms.Compose(
         [
             transforms.RandomCrop(spec.image_size, padding=4),
@@ -241,6 +270,8 @@ def shifted(spec: Spec) -> Any:
 
 def cropped(spec: Spec) -> Any:
     """What is usually done to photographs: crops of 8 to 100 % of the area, flipped."""
+    from torchvision import transforms
+
     return transforms.Compose(
         [
             transforms.RandomResizedCrop(spec.image_size),
@@ -253,12 +284,16 @@ def cropped(spec: Spec) -> Any:
 
 def loader(spec: Spec, rank: int = 0) -> DataLoader[Any]:
     """Training batches by torch's own loader, for contenders that have none of their own."""
+    if spec.data == "resident":
+        return DataLoader(Resident(spec), batch_size=None)
     if spec.data == "tensors":
         return DataLoader(Batches(spec, rank), batch_size=None)
     if spec.data == "memory":
         dataset: Dataset[Any] = InMemory(spec, shifted(spec))
     else:
-        dataset = torchvision.datasets.ImageFolder(f"{spec.folder}/train", cropped(spec))
+        from torchvision.datasets import ImageFolder
+
+        dataset = ImageFolder(f"{spec.folder}/train", cropped(spec))
     return DataLoader(
         dataset,
         batch_size=spec.local_batch,
@@ -266,6 +301,7 @@ def loader(spec: Spec, rank: int = 0) -> DataLoader[Any]:
         drop_last=True,
         num_workers=spec.workers,
         persistent_workers=spec.workers > 0,
+        pin_memory=spec.device == "cuda",
     )
 
 

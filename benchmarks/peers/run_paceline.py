@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from paceline.loading import loading
 
 with loading():  # as the command does
-    from given import LR, MEAN, MOMENTUM, RESUMED_STEPS, SAMPLES, STD, Clock, Spec, begin, pixels
+    from given import CLASSES, LR, MEAN, MOMENTUM, RESUMED_STEPS, SAMPLES, STD, Clock, Spec, begin, pixels
 
     from paceline.data.image.datasets import ImageDataset
     from paceline.data.image.source import ArraySource
@@ -50,18 +52,33 @@ def noise(data: Data) -> ImageDataset:
 
 _AUGMENT: dict[str, Any] = {
     "tensors": None,
+    "resident": None,
     "memory": {"crop": "pad", "padding": 4, "flip": 0.5},
     "folder": {"crop": "random_resized", "flip": 0.5},
 }
 
 
-def recipe(spec: Spec) -> dict[str, Any]:
-    """What differs from a recipe's defaults."""
+def packed(spec: Spec) -> str:
+    """The folder packed as pixels, as its documentation says for processors that cannot keep up; made once."""
+    place = Path(spec.folder).parent / "packed"
+    asked = ["--kind", "image_folder", "--mode", "raw", "--max-side", "400"]
+    if not (place / "packed.json").exists():
+        subprocess.run([sys.executable, "-m", "paceline", "pack", spec.folder, str(place), *asked], check=True)
+    return str(place)
+
+
+def recipe(spec: Spec, read: str) -> dict[str, Any]:
+    """What differs from a recipe's defaults; ``read`` is how files are read, if not from the folder."""
     saves = f"{spec.save_every} steps" if spec.save_every else "off"
     data: dict[str, Any] = {"data.dataset": "run_paceline:noise", "data.image_size": spec.image_size}
     if spec.data == "folder":
         data = {"data.dataset": "image_folder", "data.path": spec.folder, "data.image_size": spec.image_size}
-        data |= {"data.workers": spec.workers, "data.backend": "pytorch"}
+        data |= {"data.workers": spec.workers, "data.backend": "dali" if read == "dali" else "pytorch"}
+    if read == "packed":
+        data |= {"data.dataset": "packed", "data.path": packed(spec)}
+    if spec.data == "resident":
+        data = {"data.dataset": "synthetic", "data.image_size": spec.image_size, "data.classes": CLASSES}
+        data |= {"data.samples": 1_000 * spec.batch}
     data["data.augment"] = _AUGMENT[spec.data]
     halves = {"train.until": f"{spec.total} steps"} if spec.saves and not spec.resume else {}
     return {
@@ -77,7 +94,8 @@ def recipe(spec: Spec) -> dict[str, Any]:
         "schedule.warmup": "0 steps",
         "evaluate.every": f"{spec.total} steps" if spec.evaluate else "off",
         "checkpoint.every": saves,
-        "parallel.device": "cpu",
+        "model.compile": spec.is_compiled,
+        "parallel.device": spec.device,
         "parallel.threads": spec.threads,
         "telemetry.report": False,
         "telemetry.trackers": [],
@@ -91,7 +109,8 @@ def main() -> None:
     path = Path(spec.scratch) / "peers.yaml"
     path.write_text("task: image_classification\n")
     result = train_recipe(
-        load_recipe(path, recipe(spec)), Options(run_dir=Path(spec.scratch) / "run", display=Ticking(clock))
+        load_recipe(path, recipe(spec, os.environ.get("READ", ""))),
+        Options(run_dir=Path(spec.scratch) / "run", display=Ticking(clock)),
     )
     for event in read_events(result.run_dir / "events.jsonl"):
         if event["event"] == "evaluation" and event["weights"] == "model":

@@ -15,8 +15,9 @@ def main() -> None:
     """Train as asked."""
     spec, clock, out = begin()
     rank, tuned = int(os.environ.get("RANK", "0")), "TUNED" in os.environ
-    model: nn.Module = build(spec).to(memory_format=spec.layout)
-    optimizer = sgd(model)
+    torch.backends.cudnn.benchmark = tuned
+    model: nn.Module = build(spec).to(spec.device, memory_format=spec.layout)
+    optimizer = sgd(model, fused=tuned and spec.device == "cuda")
     saved, done = Path(spec.scratch) / "raw.pt", 0
     if spec.resume:
         state = torch.load(saved, weights_only=True)
@@ -27,11 +28,13 @@ def main() -> None:
     if spec.processes > 1:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=not tuned, gradient_as_bucket_view=tuned)
+    if tuned and spec.is_compiled:
+        model = torch.compile(model)  # type: ignore[assignment]  # what it returns behaves as the module
     batches = endless(loader(spec, rank))
     for step in range(done + 1, spec.total + 1):
-        inputs, labels = next(batches)
+        inputs, labels = spec.placed(*next(batches))
         with spec.autocast():
-            loss = F.cross_entropy(model(inputs.contiguous(memory_format=spec.layout)), labels)
+            loss = F.cross_entropy(model(inputs), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

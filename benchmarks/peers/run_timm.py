@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from given import CLASSES, LR, MEAN, MOMENTUM, STD, InMemory, Spec, begin, build, endless, held_out, loader
+from given import CLASSES, LR, MEAN, MOMENTUM, STD, Clock, InMemory, Spec, begin, build, endless, held_out, loader
 from timm.data import create_dataset, create_loader
 from timm.data.transforms import ToNumpy
 from timm.models import create_model
@@ -25,7 +25,7 @@ def network(spec: Spec) -> nn.Module:
 
 def batches(spec: Spec, rank: int) -> Any:
     """timm's loader, with the crops and flips of the others and no colours changed."""
-    if spec.data == "tensors":
+    if spec.data in ("tensors", "resident"):
         return loader(spec, rank)
     dataset = InMemory(spec, None) if spec.data == "memory" else create_dataset("", spec.folder, split="train")
     batches = create_loader(
@@ -39,7 +39,7 @@ def batches(spec: Spec, rank: int) -> Any:
         std=STD,
         num_workers=spec.workers,
         distributed=spec.processes > 1,
-        device=torch.device("cpu"),
+        device=torch.device(spec.device),
         persistent_workers=spec.workers > 0,
     )
     if spec.data == "memory":  # it has no random shifts; its loader normalises whole batches
@@ -49,11 +49,28 @@ def batches(spec: Spec, rank: int) -> Any:
     return batches
 
 
+def validate(model: nn.Module, criterion: nn.Module, spec: Spec, clock: Clock) -> None:
+    """As the script scores: loss and accuracies of every batch, read at every batch."""
+    model.eval()
+    losses, top1 = AverageMeter(), AverageMeter()
+    batches_held_out = held_out(spec)
+    with clock.evaluation(), torch.inference_mode():
+        for inputs, target in batches_held_out:
+            with spec.autocast():
+                output = model(inputs)
+                loss = criterion(output, target)
+            acc1, _ = accuracy(output, target, topk=(1, 5))
+            losses.update(loss.item(), inputs.size(0))
+            top1.update(acc1.item(), inputs.size(0))
+
+
 def main() -> None:
     """Train as asked."""
     spec, clock, out = begin()
     rank = int(os.environ.get("RANK", "0"))
-    model = network(spec).to(memory_format=spec.layout)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    model = network(spec).to(spec.device, memory_format=spec.layout)
     optimizer = create_optimizer_v2(model, opt="momentum", lr=LR, momentum=MOMENTUM, weight_decay=0.0)
     scheduler, _ = create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=1_000, step_on_epochs=False, updates_per_epoch=1_000
@@ -68,11 +85,12 @@ def main() -> None:
     if spec.processes > 1:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
+    if spec.is_compiled:
+        model = torch.compile(model)  # --torchcompile
     losses, stream = AverageMeter(), endless(batches(spec, rank))
     model.train()
     for step in range(done + 1, spec.total + 1):
-        inputs, target = next(stream)
-        inputs = inputs.contiguous(memory_format=spec.layout)
+        inputs, target = spec.placed(*next(stream))
         with spec.autocast():
             loss = criterion(model(inputs), target)
         optimizer.zero_grad()
@@ -85,17 +103,7 @@ def main() -> None:
             saver.save_checkpoint(step, metric=float(step))
         clock.step()
     if spec.evaluate:
-        model.eval()
-        top1 = AverageMeter()
-        batches_held_out = held_out(spec)
-        with clock.evaluation(), torch.inference_mode():
-            for inputs, target in batches_held_out:
-                with spec.autocast():
-                    output = model(inputs)
-                    loss = criterion(output, target)
-                acc1, _ = accuracy(output, target, topk=(1, 5))
-                losses.update(loss.item(), inputs.size(0))
-                top1.update(acc1.item(), inputs.size(0))
+        validate(model, criterion, spec, clock)
     clock.write(out)
     if spec.processes > 1:
         torch.distributed.destroy_process_group()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from given import SAMPLES, Spec
 
+from paceline.machine import available_cores
+
 Seen = Mapping[str, Any]
 _USUAL_STEPS = 6
+EVERYWHERE = (
+    *("raw", "raw-tuned", "torchvision", "timm", "accelerate", "lightning", "fastai", "composer", "paceline"),
+)
+_ON_GPU = ("raw", "raw-tuned", "timm", "paceline")
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,14 @@ class Workload:
         spec: The training.
         figures: What is read from it, by key.
         resumed: What is read from a second training that goes on from its checkpoint.
+        contenders: Who does it; by default all that are meant for the CPU too.
     """
 
     title: str
     spec: Spec
     figures: Mapping[str, Figure]
     resumed: Mapping[str, Figure] | None = None
+    contenders: tuple[str, ...] = EVERYWHERE
 
 
 def step_milliseconds(spec: Spec, seen: Seen) -> float:
@@ -103,10 +111,19 @@ def peak_mebibytes(_spec: Spec, seen: Seen) -> float:
     return float(seen["peak_rss_bytes"] / 2**20)
 
 
+def device_mebibytes(_spec: Spec, seen: Seen) -> float:
+    """Most that torch's allocator has handed out on the GPU."""
+    return float(seen["peak_device_bytes"] / 2**20)
+
+
 STEP = Figure("milliseconds a step", step_milliseconds)
 IMAGES = Figure("images/s", images_per_second, more_is_better=True)
 START = Figure("seconds to the first step", first_step_seconds)
 PEAK = Figure("MiB resident at most", peak_mebibytes)
+ALLOCATED = Figure("MiB allocated on the GPU at most", device_mebibytes)
+_RESNET50 = Spec(
+    network="resnet50", image_size=224, batch=256, precision="bf16", device="cuda", is_compiled=True, threads=4
+)
 
 WORKLOADS: Mapping[str, Workload] = {
     "loop-64": Workload(
@@ -150,5 +167,17 @@ WORKLOADS: Mapping[str, Workload] = {
             "pause_milliseconds": Figure("milliseconds that a save costs", pause_milliseconds, is_ratio=False),
         },
         resumed={"first_step_seconds": Figure("seconds to the first step of a resumed run", first_step_seconds)},
+    ),
+    "gpu-resident": Workload(
+        "ResNet-50 on a GPU, one batch of 256 that lies there, bf16",
+        replace(_RESNET50, data="resident", steps=200, warmup=40),
+        {"images_per_second": IMAGES, "device_mebibytes": ALLOCATED},
+        contenders=_ON_GPU,
+    ),
+    "gpu-folder": Workload(
+        "ResNet-50 on a GPU at 224 pixels from JPEG files, batch 256, bf16",
+        replace(_RESNET50, data="folder", steps=70, warmup=40, workers=available_cores()),
+        {"images_per_second": IMAGES},
+        contenders=(*_ON_GPU, "paceline-packed", "paceline-dali"),
     ),
 }

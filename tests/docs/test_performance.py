@@ -115,3 +115,17 @@ def test_it_writes_and_checks(
     page.write_text(page.read_text().replace("**0.90**", "1.00"))
     with pytest.raises(SystemExit, match=r"performance\.md is not what the result files say"):
         publish.main()
+
+
+def test_what_a_gpu_measured_has_a_section_and_a_machine_of_its_own(publish: Any) -> None:
+    assert "Nothing here was measured on a GPU" in publish.page(RESULTS)
+    facts = {**FACTS, "device": "NVIDIA H200", "cores": 16, "torch": "2.11.0", "python": "3.12.3"}
+    resident = {**copy.deepcopy(RESULTS["ddp-2"]), "title": "ResNet-50 on a GPU", "facts": facts, "failed": {}}
+    resident["figures"]["images_per_second"]["contenders"]["raw"]["times_ours"] = of(1.1, 1.2)
+    text = publish.page({**RESULTS, "gpu-resident": resident})
+    cpu, _, gpu = text.partition("## On a GPU")
+    assert "Nothing here was measured on a GPU" not in cpu
+    assert "ResNet-50" not in cpu, "two machines are not in one table"
+    assert "Measured on NVIDIA H200 with 16 cores, PyTorch 2.11.0" in gpu
+    assert "| ResNet-50 on a GPU: time for the same images | **0.83** | 2.00 |" in gpu
+    assert "PyTorch, by hand 0.83 (0.83 to 0.91)" in gpu

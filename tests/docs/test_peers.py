@@ -1,0 +1,100 @@
+"""The programs that are held beside each other, and the reading of the record's table, still work."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a module of benchmarks/peers."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(PEERS.parent)
+    monkeypatch.syspath_prepend(PEERS)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(PEERS.parent)):
+            sys.modules.pop(name)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raw-tuned", "timm", "paceline"])
+def test_a_contender_does_the_steps_it_is_asked_for(peers: Any, tmp_path: Path, name: str) -> None:
+    if name == "timm":
+        pytest.importorskip("timm")
+    compare, given = peers("compare"), peers("given")
+    spec = given.Spec(
+        network="resnet18",
+        data="resident",
+        batch=4,
+        steps=3,
+        warmup=1,
+        precision="bf16",
+        saves=1,
+        scratch=str(tmp_path),
+    )
+    seen = compare.train(name, Path(sys.executable), spec, tmp_path)
+    assert len(seen["steps"]) == 4
+    assert seen["started"] < seen["steps"][0] < seen["steps"][-1]
+
+
+def test_every_workload_is_for_contenders_that_there_are(peers: Any) -> None:
+    workloads, known = peers("workloads"), peers("environments").PEERS
+    for workload in workloads.WORKLOADS.values():
+        assert set(workload.contenders) <= set(known)
+        assert {"raw", "paceline"} <= set(workload.contenders), "a loop by hand, and ours"
+
+
+TABLE = """\
+---------------------------------------------------------------------------------
+|  run     |  epoch  |  train_acc  |  val_acc  |  tta_val_acc  |  time_seconds  |
+---------------------------------------------------------------------------------
+|  warmup  |      1  |     0.0990  |   0.1000  |               |       91.2000  |
+|          |   eval  |     0.0990  |   0.1000  |       0.1001  |       92.0000  |
+|       0  |      1  |     0.5000  |   0.4500  |               |        0.4000  |
+|          |   eval  |     0.9500  |   0.9340  |       0.9402  |        2.6000  |
+|       1  |      1  |     0.5100  |   0.4600  |               |        0.4100  |
+|          |      8  |     0.9500  |   0.9340  |               |        2.5000  |
+"""
+
+
+def test_runs_of_the_record_are_read_without_the_one_that_warms_up(peers: Any) -> None:
+    finished = peers("cifar_record").finished
+    assert finished(TABLE.splitlines()) == [{"top1_accuracy": pytest.approx(94.02), "seconds": 2.6}]
+    assert finished([]) == []
+
+
+def test_the_record_finds_the_images_where_it_looks_for_them(
+    peers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    for split, count in (("train", 2), ("test", 1)):
+        for label, name in enumerate("ab"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (32, 32), (label, number, 0)).save(tmp_path / split / name / f"{number}.png")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "given = torch.load('cifar10/train.pt')\n"
+        "assert given['images'].shape == (4, 32, 32, 3) and given['images'].dtype == torch.uint8\n"
+        "assert given['labels'].tolist() == [0, 0, 1, 1] and len(given['classes']) == 10\n"
+        "assert len(torch.load('cifar10/test.pt')['images']) == 2\n"
+        f"print('''{TABLE}''', flush=True)\n"
+    )
+    module = peers("cifar_record")
+    found = module.record(program, tmp_path, 1)
+    assert [each["seconds"] for each in found["runs"]] == [2.6]
+    assert "mean top-1 94.02 %, 2.60 s" in module.told(found)[1]
+    with pytest.raises(SystemExit, match=r"program\.py ended after 1 of 2 runs"):
+        module.record(program, tmp_path, 2)
