@@ -197,7 +197,10 @@ def measured(claim: Claim, figure: Figure) -> Measured:
         raise LedgerError(f"{figure.what}: no result file is named")
     value, runs = _number(name, figure.at, figure.take)
     if figure.over is not None:
-        value /= _number(name, figure.over, figure.take)[0]
+        divisor = _number(name, figure.over, figure.take)[0]
+        if not divisor:
+            raise LedgerError(f"{figure.what}: {name} has 0 at {figure.over}, by which nothing can be divided")
+        value /= divisor
     if figure.less is not None:
         value -= _number(name, figure.less, figure.take)[0]
     value *= figure.times

@@ -17,7 +17,6 @@ import torch
 _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
 _made: dict[type, Any] = {}
-_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -27,6 +26,9 @@ class EagerOptimizer(torch.optim.Optimizer):
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+_METHODS = tuple(name for name in vars(EagerOptimizer) if not name.startswith("__"))
 
 
 def eager(kind: type[_Kind]) -> type[_Kind]:

@@ -23,6 +23,7 @@ _USUAL = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 6
 # Whoever has chosen for the process itself keeps what was chosen: the library's settings, or another allocator.
 _SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
 _SAYING = ("LD_PRELOAD", "GLIBC_TUNABLES")
+_keeping: list[torch.device] = []  # of runs within runs, all that keep it: the last to end gives it back
 
 
 @contextlib.contextmanager
@@ -42,12 +43,15 @@ def memory_kept(device: torch.device, environment: Mapping[str, str] = os.enviro
         return
     library.mallopt(_MMAP_MAX, _NO_BLOCKS)
     library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    _keeping.append(device)
     try:
         yield True
     finally:
-        for parameter, value in _USUAL.items():
-            library.mallopt(parameter, value)
-        library.malloc_trim(0)
+        _keeping.pop()
+        if not _keeping:
+            for parameter, value in _USUAL.items():
+                library.mallopt(parameter, value)
+            library.malloc_trim(0)
 
 
 def _is_chosen(environment: Mapping[str, str]) -> bool:

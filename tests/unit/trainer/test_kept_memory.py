@@ -24,7 +24,8 @@ def faults_of_filling():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 with memory_kept(torch.device("cpu")) as kept:
-    faults_of_filling()  # until there is a place that fits
+    with memory_kept(torch.device("cpu")):  # a run that a run begins
+        faults_of_filling()  # until there is a place that fits
     during = faults_of_filling()
 print(kept, during, faults_of_filling())
 """

@@ -58,7 +58,7 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
         _refuse_augmentation(data)
-        _refuse_growth(data, "synthetic")
+        _refuse_growth(data)
         _refuse_shapes(data, "synthetic")
         return "synthetic", "noise is read from nowhere"
     if data.workers not in ("auto", 0):
@@ -79,8 +79,6 @@ def _need_of_workers(data: Data) -> str:
     """What a recipe asks for that is done image by image."""
     if data.augment.crop == "random_resized":
         return "crop=random_resized needs each image at its full size"
-    if data.progressive.start_size is not None:
-        return "data.progressive resizes each image anew"
     if data.evaluation_shape != "square":
         return f"data.evaluation_shape={data.evaluation_shape} shows images in several shapes"
     if asks_for_variation(data.augment):
@@ -210,8 +208,8 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
         _refuse_dali(data, dataset)
     if data.backend == "synthetic":
         _refuse_augmentation(data)
+        _refuse_growth(data)
     if data.backend not in ("pytorch", "dali"):
-        _refuse_growth(data, data.backend)
         _refuse_shapes(data, data.backend)
     if data.backend != "memory":
         return
@@ -254,11 +252,11 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
         raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")
 
 
-def _refuse_growth(data: Data, backend: str) -> None:
+def _refuse_growth(data: Data) -> None:
     if data.progressive.start_size is not None:
         raise RecipeError(
             f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
-            f"{backend} back-end holds them in one: use data.backend=pytorch with files, or leave it out."
+            "synthetic back-end holds them in one: use a data set of images, or leave it out."
         )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from paceline.data.backends.memory import MemoryBackend
 from paceline.data.batch import Batch, SampleSlice
 from paceline.data.image.source import ArraySource, FileSource, SubsetSource
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.errors import RecipeError
-from paceline.recipe.data import Augment
+from paceline.recipe.data import Augment, Progressive
 
 Slices = Callable[..., list[SampleSlice]]
 Same = Callable[[Batch, Batch], bool]
@@ -63,6 +65,26 @@ def test_other_sizes_are_resized(mixed: FileSource, slices: Slices) -> None:
     batch = next(iter(MemoryBackend(mixed, view(image_size=16)).batches(slices(range(24)))))
     for sample in range(24):
         assert torch.equal(batch.inputs[sample], evaluation_image(mixed.read(sample), 16, 0.875))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["rows", "channels last"])
+def test_images_grow_from_epoch_to_epoch(small: FileSource, slices: Slices, last: bool) -> None:
+    growing = replace(view(PAD_AND_FLIP), progressive=Progressive(start_size=6, end=2, multiple=3))
+    pieces = [each for epoch in range(4) for each in slices([5, 3, 9], [], [1], epoch=epoch)]
+    grown = list(MemoryBackend(small, growing, channels_last=last).batches(pieces))
+    assert [batch.inputs.shape[-1] for batch in grown] == [*[6] * 3, *[9] * 3, *[12] * 6]
+    full = list(MemoryBackend(small, view(PAD_AND_FLIP)).batches(pieces))
+    assert all(torch.equal(one.inputs, other.inputs) for one, other in zip(grown[6:], full[6:], strict=True))
+    halved = grown[0].inputs.float()
+    # Of every pixel and its neighbours, as Pillow's reducing filter takes them; not every other pixel.
+    pictures = [
+        Image.fromarray(each.permute(1, 2, 0).numpy()).resize((6, 6), Image.Resampling.BILINEAR)
+        for each in full[0].inputs
+    ]
+    expected = torch.from_numpy(np.stack([np.asarray(each) for each in pictures])).permute(0, 3, 1, 2)
+    assert (halved - expected).abs().max() <= 1
+    apart = list(MemoryBackend(small, growing, channels_last=last).batches(slices([9], [3], [5])))
+    assert torch.equal(torch.cat([batch.inputs for batch in reversed(apart)]), grown[0].inputs), "whatever beside it"
 
 
 @pytest.mark.parametrize("augment", [PAD_AND_FLIP, Augment(flip=0.5)], ids=["pad", "flip"])
