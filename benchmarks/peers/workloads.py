@@ -101,6 +101,12 @@ def pause_milliseconds(spec: Spec, seen: Seen) -> float:
     return 1000 * statistics.median(added)
 
 
+def standstill_milliseconds(spec: Spec, seen: Seen) -> float:
+    """What a save adds to the longest step after it: the median of the saves."""
+    added = [max(stretch) - statistics.median(stretch[-_USUAL_STEPS:]) for stretch in _after_saves(spec, seen)]
+    return 1000 * statistics.median(added)
+
+
 def saving_step_milliseconds(spec: Spec, seen: Seen) -> float:
     """A step of a training that saves so often."""
     return 1000 * statistics.mean(itertools.chain.from_iterable(_after_saves(spec, seen)))
@@ -164,7 +170,10 @@ WORKLOADS: Mapping[str, Workload] = {
         Spec(network="resnet50", batch=16, precision="bf16", steps=80, warmup=0, saves=4),
         {
             "saving_step_milliseconds": Figure("milliseconds a step, saves included", saving_step_milliseconds),
-            "pause_milliseconds": Figure("milliseconds that a save costs", pause_milliseconds, is_ratio=False),
+            "standstill_milliseconds": Figure(
+                "milliseconds by which a save lengthens one step at most", standstill_milliseconds, is_ratio=False
+            ),
+            "pause_milliseconds": Figure("milliseconds that a save costs in all", pause_milliseconds, is_ratio=False),
         },
         resumed={"first_step_seconds": Figure("seconds to the first step of a resumed run", first_step_seconds)},
     ),
