@@ -11,7 +11,8 @@ have no time.
     python benchmarks/cifar10_speedrun.py cifar10-speedrun data.path=PATH --target 94 --seeds $(seq 0 19)
 
 ``--peers`` then gives each peer's default or documented settings (peers/cifar.py) as many seconds of steps on the same
-machine as our steps and evaluations took, at the median; ``--budget`` gives them another number.
+machine as our steps and evaluations took, at the median; ``--budget`` gives them another number, which also does
+without our runs (``--seeds`` without any). What each reached is written as soon as it ends.
 
 ``--record PROGRAM`` runs the public record's own program, a copy of yours of airbench94_muon.py, as often on the same
 images and GPU (peers/cifar_record.py).
@@ -86,27 +87,21 @@ def _steps_and_scores(scored: Sequence[dict[str, Any]], step: int) -> float:
     return float(until[-1]["train_seconds"] + sum(each["seconds"] for each in until))
 
 
-def peers_reach(names: Sequence[str], runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """What peers reach in the seconds of our steps and evaluations, or in ``--budget``."""
+def race(options: argparse.Namespace, runs: Sequence[dict[str, Any]]) -> None:
+    """What peers reach in the seconds of our steps and evaluations, or in ``--budget``; a result file for each."""
     seconds = options.budget or statistics.median(each["all_steps_seconds"] for each in runs)
-    chosen = list(cifar.RACERS) if "all" in names else list(names)
+    chosen = list(cifar.RACERS) if "all" in options.peers else options.peers
     threads = options.threads or torch.get_num_threads()
-    found = cifar.reached(chosen, _images(options), seconds, threads=threads)
-    return {"seconds": seconds, "threads": threads, "reached": found}
+    for name, seen in cifar.reached(chosen, _images(options), seconds, threads=threads):
+        line = cifar.told(seen, seconds)
+        print(line, flush=True)
+        if not options.dry_run:
+            result = {"seconds": seconds, "threads": threads, **seen}
+            print(write_result(f"{options.recipe}-beside-{name}", result, [line]), flush=True)
 
 
 def _images(options: argparse.Namespace) -> Path:
     return Path(next((each.partition("=")[2] for each in options.overrides if each.startswith("data.path=")), "."))
-
-
-def peers_told(found: dict[str, Any]) -> list[str]:
-    """The peers' results for people."""
-    return [
-        "",
-        f"In {found['seconds']:.0f} s of steps on the same machine, one run each:",
-        "",
-        *cifar.table(found["reached"]),
-    ]
 
 
 def step_costs(recipe: str) -> dict[str, float]:
@@ -170,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--target", type=float, default=90.0, help="top-1 accuracy in percent")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--peers", nargs="+", default=[], help="contenders to measure beside it, or all")
     parser.add_argument("--budget", type=float, help="seconds of steps for each peer")
     parser.add_argument("--record", type=Path, metavar="PROGRAM", help="the public record's program, to run beside it")
@@ -178,30 +173,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     parser.add_argument("--step", action="store_true", help="measure the processor time of a step instead")
     options = parser.parse_intermixed_args(arguments)
+    if options.peers and not (options.seeds or options.budget):
+        parser.error("--peers needs --budget, or --seeds whose time is theirs")
+    if options.record and not options.seeds:
+        parser.error("--record runs as often as there are --seeds")
     if options.step:
         costs = step_costs(options.recipe)
         each = "; ".join(f"{seconds:.3f} s {name}" for name, seconds in costs.items())
-        lines = [f"{options.recipe}, a step of 500 images, one thread: {each}."]
-        result: dict[str, Any] = {"processor_seconds": costs}
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            threads = [] if options.threads is None else [f"parallel.threads={options.threads}"]
-            overrides = [*options.overrides, *threads]
-            runs = [
-                measure(options.recipe, overrides, seed, Path(scratch) / f"seed-{seed}", options.target)
-                for seed in options.seeds
-            ]
-        lines = told(options.recipe, options.target, runs)
-        result = {"target": options.target, "runs": runs}
-        if options.peers:
-            result["peers"] = peers_reach(options.peers, runs, options)
-            lines += peers_told(result["peers"])
-        if options.record:
-            result["record"] = cifar_record.record(options.record, _images(options), len(options.seeds))
-            lines += cifar_record.told(result["record"])
-    print("\n".join(lines))
+        _tell(options, {"processor_seconds": costs}, [f"A step of 500 images, one thread: {each}."])
+        return
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        threads = [] if options.threads is None else [f"parallel.threads={options.threads}"]
+        for seed in options.seeds:
+            run = Path(scratch) / f"seed-{seed}"
+            runs.append(measure(options.recipe, [*options.overrides, *threads], seed, run, options.target))
+            # After each, since all of them may take hours.
+            _tell(options, {"target": options.target, "runs": runs}, told(options.recipe, options.target, runs))
+    if options.record:
+        found = cifar_record.record(options.record, _images(options), len(runs))
+        lines = [*told(options.recipe, options.target, runs), *cifar_record.told(found)]
+        _tell(options, {"target": options.target, "runs": runs, "record": found}, lines)
+    if options.peers:
+        race(options, runs)
+
+
+def _tell(options: argparse.Namespace, result: dict[str, Any], lines: Sequence[str]) -> None:
+    print("\n".join(lines), flush=True)
     if not options.dry_run:
-        print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines))
+        print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ _BESIDE_SECONDS = 600
 
 def reached(
     names: Sequence[str], source: Path, seconds: float, *, threads: int, seed: int = 0
-) -> dict[str, dict[str, Any]]:
-    """What each reached, by name; one after the other. Of one that failed: the end of what it said."""
-    found: dict[str, dict[str, Any]] = {}
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each reached, by name, one after the other as they end. Of one that failed: the end of what it said."""
     pythons = {name: python_of(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="cifar-peers-") as folder:
         data = Path(folder) / "images.npz"
@@ -38,12 +37,8 @@ def reached(
         for name in names:
             budget = {"data": str(data), "seconds": seconds, "threads": threads, "seed": seed}
             (Path(folder) / "budget.json").write_text(json.dumps(budget))
-            found[name] = {
-                "title": f"{PEERS[name].label}: {RACERS[name]}",
-                **_race(name, pythons[name], folder, seconds),
-            }
-            print(name, found[name], flush=True)
-    return found
+            title = f"{PEERS[name].label}: {RACERS[name]}"
+            yield name, {"title": title, **_race(name, pythons[name], folder, seconds)}
 
 
 def _race(name: str, python: Path, folder: str, seconds: float) -> dict[str, Any]:
@@ -69,20 +64,14 @@ def _race(name: str, python: Path, folder: str, seconds: float) -> dict[str, Any
     return seen
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """For people: best first."""
-    lines = ["| contender | top-1 % | epochs | seconds of its steps |", "|---|---|---|---|"]
-    ended = [each for each in found.values() if "failed" not in each]
-    lines += [
-        f"| {each['title']} | {each['top1_accuracy']:.2f} | {each['epochs']:.2f} | {each['train_seconds']:.0f} |"
-        for each in sorted(ended, key=lambda each: -each["top1_accuracy"])
-    ]
-    lines += [
-        f"| {each['title']} | failed: {' '.join(each['failed'].split())[-200:].replace('|', '/')} | | |"
-        for each in found.values()
-        if "failed" in each
-    ]
-    return lines
+def told(seen: dict[str, Any], seconds: float) -> str:
+    """For people, what one reached."""
+    if "failed" in seen:
+        return f"{seen['title']}: failed: {' '.join(seen['failed'].split())[-200:]}"
+    return (
+        f"{seen['title']}: top-1 {seen['top1_accuracy']:.2f} % after {seen['epochs']:.2f} epochs, "
+        f"{seen['train_seconds']:.0f} s of its steps; {seconds:.0f} s were given."
+    )
 
 
 def arrays(source: Path) -> dict[str, Any]:
