@@ -86,10 +86,25 @@ def test_the_page_names_who_is_ahead_and_who_failed(publish: Any) -> None:
     assert "| timm 1.0.31 | 27 | 27 | 30 |\n| Paceline | 30.5 |" in figures, "best first"
 
 
-def test_a_page_on_which_nobody_is_ahead_says_so(publish: Any) -> None:
+def test_rounds_that_disagree_are_named_as_such(publish: Any) -> None:
     results = copy.deepcopy(RESULTS)
-    results["loop-64"]["figures"]["step_milliseconds"]["contenders"]["timm"]["times_ours"] = of(0.8, 0.9, 1.01)
-    assert "\nNobody.\n" in publish.page(results), "once it took longer"
+    contenders = results["loop-64"]["figures"]["step_milliseconds"]["contenders"]
+    contenders["timm"]["times_ours"] = of(0.8, 0.9, 1.01)
+    assert "timm 1.0.31 0.90 (0.80 to 1.01). In no case in every round." in publish.page(results)
+    contenders["timm"]["times_ours"] = of(0.97, 0.99, 1)
+    assert "\nNobody.\n" in publish.page(results), "within a fiftieth nobody is ahead"
+
+
+def test_what_is_no_ratio_names_who_is_ahead_too(publish: Any) -> None:
+    results = copy.deepcopy(RESULTS)
+    pause = copy.deepcopy(results["loop-64"]["figures"]["step_milliseconds"])
+    pause["title"] = "milliseconds that a save costs"
+    for each in pause["contenders"].values():
+        each["times_ours"] = None
+    results["loop-64"]["figures"]["pause_milliseconds"] = pause
+    text = publish.page(results)
+    assert "milliseconds that a save costs**: timm 1.0.31 27 (27 to 30). Paceline 30 (30 to 31)." in text
+    assert len(publish.rows(results)) == 2, "no ratio of what may be about nothing"
 
 
 def test_the_plot_has_a_mark_for_every_figure(publish: Any) -> None:
