@@ -2,7 +2,7 @@
 
 In the shape of the public records' (Page, "How to Train Your ResNet", 2018; Jordan, arXiv:2404.00498, 2024):
 
-    image -> whitening -> activation -> blocks x [convolution, pool 2x2 (or pooled first), norm, activation,
+    image -> whitening -> activation -> blocks x [convolution, pool 2x2, norm, activation,
                                                   (depth - 1) x (convolution, norm, activation)]
           -> largest over the pixels -> linear, without bias -> x logit_scale
 
@@ -32,15 +32,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, 
 class Block(nn.Module):
     """Widen, halve the image, refine with further convolutions of the same width."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        depth: int,
-        activation: str,
-        pool_first: bool,
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, *, depth: int, activation: str) -> None:
         super().__init__()
         widths = (in_channels, *(out_channels,) * depth)
         self.convs = nn.ModuleList(nn.Conv2d(n, m, 3, padding=1, bias=False) for n, m in pairwise(widths))
@@ -48,12 +40,10 @@ class Block(nn.Module):
             nn.BatchNorm2d(out_channels, eps=_NORM_EPS, momentum=_NORM_MOMENTUM) for _ in range(depth)
         )
         self.activation = _ACTIVATIONS[activation]
-        self.pool_first = pool_first
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, in_channels, H, W] to [N, out_channels, H / 2, W / 2]; sides below four are not halved."""
-        x = self.convs[0](_halved(x)) if self.pool_first else _halved(self.convs[0](x))
-        x = first = self.activation(self.norms[0](x))
+        x = first = self.activation(self.norms[0](_halved(self.convs[0](x))))
         for number in range(1, len(self.convs)):
             x = self.norms[number](self.convs[number](x))
             if number == _WITH_SHORTCUT - 1:
@@ -92,7 +82,6 @@ def speed_net(
     patch: int = 2,
     logit_scale: float | None = None,
     activation: str = "gelu",
-    pool_first: Sequence[int] = (),
 ) -> nn.Module:
     """Build a fast convolutional network for images of 8 to 32 pixels.
 
@@ -105,41 +94,25 @@ def speed_net(
         logit_scale: Factor on the classifier's answers, which keeps the first ones small however large its weights
             and their learning rate are; by default one over its inputs, with weights of standard deviation 1.
         activation: ``gelu`` or ``relu``.
-        pool_first: Blocks, by their number from 0, that halve the image before their first convolution, not after it:
-            a quarter of its work. In the records none does.
 
     Raises:
         ModelError: If an option is out of range.
     """
-    _check_options(widths=widths, depth=depth, patch=patch, activation=activation, pool_first=pool_first)
+    _check_options(widths=widths, depth=depth, patch=patch, activation=activation)
     whitening = Whitening(in_channels, patch)
-    blocks = [
-        Block(n, m, depth=depth, activation=activation, pool_first=number in pool_first)
-        for number, (n, m) in enumerate(pairwise((whitening.out_channels, *widths)))
-    ]
+    blocks = [Block(n, m, depth=depth, activation=activation) for n, m in pairwise((whitening.out_channels, *widths))]
     model = SpeedNet(num_classes, whitening, blocks, 1 / widths[-1] if logit_scale is None else logit_scale)
     _initialize(model, unit_head=logit_scale is None)
     return model
 
 
-def _check_options(
-    *,
-    widths: Sequence[int],
-    depth: int,
-    patch: int,
-    activation: str,
-    pool_first: Sequence[int],
-) -> None:
+def _check_options(*, widths: Sequence[int], depth: int, patch: int, activation: str) -> None:
     are_widths = isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and w >= 1 for w in widths)
-    are_blocks = isinstance(pool_first, list | tuple) and (
-        not are_widths or all(number in range(len(widths)) for number in pool_first)
-    )
     rules = (
         ("widths", widths, are_widths, "a list of whole numbers of at least 1"),
         ("depth", depth, depth in (1, 2, 3), "1, 2 or 3"),
         ("patch", patch, patch in (1, 2, 3), "1, 2 or 3"),
         ("activation", activation, activation in _ACTIVATIONS, " or ".join(_ACTIVATIONS)),
-        ("pool_first", pool_first, are_blocks, "a list of numbers of blocks, from 0"),
     )
     for name, value, holds, rule in rules:
         if not holds:

@@ -100,15 +100,6 @@ def test_a_third_convolution_is_added_to_the_first() -> None:
     torch.testing.assert_close(block(x), functional.gelu(first))
 
 
-def test_blocks_may_halve_the_image_first() -> None:
-    network = speed_net(10, 3, widths=(8, 12, 16), pool_first=[1])
-    sides = []
-    for block in network.blocks:
-        block.convs[0].register_forward_pre_hook(lambda _, inputs: sides.append(inputs[0].shape[-1]))
-    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-    assert sides == [31, 7, 7]  # without it 31, 15, 7
-
-
 def test_the_first_answers_are_small() -> None:
     torch.manual_seed(0)
     plain, scaled = speed_net(10, 3), speed_net(10, 3, logit_scale=1 / 9)
@@ -129,8 +120,6 @@ def test_the_first_answers_are_small() -> None:
         {"depth": 4},
         {"patch": 5},
         {"activation": "silu"},
-        {"pool_first": 1},
-        {"pool_first": [3]},
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
