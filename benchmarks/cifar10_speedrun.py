@@ -7,12 +7,13 @@ files, the network's first weights are in it); of the steps and evaluations alon
 public record counts; and processor seconds of the whole command. Runs that do not reach the target are counted and
 have no time.
 
-    python benchmarks/cifar10_speedrun.py cifar10-speedrun-cpu data.path=PATH --target 90 --seeds 0 1 2 --peers all
-    python benchmarks/cifar10_speedrun.py cifar10-speedrun data.path=PATH --target 94 --seeds $(seq 0 19)
+    python benchmarks/cifar10_speedrun.py cifar10-speedrun-cpu data.path=CIFAR10 --target 90 --seeds 0 1 2 --peers all
+    python benchmarks/cifar10_speedrun.py cifar10-speedrun data.path=CIFAR10 --target 94 --seeds $(seq 0 19)
 
 ``--peers`` then gives each peer's default or documented settings (peers/cifar.py) as many seconds of steps on the same
-machine as our steps and evaluations took, at the median; ``--budget`` gives them another number, which also does
-without our runs (``--seeds`` without any). What each reached is written as soon as it ends.
+machine as our steps and evaluations took, at the median, and the precision that our recipe takes there. With
+``--budget SECONDS`` they get so many; then ``--seeds`` may be given without a number, for no runs of ours. What each
+reached is written as soon as it ends.
 
 ``--record PROGRAM`` runs the public record's own program, a copy of yours of airbench94_muon.py, as often on the same
 images and GPU (peers/cifar_record.py).
@@ -44,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 import cifar
 import cifar_record
-from hardware import spread, write_result
+from hardware import facts, spread, write_result
 
 from paceline.models.build import build_model
 from paceline.models.transfer import freeze
@@ -87,34 +88,48 @@ def _steps_and_scores(scored: Sequence[dict[str, Any]], step: int) -> float:
     return float(until[-1]["train_seconds"] + sum(each["seconds"] for each in until))
 
 
-def race(options: argparse.Namespace, runs: Sequence[dict[str, Any]]) -> None:
+def race(options: argparse.Namespace, runs: Sequence[dict[str, Any]], known: dict[str, Any]) -> None:
     """What peers reach in the seconds of our steps and evaluations, or in ``--budget``; a result file for each."""
     seconds = options.budget or statistics.median(each["all_steps_seconds"] for each in runs)
-    chosen = list(cifar.RACERS) if "all" in options.peers else options.peers
-    threads = options.threads or torch.get_num_threads()
-    for name, seen in cifar.reached(chosen, _images(options), seconds, threads=threads):
+    threads, precision = options.threads or torch.get_num_threads(), _precision(options)
+    given = {"seconds": seconds, "precision": precision, "threads": threads}
+    for name, seen in cifar.reached(_racers(options), _images(options), seconds, precision=precision, threads=threads):
         line = cifar.told(seen, seconds)
         print(line, flush=True)
         if not options.dry_run:
-            result = {"seconds": seconds, "threads": threads, **seen}
-            print(write_result(f"{options.recipe}-beside-{name}", result, [line]), flush=True)
+            print(write_result(f"{options.recipe}-beside-{name}", {**given, **seen}, [line], known), flush=True)
+
+
+def _racers(options: argparse.Namespace) -> list[str]:
+    return list(cifar.RACERS) if "all" in options.peers else list(options.peers)
+
+
+def _precision(options: argparse.Namespace) -> str:
+    """What our recipe computes in on this machine."""
+    command = [sys.executable, "-m", "paceline", "train", options.recipe, *options.overrides, "--plan-only", "--json"]
+    planned = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return str(json.loads(planned.stdout)["plan"]["precision"])
+
+
+def _path(options: argparse.Namespace) -> str:
+    return next((each.partition("=")[2] for each in options.overrides if each.startswith("data.path=")), "")
 
 
 def _images(options: argparse.Namespace) -> Path:
-    return Path(next((each.partition("=")[2] for each in options.overrides if each.startswith("data.path=")), "."))
+    return Path(_path(options))
 
 
 def step_costs(recipe: str) -> dict[str, float]:
     """Processor seconds of a step of 500 images on one thread, in bf16 and channels last; the least of a few."""
     torch.set_num_threads(1)
-    asked = load_recipe(recipe).recipe.model
+    model = load_recipe(recipe).recipe.model
     cases = [("as it begins, memory given back", (), False), ("as it begins", (), True)]
-    if asked.freeze_after:
-        cases.append(("with freeze_after's parameters held", tuple(asked.freeze_after), True))
+    if model.freeze_after:
+        cases.append(("with freeze_after's parameters held", tuple(model.freeze_after), True))
     found = {}
     for name, held, is_kept in cases:
         with memory_kept(torch.device("cpu")) if is_kept else nullcontext():
-            found[name] = _step_cost(asked, (*asked.frozen, *held))
+            found[name] = _step_cost(model, (*model.frozen, *held))
     return found
 
 
@@ -159,29 +174,45 @@ def told(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the result files."""
+def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is to be measured; what cannot be is refused here, and not after hours of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--target", type=float, default=90.0, help="top-1 accuracy in percent")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--peers", nargs="+", default=[], help="contenders to measure beside it, or all")
+    parser.add_argument("--peers", nargs="+", default=[], choices=[*cifar.RACERS, "all"], help="contenders beside it")
     parser.add_argument("--budget", type=float, help="seconds of steps for each peer")
     parser.add_argument("--record", type=Path, metavar="PROGRAM", help="the public record's program, to run beside it")
     parser.add_argument("--threads", type=int, help="of ours and of each peer; by default the recipe's, and all cores")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     parser.add_argument("--step", action="store_true", help="measure the processor time of a step instead")
     options = parser.parse_intermixed_args(arguments)
-    if options.peers and not (options.seeds or options.budget):
-        parser.error("--peers needs --budget, or --seeds whose time is theirs")
+    if options.step:
+        return options
     if options.record and not options.seeds:
         parser.error("--record runs as often as there are --seeds")
+    if not (options.seeds or (options.peers and options.budget)):
+        parser.error("--seeds without a number needs --peers and --budget")
+    if not _images(options).exists() or not _path(options):
+        parser.error(
+            f"there are no images at {_path(options) or 'data.path'}: give data.path=CIFAR10, as for the recipe"
+        )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the result files."""
+    options = asked(arguments)
+    known = facts()
     if options.step:
         costs = step_costs(options.recipe)
         each = "; ".join(f"{seconds:.3f} s {name}" for name, seconds in costs.items())
-        _tell(options, {"processor_seconds": costs}, [f"A step of 500 images, one thread: {each}."])
+        _tell(options, {"processor_seconds": costs}, [f"A step of 500 images, one thread: {each}."], known)
         return
+    # Where the images lie is no part of the result.
+    known["command"] = known["command"].replace(_path(options), "CIFAR10")
+    cifar.prepare(_racers(options))
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         threads = [] if options.threads is None else [f"parallel.threads={options.threads}"]
@@ -189,19 +220,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = Path(scratch) / f"seed-{seed}"
             runs.append(measure(options.recipe, [*options.overrides, *threads], seed, run, options.target))
             # After each, since all of them may take hours.
-            _tell(options, {"target": options.target, "runs": runs}, told(options.recipe, options.target, runs))
+            _tell(options, {"target": options.target, "runs": runs}, told(options.recipe, options.target, runs), known)
     if options.record:
         found = cifar_record.record(options.record, _images(options), len(runs))
         lines = [*told(options.recipe, options.target, runs), *cifar_record.told(found)]
-        _tell(options, {"target": options.target, "runs": runs, "record": found}, lines)
+        _tell(options, {"target": options.target, "runs": runs, "record": found}, lines, known)
     if options.peers:
-        race(options, runs)
+        race(options, runs, known)
 
 
-def _tell(options: argparse.Namespace, result: dict[str, Any], lines: Sequence[str]) -> None:
+def _tell(options: argparse.Namespace, result: dict[str, Any], lines: Sequence[str], known: dict[str, Any]) -> None:
     print("\n".join(lines), flush=True)
     if not options.dry_run:
-        print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines), flush=True)
+        print(write_result(f"{options.recipe}{'-step' if options.step else ''}", result, lines, known), flush=True)
 
 
 if __name__ == "__main__":

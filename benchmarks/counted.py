@@ -6,6 +6,7 @@ again in each run of the tests and holds it to what ``claims.yaml`` says.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from hardware import write_result
+from PIL import Image
 from timm import create_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +25,9 @@ from torch.utils.data import DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet50
 
+from paceline.data.image.augmentation import Box
+from paceline.data.image.decode import Picture
+from paceline.data.image.transforms import resized_part
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.devices import DEVICES
 from paceline.formulas.memory import allocated_bytes, training_state_bytes, zero_bytes
@@ -292,6 +297,21 @@ def recomputed() -> Figures:
             del loss
         found |= {f"{name}, {how}": left[how] / left["off"] for how in ("selective", "full")}
     return found
+
+
+@counted
+def shrunk_decoding() -> Figures:
+    """Grey levels between crops of noise decoded at a half, a quarter and an eighth, and the same decoded in full."""
+    pixels = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "JPEG", quality=90)
+    picture, box = Picture(content.getvalue(), 3), Box(16, 32, 800, 1040)
+    found = []
+    for shrink in (2, 4, 8):
+        smaller, full = (resized_part(picture.part(box, each), 800 // (2 * shrink)).int() for each in (shrink, 1))
+        found.append((smaller - full).abs().flatten())
+    levels = torch.cat(found).float()
+    return {"mean": float(levels.mean()), "within 8": float((levels <= 8).float().mean()), "most": float(levels.max())}
 
 
 @counted

@@ -18,6 +18,7 @@ import torch
 from paceline.machine import available_cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"
+_LOAD_BEFORE = os.getloadavg()[0]  # a benchmark imports this first, and is a load itself from then on
 
 
 def facts() -> dict[str, Any]:
@@ -34,7 +35,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "load_average_before": os.getloadavg()[0],
+        "load_average_before": _LOAD_BEFORE,
         "revision": revision,
         "command": " ".join(["python", *sys.argv]),
     }

@@ -26,26 +26,30 @@ _BESIDE_SECONDS = 600
 """Imports, finding out a step's time, and scoring: more than they take."""
 
 
+def prepare(names: Sequence[str]) -> None:
+    """Make the environments that are not there, which takes minutes and may fail: before anything is measured."""
+    for name in names:
+        python_of(name)
+
+
 def reached(
-    names: Sequence[str], source: Path, seconds: float, *, threads: int, seed: int = 0
+    names: Sequence[str], source: Path, seconds: float, *, precision: str, threads: int, seed: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """What each reached, by name, one after the other as they end. Of one that failed: the end of what it said."""
-    pythons = {name: python_of(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="cifar-peers-") as folder:
         data = Path(folder) / "images.npz"
         np.savez(data, **arrays(source))
+        numbers = {"seconds": seconds, "precision": precision, "threads": threads, "seed": seed}
+        (Path(folder) / "budget.json").write_text(json.dumps({"data": str(data), **numbers}))
         for name in names:
-            budget = {"data": str(data), "seconds": seconds, "threads": threads, "seed": seed}
-            (Path(folder) / "budget.json").write_text(json.dumps(budget))
             title = f"{PEERS[name].label}: {RACERS[name]}"
-            yield name, {"title": title, **_race(name, pythons[name], folder, seconds)}
+            yield name, {"title": title, **_race(name, folder, seconds, threads)}
 
 
-def _race(name: str, python: Path, folder: str, seconds: float) -> dict[str, Any]:
+def _race(name: str, folder: str, seconds: float, threads: int) -> dict[str, Any]:
     out = Path(folder) / f"{name}.json"
-    threads = json.loads((Path(folder) / "budget.json").read_text())["threads"]
     variables = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE)}
-    command = [str(python), str(HERE / f"cifar_{name}.py"), "budget.json", str(out)]
+    command = [str(python_of(name)), str(HERE / f"cifar_{name}.py"), "budget.json", str(out)]
     try:
         done = subprocess.run(
             command,
@@ -75,7 +79,11 @@ def told(seen: dict[str, Any], seconds: float) -> str:
 
 
 def arrays(source: Path) -> dict[str, Any]:
-    """Training and test images as arrays, from the published archive or from folders of classes."""
+    """Training and test images as arrays, from the published archive or from folders of classes.
+
+    Raises:
+        SystemExit: If ``source`` holds neither.
+    """
     from paceline.data.image.cifar import find_cifar_archive, read_cifar10
 
     archive = find_cifar_archive(source)

@@ -50,7 +50,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def main() -> None:
     """Train as asked."""
     budget = begin()
-    model = Fast(torchvision.models.resnet18(num_classes=CLASSES))
+    model = Fast(torchvision.models.resnet18(num_classes=CLASSES), budget.precision)
     fitting = fit_steps(budget, model, lambda count: loader(budget, shifted(), _BATCH, count), sgd)
     budget.steps = steps = int(fitting / _SHARE)
     trainer = Trainer(

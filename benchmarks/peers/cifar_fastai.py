@@ -18,7 +18,7 @@ _BATCH, _LR, _DECAY = 512, 3e-3, 0.4
 def main() -> None:
     """Train as asked."""
     budget = begin()
-    model = Fast(xresnet18(n_out=CLASSES))
+    model = Fast(xresnet18(n_out=CLASSES), budget.precision)
 
     def adam(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=_LR)

@@ -1,8 +1,9 @@
 """What is every contender of the CIFAR-10 race given? The images, a budget of seconds, and the faster numbers.
 
 A contender is a program of its own, ``cifar_NAME.py BUDGET.json OUT.json``, with the settings that its authors give for
-CIFAR-10, or else its defaults. What they leave open is chosen in its favour: bf16 and channels last, as our recipe has
-them, a schedule fitted to as many steps as the budget holds, and the mean of each image's answers and its mirror's.
+CIFAR-10, or else its defaults. What they leave open is chosen in its favour: the precision that our recipe takes on
+this machine (bf16 only where the processor has products in it), channels last, a schedule fitted to as many steps as
+the budget holds, and the mean of each image's answers and its mirror's.
 Loading the images, finding out how long a step takes, and scoring are not in the budget. This file imports torch and
 torchvision only.
 """
@@ -40,6 +41,7 @@ class Budget:
     Attributes:
         data: A file of arrays: ``train_images`` and ``test_images`` uint8 [N, 32, 32, 3], and their labels.
         seconds: That its steps may take.
+        precision: ``fp32``, or ``bf16`` for autocast.
         threads: Of the process.
         workers: Loader processes beside it.
         seed: Of the weights and the order.
@@ -50,6 +52,7 @@ class Budget:
 
     data: str
     seconds: float
+    precision: str
     threads: int = 2
     workers: int = 1
     seed: int = 0
@@ -97,15 +100,16 @@ def begin() -> Budget:
 
 
 class Fast(nn.Module):
-    """A network in bf16 and channels last."""
+    """A network in the faster numbers and channels last."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__()
+        self.is_bf16 = precision == "bf16"
         self.model = model.to(memory_format=torch.channels_last)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images to logits in fp32."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_bf16):
             answers: torch.Tensor = self.model(images.contiguous(memory_format=torch.channels_last))
         return answers.float()
 

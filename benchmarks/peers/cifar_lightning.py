@@ -15,12 +15,12 @@ from torch import nn
 _BATCH = 256
 
 
-def network() -> nn.Module:
+def network(precision: str) -> nn.Module:
     """torchvision's ResNet-18 with a first convolution for small images."""
     model = torchvision.models.resnet18(num_classes=CLASSES)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()
-    return Fast(model)
+    return Fast(model, precision)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -50,7 +50,7 @@ def main() -> None:
     """Train as asked."""
     warnings.filterwarnings("ignore")
     budget = begin()
-    model = network()
+    model = network(budget.precision)
     steps = fit_steps(budget, model, lambda count: loader(budget, shifted(), _BATCH, count), sgd)
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -1,8 +1,8 @@
 """In what time, and how accurately, does the public record's own program train on the same images?
 
-The program (KellerJordan/cifar10-airbench, ``airbench94_muon.py`` or ``airbench96_faster.py``, MIT) is no part of this
-repository: give its path. It runs as it is, on a GPU, in a folder where the images lie in the files that it would
-have made of its download; what it prints for each run is read. Its first run warms up and is not counted.
+The program (KellerJordan/cifar10-airbench, ``airbench94_muon.py``, MIT) is no part of this repository: give its path.
+It runs as it is, on a GPU, in a folder where the images lie in the files that it would have made of its download; what
+it prints for each run is read. Its first run warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from cifar import arrays
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-_COLUMNS = 6
+_COLUMNS = ["run", "epoch", "train_acc", "val_acc", "tta_val_acc", "time_seconds"]
 
 
 def record(program: Path, source: Path, runs: int) -> dict[str, Any]:
     """What so many runs of the program print; it is ended after them.
 
     Raises:
-        SystemExit: If it ends before, with the last of what it said.
+        SystemExit: If it ends before, with the last of what it said, or prints another table.
     """
     with tempfile.TemporaryDirectory(prefix="cifar-record-") as folder:
         _files(source, Path(folder) / "cifar10")
@@ -38,12 +38,14 @@ def record(program: Path, source: Path, runs: int) -> dict[str, Any]:
         ) as process:
             assert process.stdout is not None
             found = []
-            for line in process.stdout:
-                said.append(line)
-                found = finished(said)
-                if len(found) >= runs:
-                    process.kill()
-                    break
+            try:
+                for line in process.stdout:
+                    said.append(line)
+                    found = finished(said)
+                    if len(found) >= runs:
+                        break
+            finally:
+                process.kill()
         if len(found) < runs:
             sys.exit(f"{program} ended after {len(found)} of {runs} runs:\n{''.join(said[-12:])}")
     return {"program": program.name, "runs": found}
@@ -52,13 +54,19 @@ def record(program: Path, source: Path, runs: int) -> dict[str, Any]:
 def finished(lines: Iterable[str]) -> list[dict[str, float]]:
     """Accuracy in percent and seconds of the runs in a table that the program prints, the one for warming up left out.
 
-    A row is ``| run | epoch | train_acc | val_acc | tta_val_acc | time_seconds |``; the number of a run is in its first
-    row only, and its result in the row of the epoch ``eval``.
+    The number of a run is in its first row only, and its result in the row of the epoch ``eval``.
+
+    Raises:
+        SystemExit: If the table has other columns: then it is another program's.
     """
     run, found = "", []
     for line in lines:
         cells = [each.strip() for each in line.strip().strip("|").split("|")]
-        if len(cells) != _COLUMNS:
+        if cells[0] == "run" and cells != _COLUMNS:
+            sys.exit(
+                f"the program's table has the columns {', '.join(cells)}, not {', '.join(_COLUMNS)}: another program?"
+            )
+        if len(cells) != len(_COLUMNS):
             continue
         run = cells[0] or run
         if cells[1] == "eval" and run.isdecimal():

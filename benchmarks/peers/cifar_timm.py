@@ -17,7 +17,7 @@ _WARMUP = 5 / 300  # epochs, of its defaults
 def main() -> None:
     """Train as asked."""
     budget = begin()
-    model = Fast(create_model("resnet18", num_classes=CLASSES))
+    model = Fast(create_model("resnet18", num_classes=CLASSES), budget.precision)
 
     def batches(count: int) -> object:
         return create_loader(

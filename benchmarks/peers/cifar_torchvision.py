@@ -22,7 +22,7 @@ def main() -> None:
             transforms.Normalize(MEAN, STD),
         ]
     )
-    model = Fast(torchvision.models.resnet18(num_classes=CLASSES))
+    model = Fast(torchvision.models.resnet18(num_classes=CLASSES), budget.precision)
 
     def sgd(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4)

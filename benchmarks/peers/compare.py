@@ -215,6 +215,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     every = [key for key, workload in WORKLOADS.items() if workload.spec.device == device]
     for key in every if options.workload == "all" else [options.workload]:
         workload = WORKLOADS[key]
+        if strangers := set(options.peers or ()) - set(workload.contenders):
+            parser.error(
+                f"{key} is not for {', '.join(sorted(strangers))}: choose from {', '.join(workload.contenders)}"
+            )
         spec = workload.spec
         pythons = {
             name: Path(sys.executable) if options.here else python_of(name)
@@ -223,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known = facts()
         folder = photographs(16_000 if spec.device == "cuda" else 4_000) if spec.data == "folder" else ""
         found, failed = compare(workload, pythons, options.rounds, folder)
+        if US in failed:
+            sys.exit(f"{key}: Paceline itself failed, so that there is nothing to compare: {failed[US]}")
         figures = summary(workload, found)
         lines = table(workload.title, figures)
         print("\n".join(lines))

@@ -46,12 +46,14 @@ with records, sample ledger and clock on; progress bars and loggers, its own Ten
 
 Not the same are things a trainer chooses for itself. Paceline keeps freed memory ([decision
 69](decisions/0069-freed-memory-is-kept.md)), lets DDP copy and broadcast less ([decision
-3](decisions/0003-what-rides-on-the-gradient-reduction.md)), and decodes of a JPEG file only what the crop shows, at a
-smaller scale where the crop is to become much smaller ([recipes](recipes.md)).
+3](decisions/0003-what-rides-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
+smaller scale where the crop is to become much smaller ([recipes](recipes.md)), and shifts and flips images that are
+held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)), where the others' guides
+have torchvision do it image by image.
 
 "By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
-MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options: in the rows of loop overhead, what lies between
-that column and 1 is what Paceline's loop costs.
+MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options. In the rows of loop overhead it is the column to
+hold Paceline's loop against: what it is below 1, that loop costs; where it is above, it costs less than can be seen.
 
 Measured on {cpu}, {cores} cores, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python}, {date}.
 {gpu} A machine with two cores says little about one with many.
@@ -69,13 +71,14 @@ _GPU = """\
 Measured on {device} with {cores} cores, PyTorch {torch}, Python {python}, {date}. ResNet-50 in bf16, channels last,
 compiled by all but the first, which is the loop as a tutorial has it; "by hand, tuned" adds the fused optimizer and
 cuDNN's search for algorithms. "One batch" lies on the GPU and is trained on again and again, as timm's benchmark does;
-Paceline's synthetic batches are made so too.
+Paceline's lies in main memory, and is copied and normalised at each step, as its synthetic batches are. "Packed" reads
+files that were made smaller beforehand (400 pixels at most), as its guide says for processors that cannot keep up.
 """
 _AFTERWARDS = """\
 ## Measure it yourself
 
 ```console
-python benchmarks/peers/compare.py all --rounds 5      # makes an environment for each peer at the first time
+python benchmarks/peers/compare.py all --rounds 5      # with a GPU, the workloads for GPUs; makes environments at first
 python benchmarks/peers/publish.py                     # writes this page
 ```
 """
@@ -86,20 +89,22 @@ _SHORT = {
 _WHY = {
     "peak_mebibytes": """\
 Part of it is freed memory, which Paceline keeps for the next step as the tuned loop does; the rest is the library, what
-it imports and its records ([decision 72](decisions/0072-where-others-are-ahead.md)).""",
+it imports and its records.""",
     "first_step_seconds": """\
 Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
 samples ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)).""",
     "resumed_first_step_seconds": """\
-As at the first start; besides, every file of the checkpoint is read and its SHA-256 compared before it is believed.""",
+Paceline plans and opens its records as at the first start; besides, every file of the checkpoint is read and its
+SHA-256 compared before it is believed.""",
     "saving_step_milliseconds": """\
 [Decision 72](decisions/0072-where-others-are-ahead.md) says what a save is made of.""",
     "standstill_milliseconds": """\
 Paceline copies the state, and the steps after it share two cores with the thread that writes.""",
     "pause_milliseconds": """\
-Paceline computes the SHA-256 of all that it writes, and it and the loops by hand see to it that the disk has it; the
-others do not, so that a power cut may take the checkpoint
-([decision 13](decisions/0013-checkpoints-are-written-beside-training.md)).""",
+Paceline computes the SHA-256 of all that it writes, and it and the loops by hand see to it that the disk has it, which
+the others do not, so that a power cut may take the checkpoint
+([decision 13](decisions/0013-checkpoints-are-written-beside-training.md)). That is not all of it: see the two loops by
+hand, and [decision 72](decisions/0072-where-others-are-ahead.md).""",
 }
 
 
@@ -138,9 +143,9 @@ def newest() -> dict[str, dict[str, Any]]:
     """The newest result file of each workload."""
     found = {}
     for workload in (*ORDER, *ON_GPU):
-        files = sorted(RESULTS.glob(f"peers-{workload}_*.json"), key=lambda path: path.stem.rpartition("_")[2])
+        files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob(f"peers-{workload}_*.json")]
         if files:
-            found[workload] = json.loads(files[-1].read_text())
+            found[workload] = max(files, key=lambda each: (each[0]["facts"]["date"], each[1]))[0]
     return found
 
 
@@ -177,36 +182,41 @@ def _labels(table: Sequence[Row]) -> dict[str, str]:
 
 
 def ahead(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each figure at which somebody takes clearly less than we do."""
-    table, lines = rows(results), []
-    labels = _labels(table)
-    for row in table:
-        quicker = {name: cost for name, cost in row.costs.items() if name != US and _is_ahead(cost)}
-        if quicker:
-            who = [
-                f"{labels[name]} {middle:.2f} ({least:.2f} to {most:.2f})"
-                for name, (middle, least, most) in sorted(quicker.items(), key=lambda each: each[1])
-            ]
-            agreed = any(most < 1 for _, _, most in quicker.values())
-            lines.append(_line(row.title, row.unit, who, row.key, "" if agreed else "In no case in every round."))
-    for result in results.values():
-        for key, figure in result["figures"].items():
-            contenders = figure["contenders"]
-            ours = contenders[US]["values"]
-            less = [
-                each
-                for each in contenders.values()
-                if each["times_ours"] is None and each["values"]["median"] < (1 - _EQUAL) * ours["median"]
-            ]
-            if less:
-                ordered = sorted(less, key=lambda each: each["values"]["median"])
-                who = [f"{each['title']} {_spread(each['values'])}" for each in ordered]
-                lines.append(_line(result["title"], figure["title"], who, key, f"Paceline {_spread(ours)}."))
+    """A line for each figure at which somebody takes clearly less than we do; those without a ratio last."""
+    table, lines = {(row.workload, row.key): row for row in rows(results)}, []
+    for has_ratio in (True, False):
+        for workload, result in results.items():
+            for key, figure in result["figures"].items():
+                row = table.get((workload, key))
+                if (row is not None) != has_ratio or not (who := _quicker(result, key, row)):
+                    continue
+                ours = "" if has_ratio else f"Paceline {_spread(figure['contenders'][US]['values'])}."
+                lines.append(_line(result["title"], figure["title"], who, key, ours))
     return lines or ["Nobody."]
 
 
+def _quicker(result: Mapping[str, Any], key: str, row: Row | None) -> list[str]:
+    """Who takes clearly less, most of all first, and in how many rounds; our own other ways are not asked."""
+    figure, found = result["figures"][key], []
+    ours = figure["contenders"][US]["values"]["median"]
+    for name, each in figure["contenders"].items():
+        if name.startswith(US):
+            continue
+        middle = row.costs[name][0] if row else each["values"]["median"] / ours
+        if middle < 1 - _EQUAL:
+            said = "{:.2f} ({:.2f} to {:.2f})".format(*row.costs[name]) if row else _spread(each["values"])
+            found.append((middle, f"{each['title']} {said}, in {_rounds_ahead(result, key, name)} rounds"))
+    return [text for _, text in sorted(found)]
+
+
+def _rounds_ahead(result: Mapping[str, Any], key: str, name: str) -> str:
+    more = result["figures"][key]["more_is_better"]
+    pairs = [(other[key], own[key]) for other, own in zip(result["rounds"][name], result["rounds"][US], strict=True)]
+    return f"{sum(other > own if more else other < own for other, own in pairs)} of {len(pairs)}"
+
+
 def _line(title: str, unit: str, who: Sequence[str], key: str, more: str) -> str:
-    return " ".join(filter(None, (f"- **{title}, {_plain(unit)}**: {', '.join(who)}.", more, _WHY.get(key))))
+    return " ".join(filter(None, (f"- **{title}, {_plain(unit)}**: {'; '.join(who)}.", more, _WHY.get(key))))
 
 
 def _spread(values: Mapping[str, float]) -> str:
@@ -259,7 +269,7 @@ def plot(table: Sequence[Row]) -> str:
 def _facts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What all were measured on, and until when; machines may differ: only a workload's own rounds are compared."""
     every = [result["facts"] for result in results.values()]
-    for key in ("cores", "torch", "python"):
+    for key in ("cores", "torch", "python", "device"):
         if len({each[key] for each in every}) > 1:
             sys.exit(f"the result files differ in {key}: measure them on machines that are alike")
     cpus = " and ".join(dict.fromkeys(each["cpu"] for each in every))

@@ -14,9 +14,7 @@ from paceline.machine import available_cores
 
 Seen = Mapping[str, Any]
 _USUAL_STEPS = 6
-EVERYWHERE = (
-    *("raw", "raw-tuned", "torchvision", "timm", "accelerate", "lightning", "fastai", "composer", "paceline"),
-)
+EVERYWHERE = ("raw", "raw-tuned", "torchvision", "timm", "accelerate", "lightning", "fastai", "composer", "paceline")
 _ON_GPU = ("raw", "raw-tuned", "timm", "paceline")
 
 

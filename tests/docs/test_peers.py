@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 
@@ -71,6 +73,10 @@ def test_runs_of_the_record_are_read_without_the_one_that_warms_up(peers: Any) -
     finished = peers("cifar_record").finished
     assert finished(TABLE.splitlines()) == [{"top1_accuracy": pytest.approx(94.02), "seconds": 2.6}]
     assert finished([]) == []
+    with pytest.raises(
+        SystemExit, match=r"the program's table has the columns run, epoch, train_loss, .*: another program\?"
+    ):
+        finished(TABLE.replace("|  train_acc", "|  train_loss  |  train_acc").splitlines())
 
 
 def test_the_record_finds_the_images_where_it_looks_for_them(
@@ -98,3 +104,46 @@ def test_the_record_finds_the_images_where_it_looks_for_them(
     assert "mean top-1 94.02 %, 2.60 s" in module.told(found)[1]
     with pytest.raises(SystemExit, match=r"program\.py ended after 1 of 2 runs"):
         module.record(program, tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "there are no images at data.path: give data.path=CIFAR10"),
+        (("data.path=nowhere",), "there are no images at nowhere"),
+        (("data.path=.", "--seeds"), "--seeds without a number needs --peers and --budget"),
+        (("data.path=.", "--seeds", "--budget", "9"), "--seeds without a number needs --peers and --budget"),
+        (("data.path=.", "--peers", "tim"), "invalid choice: 'tim'"),
+        (("data.path=.", "--seeds", "--peers", "timm", "--budget", "9", "--record", "x.py"), "--record runs as often"),
+    ],
+)
+def test_what_cannot_be_raced_is_refused_at_once(
+    peers: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    asked = peers("cifar10_speedrun").asked
+    with pytest.raises(SystemExit) as refused:
+        asked(["cifar10-speedrun-cpu", *words])
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_race_may_do_without_runs_of_ours(peers: Any) -> None:
+    options = peers("cifar10_speedrun").asked(["x", "data.path=.", "--seeds", "--peers", "timm", "--budget", "9"])
+    assert (options.seeds, options.peers, options.budget) == ([], ["timm"], 9)
+
+
+def test_what_a_racer_reached_is_told_and_what_failed_too(peers: Any) -> None:
+    told = peers("cifar").told
+    reached = {"title": "A: B", "top1_accuracy": 81.5, "epochs": 3.25, "train_seconds": 98.6}
+    assert told(reached, 100) == "A: B: top-1 81.50 % after 3.25 epochs, 99 s of its steps; 100 s were given."
+    assert told({"title": "A: B", "failed": "no\n  room"}, 100) == "A: B: failed: no room"
+
+
+def test_racers_compute_in_the_precision_they_are_given(peers: Any) -> None:
+    fast = peers("cifar_given").Fast
+    for precision, kind in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        seen = []
+        layer = nn.Conv2d(3, 2, 3)
+        layer.register_forward_hook(lambda _layer, _given, answer, seen=seen: seen.append(answer.dtype))
+        assert fast(layer, precision)(torch.ones(1, 3, 4, 4)).dtype == torch.float32
+        assert seen == [kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -30,13 +31,18 @@ def of(*values: float) -> dict[str, float]:
 
 FACTS = {
     "cpu": "a processor", "cores": 2, "torch": "2.14.1", "python": "3.11.7", "date": "2026-11-23",
-    "command": "compare.py loop-64", "revision": "abc1234", "load_average_before": 0.1,
+    "device": "cpu", "command": "compare.py loop-64", "revision": "abc1234", "load_average_before": 0.1,
 }  # fmt: skip
 RESULTS: dict[str, Any] = {
     "loop-64": {
         "title": "loop overhead: a small network",
         "facts": FACTS,
         "failed": {},
+        "rounds": {
+            "raw": [{"step_milliseconds": value} for value in (60, 61, 62)],
+            "timm": [{"step_milliseconds": value} for value in (27, 27, 30)],
+            "paceline": [{"step_milliseconds": value} for value in (30, 30.5, 31)],
+        },
         "figures": {
             "step_milliseconds": {
                 "title": "milliseconds a step",
@@ -53,6 +59,11 @@ RESULTS: dict[str, Any] = {
         "title": "two processes",
         "facts": FACTS,
         "failed": {"timm": "timm ended with exit code 1:\nand more"},
+        "rounds": {
+            "raw": [{"images_per_second": value} for value in (990, 1000)],
+            "lightning": [{"images_per_second": 500}] * 2,
+            "paceline": [{"images_per_second": 1000}] * 2,
+        },
         "figures": {
             "images_per_second": {
                 "title": "images/s",
@@ -80,17 +91,18 @@ def test_the_page_names_who_is_ahead_and_who_failed(publish: Any) -> None:
     ahead, _, figures = rest.partition("## In figures")
     assert "| loop overhead: a small network: milliseconds a step | 2.00 | **0.90** | — |" in table
     assert "time for the same images | 1.01 | failed | 2.00 |" in table
-    assert "milliseconds a step**: timm 1.0.31 0.90 (0.89 to 0.95)." in ahead
+    assert "milliseconds a step**: timm 1.0.31 0.90 (0.89 to 0.95), in 3 of 3 rounds." in ahead
     assert "images" not in ahead, "within a fiftieth nobody is ahead"
     assert "timm failed at ddp-2: timm ended with exit code 1:" in figures
     assert "| timm 1.0.31 | 27 | 27 | 30 |\n| Paceline | 30.5 |" in figures, "best first"
 
 
-def test_rounds_that_disagree_are_named_as_such(publish: Any) -> None:
+def test_in_how_many_rounds_somebody_was_ahead_is_said(publish: Any) -> None:
     results = copy.deepcopy(RESULTS)
+    results["loop-64"]["rounds"]["timm"][1]["step_milliseconds"] = 30.8
     contenders = results["loop-64"]["figures"]["step_milliseconds"]["contenders"]
     contenders["timm"]["times_ours"] = of(0.8, 0.9, 1.01)
-    assert "timm 1.0.31 0.90 (0.80 to 1.01). In no case in every round." in publish.page(results)
+    assert "timm 1.0.31 0.90 (0.80 to 1.01), in 2 of 3 rounds." in publish.page(results)
     contenders["timm"]["times_ours"] = of(0.97, 0.99, 1)
     assert "\nNobody.\n" in publish.page(results), "within a fiftieth nobody is ahead"
 
@@ -101,9 +113,14 @@ def test_what_is_no_ratio_names_who_is_ahead_too(publish: Any) -> None:
     pause["title"] = "milliseconds that a save costs"
     for each in pause["contenders"].values():
         each["times_ours"] = None
+    for rounds in results["loop-64"]["rounds"].values():
+        for each in rounds:
+            each["pause_milliseconds"] = each["step_milliseconds"]
     results["loop-64"]["figures"]["pause_milliseconds"] = pause
     text = publish.page(results)
-    assert "milliseconds that a save costs**: timm 1.0.31 27 (27 to 30). Paceline 30 (30 to 31)." in text
+    assert (
+        "milliseconds that a save costs**: timm 1.0.31 27 (27 to 30), in 3 of 3 rounds. Paceline 30 (30 to 31)." in text
+    )
     assert len(publish.rows(results)) == 2, "no ratio of what may be about nothing"
 
 
@@ -136,11 +153,25 @@ def test_what_a_gpu_measured_has_a_section_and_a_machine_of_its_own(publish: Any
     assert "Nothing here was measured on a GPU" in publish.page(RESULTS)
     facts = {**FACTS, "device": "NVIDIA H200", "cores": 16, "torch": "2.11.0", "python": "3.12.3"}
     resident = {**copy.deepcopy(RESULTS["ddp-2"]), "title": "ResNet-50 on a GPU", "facts": facts, "failed": {}}
-    resident["figures"]["images_per_second"]["contenders"]["raw"]["times_ours"] = of(1.1, 1.2)
+    contenders = resident["figures"]["images_per_second"]["contenders"]
+    contenders["raw"]["times_ours"] = of(1.1, 1.2)
+    contenders["paceline-packed"] = {**contenders["raw"], "title": "Paceline, packed"}
     text = publish.page({**RESULTS, "gpu-resident": resident})
     cpu, _, gpu = text.partition("## On a GPU")
     assert "Nothing here was measured on a GPU" not in cpu
     assert "ResNet-50" not in cpu, "two machines are not in one table"
     assert "Measured on NVIDIA H200 with 16 cores, PyTorch 2.11.0" in gpu
-    assert "| ResNet-50 on a GPU: time for the same images | **0.83** | 2.00 |" in gpu
+    assert "| ResNet-50 on a GPU: time for the same images | **0.83** | 2.00 | **0.83** |" in gpu
     assert "PyTorch, by hand 0.83 (0.83 to 0.91)" in gpu
+    assert "Paceline, packed 0.83" not in gpu, "another way of ours is nobody else"
+    folder = {**resident, "facts": {**facts, "device": "NVIDIA H100"}}
+    with pytest.raises(SystemExit, match="the result files differ in device"):
+        publish.page({**RESULTS, "gpu-resident": resident, "gpu-folder": folder})
+
+
+def test_the_newest_file_of_a_month_counts(publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "RESULTS", tmp_path)
+    for name, date in (("aaa", "2026-11-24"), ("zzz", "2026-11-23")):
+        result = {**RESULTS["loop-64"], "facts": {**FACTS, "cpu": name, "date": date}}
+        (tmp_path / f"peers-loop-64_{name}_2026-11.json").write_text(json.dumps(result))
+    assert publish.newest()["loop-64"]["facts"]["cpu"] == "aaa"

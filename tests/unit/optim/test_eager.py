@@ -80,6 +80,26 @@ def test_who_has_such_a_method_of_its_own_keeps_it() -> None:
     assert eager(torch.optim.SGD) is eager(torch.optim.SGD)
 
 
+OF_EACH_KIND = """
+import sys, torch
+from paceline.optim.build import build_optimizer
+from paceline.recipe.optimizer import Optimizer
+for name, more in ('rmsprop', {}), ('adafactor', {}), ('muon', {'rest': 'sgd'}):
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2, 2))
+    optimizer = build_optimizer(network, Optimizer(name=name, lr=0.01, **more), torch.device('cpu'))
+    network(torch.ones(1, 1, 3, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    print(name, 'torch._dynamo' in sys.modules)
+"""
+
+
+def test_no_other_optimizer_of_torchs_loads_it_either() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_EACH_KIND], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rmsprop", "False", "adafactor", "False", "muon", "False"]
+
+
 @pytest.mark.parametrize("more", [(), ("optimizer.name=adamw", "optimizer.lr=0.01")], ids=["sgd", "adamw"])
 def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, more: tuple[str, ...]) -> None:
     """Trained, saved, stopped and gone on with."""

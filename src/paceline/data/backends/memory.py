@@ -15,8 +15,9 @@ import torch
 
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
+from paceline.data.image.batched import shrunk
 from paceline.data.image.source import BrokenImageError, Image, SampleSource, as_array, unrepeated
-from paceline.data.image.store import ImageStore, StoreShape, dense, shrunk
+from paceline.data.image.store import ImageStore, StoreShape, dense
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.image.variation import Variation, asks_for_variation
 from paceline.data.slices import SampleIds, SampleSlice
@@ -110,7 +111,8 @@ class MemoryBackend:
         indices: tuple[torch.Tensor, torch.Tensor],
     ) -> Batch:
         starts, rows = indices
-        inputs = shrunk(self._opened().gather(starts), self._view.size_at(piece.epoch))
+        size = self._view.size_at(piece.epoch)
+        inputs = shrunk(self._opened().gather(starts), size, self._view.interpolation)
         if self._one_by_one:
             # Laid out as loader processes have them: what is computed from a picture may depend on how it lies.
             inputs = self._variation(inputs.contiguous(), ids, piece.epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from paceline.data.image.augmentation import Draws
 from paceline.data.image.store import ImageStore, StoreShape
@@ -38,3 +39,24 @@ def vary(images: torch.Tensor, augment: Augment, draws: Draws) -> torch.Tensor:
         starts = store.starts(np.arange(count), draws)
         images = store.gather(torch.from_numpy(starts)).contiguous()
     return flip_some(images, draws.flip)
+
+
+def shrunk(images: torch.Tensor, size: int, interpolation: str = "bilinear") -> torch.Tensor:
+    """Images uint8 [N, C, S, S] at a smaller size, each pixel from all that it covers; as they are if ``size`` is S.
+
+    Of an image the result is the same whatever else is in the batch.
+
+    Args:
+        images: Shifted and flipped as they are to be.
+        size: Height and width of the result.
+        interpolation: ``bilinear`` or ``bicubic``.
+    """
+    if images.shape[-1] == size:
+        return images
+    if not len(images):
+        return images.new_empty((0, images.shape[1], size, size))
+    if images.device.type == "cpu":
+        return functional.interpolate(images, size=(size, size), mode=interpolation, antialias=True)
+    # Elsewhere torch resizes no whole numbers.
+    smaller = functional.interpolate(images.float(), size=(size, size), mode=interpolation, antialias=True)
+    return smaller.round_().clamp_(0, 255).to(torch.uint8)

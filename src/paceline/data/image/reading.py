@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.batched import vary
+from paceline.data.image.batched import shrunk, vary
 from paceline.data.image.decode import DecodedPicture, Picture
 from paceline.data.image.jpeg import resizes
 from paceline.data.image.source import BrokenImageError, SampleSource, announce, encoded_source
@@ -87,7 +87,7 @@ class SliceReader:
         view = self._view
         announce(self._source, piece.ids)
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
-        size = view.size_at(piece.epoch)
+        size = view.read_size_at(piece.epoch)
         shape = piece.shape or (size, size)
         try:
             inputs = self._empty(len(piece.ids), shape)
@@ -198,6 +198,7 @@ class SliceReader:
         if draws is not None:
             if self._shifts:
                 inputs = vary(inputs, self._augment, draws)
+            inputs = shrunk(inputs, self._view.size_at(piece.epoch), self._view.interpolation)
             inputs = self._variation(inputs, ids, piece.epoch)
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 

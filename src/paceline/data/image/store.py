@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from paceline.data.image.augmentation import Draws
 from paceline.recipe.data import Augment
@@ -149,22 +148,6 @@ def dense(images: torch.Tensor) -> torch.Tensor:
     """Images without gaps between their rows, channels where they were; copied only if there are gaps."""
     last = images.stride(1) == 1 and images.shape[1] > 1
     return images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-
-
-def shrunk(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Images uint8 [N, C, S, S] at a smaller size, each pixel from all that it covers; as they are if ``size`` is S.
-
-    Of an image the result is the same whatever else is in the batch.
-    """
-    if images.shape[-1] == size:
-        return images
-    if not len(images):
-        return images.new_empty((0, images.shape[1], size, size))
-    if images.device.type == "cpu":
-        return functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    # Elsewhere torch resizes no whole numbers.
-    smaller = functional.interpolate(images.float(), size=(size, size), mode="bilinear", antialias=True)
-    return smaller.round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _pictures(runs: torch.Tensor, shape: StoreShape, height: int) -> torch.Tensor:

@@ -49,6 +49,15 @@ class View:
         """Height and width of an epoch's images."""
         return self.progressive.size_at(epoch, self.image_size)
 
+    def read_size_at(self, epoch: int) -> int:
+        """Height and width at which an epoch's images are read, which is not smaller than ``size_at``.
+
+        A random crop is resized once, to what the model sees. Others are read at their full size, shifted and flipped,
+        and made smaller then, by every back-end: a shift of 2 pixels is the same part of an image in all epochs.
+        """
+        cropped = self.augment is not None and self.augment.crop == "random_resized"
+        return self.size_at(epoch) if cropped else self.image_size
+
     def __post_init__(self) -> None:
         augment = self.augment
         if augment is None or augment.crop != "pad" or augment.padding_mode != "reflect":

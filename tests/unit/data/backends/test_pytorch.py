@@ -87,6 +87,20 @@ def test_agrees_with_memory_on_resized_images(
         assert same(first, second)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("last", [False, True], ids=["rows", "channels last"])
+@pytest.mark.parametrize("augment", AUGMENTS[1:4], ids=NAMES[1:4])
+def test_agrees_with_memory_while_images_grow(
+    mixed: FileSource, augment: Augment, last: bool, interpolation: str, slices: Slices, same: Same
+) -> None:
+    plain = replace(view(augment, 16), interpolation=interpolation)
+    growing = replace(plain, progressive=Progressive(start_size=8, end=2, multiple=4))
+    pieces = [each for epoch in range(3) for each in slices(range(9), [11], epoch=epoch)]
+    memory = list(MemoryBackend(mixed, growing, channels_last=last).batches(pieces))
+    assert [batch.inputs.shape[-1] for batch in memory] == [8, 8, 12, 12, 16, 16]
+    assert all(same(one, other) for one, other in zip(memory, read(mixed, pieces, growing, 0), strict=True))
+
+
 def test_repeats_are_one_image_varied_anew(small: FileSource, slices: Slices, same: Same) -> None:
     Path(small.path(7)).unlink()
     source = repeated(small, 3)

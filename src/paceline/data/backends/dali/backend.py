@@ -20,7 +20,7 @@ import torch
 from paceline.data.backends.dali.graph import Asked, Graph, GraphSettings
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.batched import vary
+from paceline.data.image.batched import shrunk, vary
 from paceline.data.image.decode import DecodedPicture, Picture
 from paceline.data.image.jpeg_head import plain_jpeg
 from paceline.data.image.source import BrokenImageError, EncodedSource
@@ -154,7 +154,7 @@ class DaliBackend:
         """Have a slice's files read."""
         view, ids = self._view, piece.ids.tolist()
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
-        size = view.size_at(piece.epoch)
+        size = view.read_size_at(piece.epoch)
         work = _Work(piece, draws, piece.shape or (size, size), [])
         for at in range(0, len(ids), _READ_AT_ONCE):
             work.reading.append(self._readers.submit(self._read, work, range(at, min(at + _READ_AT_ONCE, len(ids)))))
@@ -306,6 +306,8 @@ class DaliBackend:
         inputs = self._inputs(work)
         if self._flips_later and self._view.augment is not None and work.draws is not None:
             inputs = vary(inputs, self._view.augment, work.draws.where(whole))
+        if work.draws is not None:
+            inputs = shrunk(inputs, self._view.size_at(work.piece.epoch), self._view.interpolation)
         targets = torch.from_numpy(self._source.labels[ids])
         if self._pin_memory:
             targets = targets.pin_memory()
