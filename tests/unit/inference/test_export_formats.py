@@ -328,6 +328,8 @@ def left(folder: Path) -> set[str]:
 def test_what_is_refused(
     digits: Path, tmp_path: Path, form: str, output: str, options: dict[str, Any], said: str
 ) -> None:
+    if form == "onnx":
+        pytest.importorskip("onnx")
     (tmp_path / "there").mkdir()
     with pytest.raises(PacelineError, match=said):
         written(digits, tmp_path / output, form, **options)
@@ -375,6 +377,7 @@ def undecided(num_classes):
 def test_a_network_that_cannot_be_traced(
     train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("onnx")
     (tmp_path / "undecided_network.py").write_text(UNEXPORTABLE)
     monkeypatch.syspath_prepend(tmp_path)
     run = train(
@@ -404,6 +407,7 @@ def test_what_no_format_but_safetensors_holds() -> None:
 
 
 def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx")
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(PacelineError, match=r"needs onnxruntime .*pip install 'paceline\[onnx\]'"):
         written(digits, tmp_path / "a.onnx", "onnx")
