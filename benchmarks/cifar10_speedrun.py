@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _tell(options, {"processor_seconds": costs}, [f"A step of 500 images, one thread: {each}."], known)
         return
     # Where the images lie is no part of the result.
-    known["command"] = known["command"].replace(_path(options), "CIFAR10")
+    known["command"] = known["command"].replace(f"data.path={_path(options)}", "data.path=CIFAR10")
     cifar.prepare(_racers(options))
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
