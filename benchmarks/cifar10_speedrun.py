@@ -3,9 +3,9 @@
 Runs ``paceline train RECIPE`` as a user would, once per seed, one after the other. A run has reached the target at the
 end of its first evaluation that is no worse; evaluations before it are in its time, so that a recipe which evaluates
 only at its end is measured as it is. Three times are told: from the command's start (imports, listing and decoding the
-files, the network's first weights are in it); of the steps and evaluations alone, with the images in memory, as the
-public record counts; and processor seconds of the whole command. Runs that do not reach the target are counted and
-have no time.
+files, the network's first weights are in it); of the steps and evaluations alone, with the images in memory (the public
+record's own clock has the whitening of the first layer in it too); and processor seconds of the whole command. Runs
+that do not reach the target are counted and have no time.
 
     python benchmarks/cifar10_speedrun.py cifar10-speedrun-cpu data.path=CIFAR10 --target 90 --seeds 0 1 2 --peers all
     python benchmarks/cifar10_speedrun.py cifar10-speedrun data.path=CIFAR10 --target 94 --seeds $(seq 0 19)
@@ -47,6 +47,7 @@ import cifar
 import cifar_record
 from hardware import facts, spread, write_result
 
+from paceline.errors import PacelineError
 from paceline.models.build import build_model
 from paceline.models.transfer import freeze
 from paceline.recipe.load import load_recipe
@@ -63,11 +64,13 @@ def measure(recipe: str, overrides: Sequence[str], seed: int, run: Path, target:
     command = [sys.executable, "-m", "paceline", "train", recipe, *overrides, f"seed={seed}", "--run-dir", str(run)]
     subprocess.run([*command, "--json"], stdout=subprocess.DEVNULL, check=True)
     ended, after = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    plan = json.loads((run / "plan.json").read_text())
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     scored = [each for each in events if each["event"] == "evaluation"]
     reached = next((each for each in scored if each["top1_accuracy"] >= target), None)
     return {
         "seed": seed,
+        "precision": plan["precision"],
         # At the end, of the weights or their average; of earlier evaluations the best would be chosen by chance.
         "top1_accuracy": max(each["top1_accuracy"] for each in scored if each["step"] == scored[-1]["step"]),
         "reached_at_step": None if reached is None else reached["step"],
@@ -88,10 +91,10 @@ def _steps_and_scores(scored: Sequence[dict[str, Any]], step: int) -> float:
     return float(until[-1]["train_seconds"] + sum(each["seconds"] for each in until))
 
 
-def race(options: argparse.Namespace, runs: Sequence[dict[str, Any]], known: dict[str, Any]) -> None:
+def race(options: argparse.Namespace, runs: Sequence[dict[str, Any]], precision: str, known: dict[str, Any]) -> None:
     """What peers reach in the seconds of our steps and evaluations, or in ``--budget``; a result file for each."""
     seconds = options.budget or statistics.median(each["all_steps_seconds"] for each in runs)
-    threads, precision = options.threads or torch.get_num_threads(), _precision(options)
+    threads = options.threads or torch.get_num_threads()
     given = {"seconds": seconds, "precision": precision, "threads": threads}
     for name, seen in cifar.reached(_racers(options), _images(options), seconds, precision=precision, threads=threads):
         line = cifar.told(seen, seconds)
@@ -105,10 +108,16 @@ def _racers(options: argparse.Namespace) -> list[str]:
 
 
 def _precision(options: argparse.Namespace) -> str:
-    """What our recipe computes in on this machine."""
+    """What our recipe computes in on this machine, beside peers that compute on the CPU.
+
+    Raises:
+        SystemExit: If ours would take something faster.
+    """
     command = [sys.executable, "-m", "paceline", "train", options.recipe, *options.overrides, "--plan-only", "--json"]
-    planned = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return str(json.loads(planned.stdout)["plan"]["precision"])
+    plan = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["plan"]
+    if plan["device"] != "cpu":
+        sys.exit(f"The peers train on the CPU, and ours would on {plan['device']}: add parallel.device=cpu.")
+    return str(plan["precision"])
 
 
 def _path(options: argparse.Namespace) -> str:
@@ -120,8 +129,7 @@ def _images(options: argparse.Namespace) -> Path:
 
 
 def step_costs(recipe: str) -> dict[str, float]:
-    """Processor seconds of a step of 500 images on one thread, in bf16 and channels last; the least of a few."""
-    torch.set_num_threads(1)
+    """Processor seconds of a step of 500 images, in bf16 and channels last; the least of a few."""
     model = load_recipe(recipe).recipe.model
     cases = [("as it begins, memory given back", (), False), ("as it begins", (), True)]
     if model.freeze_after:
@@ -188,22 +196,45 @@ def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     parser.add_argument("--step", action="store_true", help="measure the processor time of a step instead")
     options = parser.parse_intermixed_args(arguments)
-    if options.step:
-        return options
-    if options.record and not options.seeds:
-        parser.error("--record runs as often as there are --seeds")
-    if not (options.seeds or (options.peers and options.budget)):
-        parser.error("--seeds without a number needs --peers and --budget")
-    if not _images(options).exists() or not _path(options):
-        parser.error(
-            f"there are no images at {_path(options) or 'data.path'}: give data.path=CIFAR10, as for the recipe"
-        )
+    try:
+        load_recipe(options.recipe)
+        if not options.step:
+            _check(options)
+    except (PacelineError, ValueError) as error:
+        parser.error(str(error))
     return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.record and not options.seeds:
+        raise ValueError("--record runs as often as there are --seeds")
+    if options.record and not options.record.is_file():
+        raise ValueError(f"there is no program at {options.record}")
+    if options.record and not torch.cuda.is_available():
+        raise ValueError("the public record's program needs a GPU, and PyTorch sees none here")
+    if options.budget and not options.peers:
+        raise ValueError("--budget is the peers', and no --peers were named")
+    if not (options.seeds or options.budget):
+        raise ValueError("--seeds without a number needs --peers and --budget")
+    _check_images(options)
+
+
+def _check_images(options: argparse.Namespace) -> None:
+    if not _path(options):
+        raise ValueError("where are the images? Give data.path=PATH: CIFAR-10's archive, or folders train and test")
+    if not _images(options).exists():
+        raise ValueError(f"there is nothing at {_path(options)}: correct data.path")
+    if options.peers or options.record:
+        cifar.held_by(_images(options))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
     options = asked(arguments)
+    if options.step:
+        torch.set_num_threads(1)
+    elif options.threads:
+        torch.set_num_threads(options.threads)  # for the result's facts; each program sets its own
     known = facts()
     if options.step:
         costs = step_costs(options.recipe)
@@ -212,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     # Where the images lie is no part of the result.
     known["command"] = known["command"].replace(f"data.path={_path(options)}", "data.path=CIFAR10")
+    precision = _precision(options) if options.peers else ""
     cifar.prepare(_racers(options))
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -226,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = [*told(options.recipe, options.target, runs), *cifar_record.told(found)]
         _tell(options, {"target": options.target, "runs": runs, "record": found}, lines, known)
     if options.peers:
-        race(options, runs, known)
+        race(options, runs, precision, known)
 
 
 def _tell(options: argparse.Namespace, result: dict[str, Any], lines: Sequence[str], known: dict[str, Any]) -> None:

@@ -71,7 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     said = [_worst(rows, part) for part in (STEP, FIRST, EVALUATION)]
     print(*said, sep="\n")
     if not options.dry_run:
-        print(write_result("estimate-memory", {"parts": rows}, [*said, "", *lines]))
+        print(write_result(f"estimate-memory{_without_wide_vectors(device)}", {"parts": rows}, [*said, "", *lines]))
+
+
+def _without_wide_vectors(device: torch.device) -> str:
+    """A result of its own: kernels for narrower vectors take other memory, and processors of both kinds share names."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return "" if device.type == "cuda" or "AVX512" in vectors else f"-{vectors.lower()}"
 
 
 def _worst(rows: Sequence[dict[str, Any]], part: str) -> str:

@@ -18,17 +18,16 @@ import torch
 from paceline.machine import available_cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"
-_LOAD_BEFORE = os.getloadavg()[0]  # a benchmark imports this first, and is a load itself from then on
+_LOAD_BEFORE = os.getloadavg()[0]  # at the import: a benchmark is a load itself from then on
+_SOURCES = ("src", "benchmarks", ":!benchmarks/results")
 
 
 def facts() -> dict[str, Any]:
     """Hardware, versions, revision, command and date."""
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    ).stdout.strip()
     return {
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "cpu": cpu_name(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),  # one name may stand for processors of several kinds
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -36,9 +35,19 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "load_average_before": _LOAD_BEFORE,
-        "revision": revision,
+        "revision": _revision(),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def _revision() -> str:
+    """The commit whose sources these are; ``+`` behind it if something of them was changed and not committed."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=RESULTS.parents[1])
+
+    changed = git("diff", "--quiet", "HEAD", "--", *_SOURCES).returncode == 1
+    return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * changed
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

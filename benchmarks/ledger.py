@@ -56,6 +56,7 @@ class Figure(Strict):
         at: Where it stands: keys and places in lists, joined by ``/``; ``*`` for all, which ``take`` makes one of.
         over: What it is divided by, in the same way.
         less: What is taken from it.
+        one_over: Whether one divided by it is told: of a rate, the time for the same.
         says: The number as it is written, which says how exactly it is held to the file.
         times: What the file's number is multiplied by, 100 for a share that is told in percent.
         unit: Of what is written.
@@ -69,6 +70,7 @@ class Figure(Strict):
     says: Annotated[str, Field(pattern=r"^-?\d[\d,]*(\.\d+)?$")]
     over: str | None = None
     less: str | None = None
+    one_over: bool = False
     take: Literal["median", "mean", "least", "most", "sum", "number"] | None = None
     times: float = 1.0
     unit: str = ""
@@ -203,6 +205,8 @@ def measured(claim: Claim, figure: Figure) -> Measured:
         value /= divisor
     if figure.less is not None:
         value -= _number(name, figure.less, figure.take)[0]
+    if figure.one_over:
+        value = 1 / value
     value *= figure.times
     runs = figure.runs or runs
     if runs is None:

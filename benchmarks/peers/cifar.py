@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ HERE = Path(__file__).parent
 RACERS = {
     "torchvision": "ResNet-18, the reference training's defaults",
     "timm": "ResNet-18, the training script's defaults",
-    "fastai": "XResNet-18, fit_one_cycle with its authors' settings for CIFAR-10",
+    "fastai": "XResNet-18, fit_one_cycle with its authors' batch, rate and decay for CIFAR-10",
     "lightning": "ResNet-18 for small images, the CIFAR-10 tutorial",
     "composer": "ResNet-18, the introduction's settings for CIFAR-10",
 }
@@ -78,27 +77,41 @@ def told(seen: dict[str, Any], seconds: float) -> str:
     )
 
 
-def arrays(source: Path) -> dict[str, Any]:
-    """Training and test images as arrays, from the published archive or from folders of classes.
+def held_by(source: Path) -> Path | tuple[Path, Path]:
+    """Where in ``source`` the images are: the published archive, or folders of classes for training and test.
 
     Raises:
-        SystemExit: If ``source`` holds neither.
+        ValueError: If it holds neither.
     """
-    from paceline.data.image.cifar import find_cifar_archive, read_cifar10
+    from paceline.data.image.cifar import find_cifar_archive
 
     archive = find_cifar_archive(source)
     if archive is not None:
-        train, test = read_cifar10(archive)
+        return archive
+    held_out = next((source / name for name in ("test", "val") if (source / name).is_dir()), None)
+    if held_out is None or not (source / "train").is_dir():
+        raise ValueError(f"{source} holds neither CIFAR-10's archive nor the folders train and test")
+    return source / "train", held_out
+
+
+def arrays(source: Path) -> dict[str, Any]:
+    """Training and test images as arrays.
+
+    Raises:
+        ValueError: If ``source`` holds none.
+    """
+    from paceline.data.image.cifar import read_cifar10
+
+    held = held_by(source)
+    if isinstance(held, Path):
+        train, test = read_cifar10(held)
         return {
             "train_images": train.images,
             "train_labels": train.labels,
             "test_images": test.images,
             "test_labels": test.labels,
         }
-    held_out = next((name for name in ("test", "val") if (source / name).is_dir()), None)
-    if held_out is None or not (source / "train").is_dir():
-        sys.exit(f"{source} holds neither CIFAR-10's archive nor the folders train and test; correct data.path.")
-    return _of_folders(source / "train", "train") | _of_folders(source / held_out, "test")
+    return _of_folders(held[0], "train") | _of_folders(held[1], "test")
 
 
 def _of_folders(folder: Path, split: str) -> dict[str, Any]:

@@ -4,10 +4,14 @@ Every contender is a program of its own in an environment of its own (environmen
 (workloads.py), in fresh processes that take turns: A B C … A B C …, in an order that is drawn anew in each round. What
 is compared are the ratios within a round, so that a machine whose speed drifts slows all alike.
 
-    python benchmarks/peers/compare.py loop-64 [--rounds 7] [--peers raw lightning paceline]
-    python benchmarks/peers/compare.py all                  # on a machine with a GPU: those for GPUs
+    .venv/bin/python benchmarks/peers/compare.py loop-64 [--rounds 7]
+    .venv/bin/python benchmarks/peers/compare.py loop-64 --peers raw lightning    # beside Paceline these only: prints
+    .venv/bin/python benchmarks/peers/compare.py all        # on a machine with a GPU: those for GPUs
 
-``--here`` runs all contenders in the environment that runs this: for a machine that can fetch nothing.
+The environments are made at the first call (7 GB, and 6 more for Composer's torch). A workload takes from some minutes
+a round to half an hour. With all of its contenders it writes a result file, of which publish.py makes the page; with
+some of them, or with ``--dry-run``, it only prints. ``--here`` runs all contenders in the environment that runs this:
+for a machine that can fetch nothing.
 """
 
 from __future__ import annotations
@@ -118,11 +122,16 @@ def compare(
         for name in draw.sample(names, len(names)):
             if name in failed:
                 continue
+            print(f"{_round_in_words(number, rounds)}: {name} …", file=sys.stderr)
             figures = _patiently(name, pythons[name], dataclasses.replace(workload, spec=spec), failed)
             if number and figures is not None:
                 found[name].append(figures)
                 print(number, name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
     return {name: each for name, each in found.items() if each and name not in failed}, failed
+
+
+def _round_in_words(number: int, rounds: int) -> str:
+    return f"round {number} of {rounds}" if number else "a short round first, not counted"
 
 
 def all_figures(workload: Workload) -> Mapping[str, Figure]:
@@ -202,40 +211,66 @@ def _crop(number: int, folder: Path) -> None:
         part.save(folder / kind / f"{number:05}.jpg", quality=92)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the result files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=[*WORKLOADS, "all"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="by default all that the workload is for")
+def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is to be measured: ``workloads``, in this order; what cannot be is refused."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    every = "\n".join(f"  {key:14}{workload.title}" for key, workload in WORKLOADS.items())
+    names = "\n".join(f"  {name:17}{peer.label}" for name, peer in PEERS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nworkloads:\n{every}\n\ncontenders:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workload", choices=[*WORKLOADS, "all"], metavar="WORKLOAD", help="one of the above, or `all`")
+    parser.add_argument("--rounds", type=int, default=7, help="that count, after one that does not (default: 7)")
+    parser.add_argument(
+        "--peers", nargs="+", choices=list(PEERS), metavar="NAME", help="contenders; by default all that it is for"
+    )
     parser.add_argument("--here", action="store_true", help="all in the environment that runs this")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    every = [key for key, workload in WORKLOADS.items() if workload.spec.device == device]
-    for key in every if options.workload == "all" else [options.workload]:
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}: give 1 or more")
+    fitting = [key for key, workload in WORKLOADS.items() if workload.spec.device == device]
+    options.workloads = fitting if options.workload == "all" else [options.workload]
+    for key in options.workloads:
         workload = WORKLOADS[key]
+        if workload.spec.device == "cuda" and device == "cpu":
+            parser.error(f"{key} needs a GPU, and PyTorch sees none here: choose from {', '.join(fitting)}")
         if strangers := set(options.peers or ()) - set(workload.contenders):
             parser.error(
                 f"{key} is not for {', '.join(sorted(strangers))}: choose from {', '.join(workload.contenders)}"
             )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the result files."""
+    options = asked(arguments)
+    # So that the contender at work, which has a session of its own, is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    without_us = []
+    for key in options.workloads:
+        workload = WORKLOADS[key]
         spec = workload.spec
-        pythons = {
-            name: Path(sys.executable) if options.here else python_of(name)
-            for name in options.peers or workload.contenders
-        }
+        names = [*dict.fromkeys([*(options.peers or workload.contenders), US])]
+        pythons = {name: Path(sys.executable) if options.here else python_of(name) for name in names}
         known = facts()
         folder = photographs(16_000 if spec.device == "cuda" else 4_000) if spec.data == "folder" else ""
         found, failed = compare(workload, pythons, options.rounds, folder)
         if US in failed:
-            sys.exit(f"{key}: Paceline itself failed, so that there is nothing to compare: {failed[US]}")
+            without_us.append(f"{key}: Paceline itself failed, so that there is nothing to compare: {failed[US]}")
+            continue
         figures = summary(workload, found)
         lines = table(workload.title, figures)
         print("\n".join(lines))
-        if not options.dry_run:
+        if len(names) < len(workload.contenders):
+            print(f"Nothing was written: that takes all contenders, {', '.join(workload.contenders)}.", file=sys.stderr)
+        elif not options.dry_run:
             result = {"title": workload.title, "spec": dataclasses.asdict(workload.spec), "figures": figures}
             result |= {"failed": failed, "rounds": found}
             print(write_result(f"peers-{key}", result, lines, known))
+    if without_us:
+        sys.exit("\n".join(without_us))
 
 
 if __name__ == "__main__":

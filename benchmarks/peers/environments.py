@@ -97,13 +97,19 @@ def _made(name: str, packages: Sequence[str], *options: str, below: Path | None 
     folder = cache() / name
     python = folder / "bin" / "python"
     if not (folder / "made").exists():
+        log = folder / "pip.log"
         print(f"Making the environment of {', '.join(packages)} in {folder} …", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         if below is not None:
             (_packages_of(python) / "below.pth").write_text(f"{_packages_of(below)}\n")
-        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages, *options], check=False)
+        with log.open("w") as said:
+            command = [python, "-m", "pip", "install", *packages, *options]
+            done = subprocess.run(command, check=False, stdout=said, stderr=subprocess.STDOUT)
         if done.returncode:
-            raise SystemExit(f"{', '.join(packages)} could not be installed in {folder}; see above.")
+            last = "\n".join(log.read_text().splitlines()[-5:])
+            raise SystemExit(
+                f"{', '.join(packages)} could not be installed in {folder}:\n{last}\nThe rest is in {log}."
+            )
         (folder / "made").touch()
     return python
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,20 +49,22 @@ Not the same are things a trainer chooses for itself. Paceline keeps freed memor
 69](decisions/0069-freed-memory-is-kept.md)), lets DDP copy and broadcast less ([decision
 3](decisions/0003-what-rides-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
 smaller scale where the crop is to become much smaller ([recipes](recipes.md)), and shifts and flips images that are
-held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)), where the others' guides
-have torchvision do it image by image.
+held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)), where the others are given
+torchvision's transforms, which do it image by image.
 
 "By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options. In the rows of loop overhead it is the column to
-hold Paceline's loop against: what it is below 1, that loop costs; where it is above, it costs less than can be seen.
+hold Paceline's loop against; rounds range too far for a cost of a few percent to be seen, and two loops in turn within
+one process bound it closer ([measured](measured.md), `overhead.py`).
 
-Measured on {cpu}, {cores} cores, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python}, {date}.
-{gpu} A machine with two cores says little about one with many.
+Measured on {cpu}, {cores} cores, that others use too, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python},
+{date}; each workload at the revision that stands below its figures. {gpu} A machine with two cores says little about
+one with many.
 
-## Times Paceline's
+## Ratios to Paceline
 
-Time, or memory, that each takes over what Paceline takes: above 1 it takes more. **Bold** where it took at least 2 %
-less in the middle one of the rounds; below the table stands whether they agree.
+Time, or memory, that each takes over what Paceline takes: above 1 it takes more. The median of the rounds, in **bold**
+where it is at least 2 % less; below the table stands in how many rounds it took less.
 """
 _NO_GPU = "**Nothing here was measured on a GPU.**"
 _WITH_GPU = "What was measured on one is [further down](#on-a-gpu)."
@@ -78,9 +81,15 @@ _AFTERWARDS = """\
 ## Measure it yourself
 
 ```console
-python benchmarks/peers/compare.py all --rounds 5      # with a GPU, the workloads for GPUs; makes environments at first
-python benchmarks/peers/publish.py                     # writes this page
+.venv/bin/python benchmarks/peers/compare.py --help                    # each workload and each contender by name
+.venv/bin/python benchmarks/peers/compare.py loop-4 --peers raw timm   # beside Paceline these: only prints
+.venv/bin/python benchmarks/peers/compare.py all --rounds 5            # hours; with a GPU, the workloads for GPUs
+.venv/bin/python benchmarks/peers/publish.py                           # writes this page anew, of the newest results
 ```
+
+The first call makes each contender's environment in the user's cache. A result file of the same processor and month
+takes the place of the one before; README and the [ledger](claims.md) then want their figures changed in
+`benchmarks/claims.yaml`, as `scripts/claims` says.
 """
 _SHORT = {
     "torchvision's reference style": "torchvision",
@@ -144,8 +153,11 @@ def newest() -> dict[str, dict[str, Any]]:
     found = {}
     for workload in (*ORDER, *ON_GPU):
         files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob(f"peers-{workload}_*.json")]
-        if files:
-            found[workload] = max(files, key=lambda each: (each[0]["facts"]["date"], each[1]))[0]
+        if not files:
+            continue
+        found[workload], name = max(files, key=lambda each: (each[0]["facts"]["date"], each[1]))
+        if US not in found[workload]["rounds"]:
+            sys.exit(f"{name} has no figures of Paceline, beside which all others are told: measure again")
     return found
 
 
@@ -198,21 +210,25 @@ def ahead(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _quicker(result: Mapping[str, Any], key: str, row: Row | None) -> list[str]:
     """Who takes clearly less, most of all first, and in how many rounds; our own other ways are not asked."""
     figure, found = result["figures"][key], []
-    ours = figure["contenders"][US]["values"]["median"]
+    ours = abs(figure["contenders"][US]["values"]["median"])
     for name, each in figure["contenders"].items():
         if name.startswith(US):
             continue
-        middle = row.costs[name][0] if row else each["values"]["median"] / ours
-        if middle < 1 - _EQUAL:
+        pairs = _rounds(result, key, name)
+        # What may be about nothing, or less, has no ratio; but it has a difference within each round.
+        margin = row.costs[name][0] - 1 if row else statistics.median(other - own for other, own in pairs)
+        if margin < -_EQUAL * (1 if row else ours):
             said = "{:.2f} ({:.2f} to {:.2f})".format(*row.costs[name]) if row else _spread(each["values"])
-            found.append((middle, f"{each['title']} {said}, in {_rounds_ahead(result, key, name)} rounds"))
+            rounds = f"{sum(other < own for other, own in pairs)} of {len(pairs)} rounds"
+            found.append((margin, f"{each['title']} {said}, in {rounds}"))
     return [text for _, text in sorted(found)]
 
 
-def _rounds_ahead(result: Mapping[str, Any], key: str, name: str) -> str:
-    more = result["figures"][key]["more_is_better"]
-    pairs = [(other[key], own[key]) for other, own in zip(result["rounds"][name], result["rounds"][US], strict=True)]
-    return f"{sum(other > own if more else other < own for other, own in pairs)} of {len(pairs)}"
+def _rounds(result: Mapping[str, Any], key: str, name: str) -> list[tuple[float, float]]:
+    """Somebody's figure and ours in each round, the smaller the better."""
+    sign = -1 if result["figures"][key]["more_is_better"] else 1
+    rounds = result["rounds"]
+    return [(sign * other[key], sign * own[key]) for other, own in zip(rounds[name], rounds[US], strict=True)]
 
 
 def _line(title: str, unit: str, who: Sequence[str], key: str, more: str) -> str:
@@ -291,11 +307,7 @@ def _cell(row: Row, name: str) -> str:
     if name not in row.costs:
         return "failed" if name in row.failed else "—"
     cost = row.costs[name]
-    return f"**{cost[0]:.2f}**" if _is_ahead(cost) else f"{cost[0]:.2f}"
-
-
-def _is_ahead(cost: tuple[float, float, float]) -> bool:
-    return cost[0] < 1 - _EQUAL
+    return f"**{cost[0]:.2f}**" if cost[0] < 1 - _EQUAL else f"{cost[0]:.2f}"
 
 
 def _in_figures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -317,7 +329,7 @@ def _figure(result: Mapping[str, Any], figure: Mapping[str, Any]) -> list[str]:
         numbers = (_number(row["values"][part]) for part in ("median", "minimum", "maximum"))
         lines.append(f"| {row['title']} | {' | '.join(numbers)} |")
     rounds, facts = ordered[0]["values"]["runs"], result["facts"]
-    load = f"load before it {facts['load_average_before']:.1f}"
+    load = f"load {facts['load_average_before']:.1f} when that was started"
     return [*lines, "", f"{rounds} rounds on {facts['cpu']}; `{facts['command']}` at {facts['revision']}, {load}.", ""]
 
 

@@ -108,6 +108,10 @@ def test_an_entry_in_order_has_no_objection(read: Any) -> None:
         ({"said": [{"file": "README.md"}]}, "said needs either a file and a quote"),
         ({"said": [{"file": "README.md", "quote": "5.8 s", "by": "a book"}]}, "said needs either a file and a quote"),
         ({"figures": [{**FIGURE, "says": "5.9"}]}, "5.9 is written, and the result file has 5.78816"),
+        (
+            {"figures": [{**FIGURE, "one_over": True, "says": "0.18"}]},
+            "0.18 is written, and the result file has 0.17276",
+        ),
         ({"figures": [{**FIGURE, "says": "5.80"}]}, "5.80 is written, and the result file has 5.78816"),
         ({"figures": [{**FIGURE, "times": 1000, "says": "5,788"}]}, "5,788 is in neither the claim nor a quote"),
         ({"figures": [{**FIGURE, "at": "anew/median"}]}, "has nothing at anew/median"),

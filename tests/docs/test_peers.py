@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,58 @@ def test_every_workload_is_for_contenders_that_there_are(peers: Any) -> None:
     for workload in workloads.WORKLOADS.values():
         assert set(workload.contenders) <= set(known)
         assert {"raw", "paceline"} <= set(workload.contenders), "a loop by hand, and ours"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("loop-4", "--rounds", "0"), "--rounds is 0: give 1 or more"),
+        (("loop-4", "--peers", "paceline-dali"), "loop-4 is not for paceline-dali: choose from raw, "),
+        (("gpu-folder",), "gpu-folder needs a GPU, and PyTorch sees none here: choose from loop-64, "),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_at_once(
+    peers: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    asked = peers("compare").asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as refused:
+        asked(words)
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peers_asked", [[], ["raw"]])
+def test_only_a_comparison_of_all_is_written(
+    peers: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    peers_asked: list[str],
+) -> None:
+    """What the contenders do is left out here: their figures are given."""
+    compare, hardware = peers("compare"), peers("hardware")
+    monkeypatch.setattr(hardware, "RESULTS", tmp_path)
+    took: list[list[str]] = []
+
+    def compared(_workload: Any, pythons: Any, _rounds: int, _folder: str) -> Any:
+        took.append(list(pythons))
+        return {name: [{"step_milliseconds": 2.0}] for name in pythons}, {}
+
+    monkeypatch.setattr(compare, "compare", compared)
+    compare.main(["loop-4", "--here", *(["--peers", *peers_asked] if peers_asked else [])])
+    written = [json.loads(path.read_text()) for path in tmp_path.glob("peers-loop-4_*.json")]
+    if peers_asked:
+        assert took == [["raw", "paceline"]], "ours is always there to be compared with"
+        assert not written
+        assert "Nothing was written: that takes all contenders" in capsys.readouterr().err
+    else:
+        (result,) = written
+        assert set(result["rounds"]) == set(took[0]) > {"raw", "timm", "paceline"}
 
 
 TABLE = """\
@@ -109,12 +162,14 @@ def test_the_record_finds_the_images_where_it_looks_for_them(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "there are no images at data.path: give data.path=CIFAR10"),
-        (("data.path=nowhere",), "there are no images at nowhere"),
+        ((), "where are the images? Give data.path=PATH"),
+        (("data.path=nowhere",), "there is nothing at nowhere: correct data.path"),
         (("data.path=.", "--seeds"), "--seeds without a number needs --peers and --budget"),
-        (("data.path=.", "--seeds", "--budget", "9"), "--seeds without a number needs --peers and --budget"),
+        (("data.path=.", "--seeds", "--budget", "9"), "--budget is the peers', and no --peers were named"),
         (("data.path=.", "--peers", "tim"), "invalid choice: 'tim'"),
         (("data.path=.", "--seeds", "--peers", "timm", "--budget", "9", "--record", "x.py"), "--record runs as often"),
+        (("data.path=.", "--record", "x.py"), "there is no program at x.py"),
+        (("data.path=.", "--peers", "timm"), ". holds neither CIFAR-10's archive nor the folders train and test"),
     ],
 )
 def test_what_cannot_be_raced_is_refused_at_once(
@@ -127,8 +182,11 @@ def test_what_cannot_be_raced_is_refused_at_once(
     assert said in capsys.readouterr().err
 
 
-def test_a_race_may_do_without_runs_of_ours(peers: Any) -> None:
-    options = peers("cifar10_speedrun").asked(["x", "data.path=.", "--seeds", "--peers", "timm", "--budget", "9"])
+def test_a_race_may_do_without_runs_of_ours(peers: Any, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+    words = ["cifar10-speedrun-cpu", f"data.path={tmp_path}", "--seeds", "--peers", "timm", "--budget", "9"]
+    options = peers("cifar10_speedrun").asked(words)
     assert (options.seeds, options.peers, options.budget) == ([], ["timm"], 9)
 
 

@@ -124,6 +124,34 @@ def test_what_is_no_ratio_names_who_is_ahead_too(publish: Any) -> None:
     assert len(publish.rows(results)) == 2, "no ratio of what may be about nothing"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        # Theirs are less than ours by 564, and more by 155 and 148: the middle one of the medians says otherwise.
+        ((272, 829, 631), (836, 674, 483), "Nobody."),
+        ((10, 12, 11), (-5, -6, -4), "Nobody."),
+        ((-20, -22, -21), (-5, -6, -4), "timm 1.0.31 -21 (-22 to -20), in 3 of 3 rounds. Paceline -5 (-6 to -4)."),
+        ((-9, 3, -2), (0, 0, 0), "timm 1.0.31 -2 (-9 to 3), in 2 of 3 rounds. Paceline 0 (0 to 0)."),
+    ],
+)
+def test_what_may_be_about_nothing_is_compared_round_by_round(
+    publish: Any, theirs: tuple[float, ...], ours: tuple[float, ...], said: str
+) -> None:
+    contenders = {"timm": ("timm 1.0.31", theirs), "paceline": ("Paceline", ours)}
+    figure = {
+        "title": "milliseconds that a save costs",
+        "more_is_better": False,
+        "contenders": {
+            name: {"title": title, "values": of(*values), "times_ours": None}
+            for name, (title, values) in contenders.items()
+        },
+    }
+    rounds = {name: [{"pause_milliseconds": each} for each in values] for name, (_, values) in contenders.items()}
+    result = {"title": "checkpoints", "facts": FACTS, "failed": {}, "rounds": rounds}
+    (line,) = publish.ahead({"checkpoint": {**result, "figures": {"pause_milliseconds": figure}}})
+    assert said in line
+
+
 def test_the_plot_has_a_mark_for_every_figure(publish: Any) -> None:
     plot = ET.fromstring(publish.plot(publish.rows(RESULTS)))
     circles = plot.findall("{http://www.w3.org/2000/svg}circle")

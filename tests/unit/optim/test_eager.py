@@ -54,6 +54,20 @@ def test_the_rule_and_the_state_are_the_same(name: str) -> None:
     assert all(torch.equal(*both) for both in zip(plain, again, strict=True))
 
 
+def test_sparse_gradients_have_the_same_rule_too() -> None:
+    plain, ours = (torch.nn.Parameter(drawn()[0].detach()) for _ in range(2))
+    theirs, mine = torch.optim.SparseAdam([plain], lr=0.1), eager(torch.optim.SparseAdam)([ours], lr=0.1)
+    for rows in torch.tensor([[0, 2], [1, 2], [2, 2]]):
+        for optimizer, table in (theirs, plain), (mine, ours):
+            optimizer.zero_grad()
+            torch.nn.functional.embedding(rows, table, sparse=True).sin().sum().backward()
+            assert table.grad is not None
+            assert table.grad.is_sparse
+            optimizer.step()
+    assert not torch.equal(ours, drawn()[0])
+    assert torch.equal(plain, ours)
+
+
 def test_hooks_are_called_once_and_a_closure_has_gradients() -> None:
     weights, called = drawn(), []
     optimizer = eager(torch.optim.SGD)(weights, lr=0.1)

@@ -1,8 +1,8 @@
 """What do a CPU's convolutions take inside, for a moment?
 
 oneDNN computes with blocked or channels-last tensors. What it is given in another layout it copies, and so are filters
-and their gradients. Found by watching torch's allocator (`benchmarks/estimate.py` holds the whole against real steps);
-another version of oneDNN may do otherwise.
+and their gradients. Found by watching torch's allocator (`benchmarks/estimate.py` holds the whole against real steps)
+on processors with AVX-512; on others, and in another version of oneDNN, kernels differ.
 """
 
 from __future__ import annotations
@@ -10,11 +10,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 # A filter with one channel that no kernel of its own is there for is padded to blocks of 16 by 16 channels.
 _PADDED = 256
 _LARGEST_OWN_KERNEL = 4
+
+
+def unknown_kernels(network: nn.Module) -> str:
+    """In words, that convolutions may take other memory on this processor; empty if there are none, or it is known."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if "AVX512" in vectors or not any(isinstance(each, _ConvNd) for each in network.modules()):
+        return ""
+    return (
+        f"what convolutions take inside is known of processors with AVX-512, and this one has {vectors}: they may take "
+        "more or less; find-batch measures"
+    )
 
 
 def workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from paceline.formulas.caching_allocator import Settings
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
+from paceline.studies.memory.cpu_kernels import unknown_kernels
 from paceline.studies.memory.job import Job
 from paceline.studies.memory.replay import Peak, peak_of
 from paceline.studies.memory.savings import Saving, savings
@@ -192,6 +193,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
         # Inside: a network whose steps do not grow in proportion is run at each of these sizes.
         now = job.plan.micro_batch_size
+        kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
             plan=job.plan,
             asked_precision=recipe.train.precision,
@@ -212,7 +214,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             # Where samples are gone through one by one, spread weights would be gathered for each.
             savings=() if job.plan.strategy == "fsdp" or steps.is_scaled else (_spread(job, ways, memory),),
             verdict=weigh(job, memory, ways),
-            notices=tuple(each for each in (assumed, *unheeded, *_notices(job, steps)) if each),
+            notices=tuple(each for each in (assumed, *unheeded, kernels, *_notices(job, steps)) if each),
             seconds=0.0,
         )
         least = job.least(now, memory)

@@ -54,13 +54,7 @@ def test_there_are_enough_steps() -> None:
     assert {case.name for case in ON_CPU} > MORE_OF_THE_SAME
 
 
-# Convolutions of processors without AVX-512 take scratch memory from torch's allocator that the estimate does not know.
-WIDE_VECTORS = pytest.mark.skipif(
-    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="estimates are held to processors with AVX-512"
-)
-
-
-@WIDE_VECTORS
+@pytest.mark.usefixtures("wide_vectors")
 @pytest.mark.parametrize(
     "case",
     [

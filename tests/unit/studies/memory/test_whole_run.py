@@ -61,13 +61,7 @@ def own_network(monkeypatch: pytest.MonkeyPatch) -> Any:
     return define
 
 
-# Convolutions of processors without AVX-512 take scratch memory from torch's allocator that the estimate does not know.
-WIDE_VECTORS = pytest.mark.skipif(
-    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="estimates are held to processors with AVX-512"
-)
-
-
-@WIDE_VECTORS
+@pytest.mark.usefixtures("wide_vectors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision: str) -> None:
     """A batch of 300 is scored beside one of 32 that is trained on: evaluation is the highest point here."""
@@ -319,7 +313,17 @@ def test_the_allocator_s_variable_is_followed(monkeypatch: pytest.MonkeyPatch) -
     found = asked()
     assert found.allocator.max_split == 20 * MIB
     assert any("backend:cudaMallocAsync is another allocator" in each for each in found.notices)
+
+
+def test_kernels_that_nobody_has_watched_are_named(monkeypatch: pytest.MonkeyPatch, own_network: Any) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512_BF16")
     assert asked("cpu").notices == ()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    (said,) = asked("cpu").notices
+    assert said.startswith("what convolutions take inside is known of processors with AVX-512, and this one has AVX2")
+    assert asked("h100").notices == ()
+    own_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    assert asked("cpu", **_dunder(NETWORK)).notices == ()
 
 
 def test_what_does_not_fit_is_never_said_to_leave_room() -> None:
