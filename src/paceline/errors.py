@@ -8,7 +8,7 @@ with ``exit_code``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class PacelineError(Exception):
@@ -70,14 +70,21 @@ class OtherProcessError(TrainingError):
 _SIMILAR, _NEARLY_AS_NEAR = 0.6, 0.15  # of a likeness from 0 to 1
 
 
-def did_you_mean(value: str, options: Iterable[str], *, count: int = 3) -> str:
-    """Return a sentence with the nearest option names, led by a space, or an empty string."""
+def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: Callable[[str], str] = str) -> str:
+    """Return a sentence with the nearest option names, led by a space, or an empty string.
+
+    Args:
+        value: What was given.
+        options: What could have been.
+        count: At most so many names.
+        shown: How a name is written in the sentence, where that is not how names are compared.
+    """
     close = difflib.get_close_matches(value, list(options), n=count, cutoff=_SIMILAR)
     if not close:
         return ""
     least = _likeness(close[0], value) - _NEARLY_AS_NEAR  # one letter off is not to be told beside a mere resemblance
     close = [name for name in close if _likeness(name, value) >= least]
-    return f" Did you mean {' or '.join(repr(name) for name in close)}?"
+    return f" Did you mean {' or '.join(repr(shown(name)) for name in close)}?"
 
 
 def _likeness(name: str, value: str) -> float:

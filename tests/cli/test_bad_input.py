@@ -36,8 +36,14 @@ def everything_in(root: Path) -> dict[str, bytes]:
 
 OVERRIDES = {
     "a misspelt key": (("optimiser.lr=0.1",), ("optimiser", "Did you mean 'optimizer'?")),
-    "a misspelt key of a section": (("optimizer.momentun=0.9",), ("optimizer.momentun", "Did you mean 'momentum'?")),
-    "a misspelt key two deep": (("data.augment.flipp=0.5",), ("data.augment.flipp", "Did you mean 'flip'?")),
+    "a misspelt key of a section": (
+        ("optimizer.momentun=0.9",),
+        ("optimizer.momentun", "Did you mean 'optimizer.momentum'?"),
+    ),
+    "a misspelt key two deep": (
+        ("data.augment.flipp=0.5",),
+        ("data.augment.flipp", "Did you mean 'data.augment.flip'?"),
+    ),
     "a key too deep": (("optimizer.lr.value=1",), ("optimizer.lr", "{'value': 1}")),
     "a section for a value": (("optimizer=sgd",), ("'optimizer' is a section", "'sgd'")),
     "a word for a number": (("optimizer.lr=fast",), ("optimizer.lr", "'fast'", "number")),
@@ -109,8 +115,8 @@ FILES = {
         "train: !!python/object/apply:os.getcwd []\n",
         ("recipe.yaml", "not readable as YAML"),
     ),
-    "a base that is not there": ("base: nothing\n", ("recipe.yaml: base: no recipe 'nothing'", "digits")),
-    "a misspelt base": ("base: midle.yaml\n", ("Did you mean 'middle.yaml'",)),
+    "a base that is not there": ("base: nothing\n", ("recipe.yaml: base: no recipe 'nothing'", "`paceline recipes`")),
+    "a misspelt base": ("base: midle.yaml\n", ("base: there is no file 'midle.yaml'. Did you mean 'middle.yaml'?",)),
     "a base with a base": ("base: middle.yaml\n", ("middle.yaml", "one level")),
     "a base that is a number": ("base: 7\n", ("7",)),
 }
@@ -128,18 +134,46 @@ def test_a_recipe_file(paceline_here: Callable[..., Any], tmp_path: Path, name: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "digit"), ("'digit'", "Did you mean 'digits'?")),
-        (("train", "recipes/mine.yaml"), ("'recipes/mine.yaml'", "neither a file nor a shipped recipe")),
-        (("recipes", "show", "digit"), ("'digit'", "Did you mean 'digits'?")),
+        (("train", "digit"), ("'digit'", "Did you mean 'digits'? `paceline recipes` lists all.")),
+        (("train", "nothing"), ("'nothing'", "`paceline recipes` lists the shipped ones.")),
+        (("train", "recipes/mine.yaml"), ("there is no file 'recipes/mine.yaml'", "Correct the path")),
+        (("recipes", "show", "digit"), ("'digit'", "Did you mean 'digits'? `paceline recipes` lists all.")),
+        (("recipes", "show", "nothing"), ("'nothing'", "`paceline recipes` lists them.")),
         (("models", "resnet5O"), ("'resnet5O'", "Did you mean 'resnet50'")),
-        (("evaluate", "nowhere"), ("'nowhere'", "does not exist")),
-        (("evaluate", "nowhere.safetensors"), ("nowhere.safetensors",)),
-        (("audit", "nowhere"), ("'nowhere'", "no run")),
+        (("evaluate", "nowhere.safetensors"), ("there is no file 'nowhere.safetensors'; give a run directory",)),
+        (("evaluate", "run/checkpoints/step-00000009"), ("there is no checkpoint 'run/checkpoints/step-00000009'",)),
         (("predict", "nowhere", "."), ("'.'", "no image")),
     ],
 )
 def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     assert_refused(paceline_here(*arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("attribution", ()),
+        ("audit", ()),
+        ("band check", ()),
+        ("band make", ("--output", "mine.band.json")),
+        ("evaluate", ()),
+        ("export", ("--output", "weights.safetensors")),
+        ("landscape", ()),
+        ("mlperf", ()),
+        ("report", ()),
+        ("serve", ()),
+        ("watch", ()),
+    ],
+)
+def test_a_run_that_is_not_there(
+    paceline_here: Callable[..., Any], tmp_path: Path, command: str, options: tuple[str, ...]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    missing = paceline_here(*command.split(), "nowhere", *options)
+    assert_refused(missing, "paceline: there is no run directory 'nowhere'; give ")
+    nothing = paceline_here(*command.split(), "empty", *options)
+    assert_refused(nothing, "paceline: 'empty' holds no run (no recipe.yaml); give ")
+    assert [each.name for each in tmp_path.rglob("*")] == ["empty"]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +522,7 @@ def test_a_plan_for_a_model_that_cannot_be_built(paceline_here: Callable[..., An
 
 @pytest.mark.skipif(sys.platform == "win32", reason="exit codes of POSIX")
 def test_the_exit_code_leaves_the_process(paceline: Callable[..., Any]) -> None:
-    assert_refused(paceline("train", "digits", "optimizer.momentun=0.9"), "Did you mean 'momentum'?")
+    assert_refused(paceline("train", "digits", "optimizer.momentun=0.9"), "Did you mean 'optimizer.momentum'?")
     assert_refused(paceline("train", "digits", "data.dataset=digts"), "Did you mean 'digits'?")
 
 

@@ -73,7 +73,7 @@ def test_another_training_is_left_in_peace(runs: list[Path], capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["check", "nowhere"], "recipe.yaml"),
+        (["check", "nowhere"], "there is no run directory 'nowhere'"),
         (["check", "RUN", "--band", "nowhere.json"], "nowhere.json"),
         (["make", "RUN", "RUN", "-o", "x.json"], "found 2 runs"),
     ],

@@ -87,6 +87,8 @@ def test_a_run_that_was_made(paceline_here: Callable[..., Any], finished: Path) 
     ("arguments", "words"),
     {
         "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
+        "data that are not there": (("image_folder", "data.path=nowhere"), "has no 'nowhere': correct the path."),
+        "a run that is not there": (("runs/nowhere",), "there is no file or run directory 'runs/nowhere'"),
         "an unknown device": (("digits", "--device", "a1000"), "'a1000' is not known. Did you mean 'a100'"),
         "too few rounds": (("digits", "--measure", "--rounds", "1"), "1 is not in the range"),
         "rounds of no measurement": (("digits", "--rounds", "5"), "--rounds has no effect here: it is for --measure"),

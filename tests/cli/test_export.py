@@ -33,7 +33,20 @@ def test_what_works_instead_is_named(paceline_here: Callable[..., Any], finished
     assert done.code == 2
     assert "model.name=small_resnet is none of timm's networks" in done.err
     assert "use --format safetensors, onnx or torch-export" in done.err
-    missing = paceline_here("export", finished, "--format", "onnx", "--output", "nowhere/a.onnx")
-    assert missing.code == 2
-    assert "there is no directory 'nowhere'" in missing.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_above_the_output_are_made_at_last(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path
+) -> None:
+    refused = paceline_here("export", finished, "--format", "timm", "--output", "new/hub")
+    assert (refused.code, list(tmp_path.iterdir())) == (2, [])
+    missing = paceline_here("export", "nowhere", "--output", "new/weights.onnx")
+    assert missing.code == 2
+    assert "there is no run directory 'nowhere'" in missing.err
+    done = paceline_here("export", finished, "--output", "new/deep/weights.safetensors")
+    assert done.code == 0, done.err
+    assert [each.name for each in tmp_path.rglob("*")] == ["new", "deep", "weights.safetensors"]
+    in_a_file = paceline_here("export", finished, "--output", "new/deep/weights.safetensors/again.safetensors")
+    assert in_a_file.code == 2
+    assert "'new/deep/weights.safetensors' is no directory" in in_a_file.err

@@ -50,7 +50,7 @@ def test_two_processes_give_the_same_document(paceline: Callable[..., Any], fini
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nowhere",), "'nowhere' does not exist"),
+        (("nowhere",), "there is no run directory 'nowhere'"),
         (("RUN", "--measure", "everything"), "'everything' is no list of measures"),
         (("RUN", "--measure", "line"), "give two"),
         (("RUN", "--measure", "curve", "--grid", "5"), "--grid has no effect on --measure curve"),

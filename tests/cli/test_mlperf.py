@@ -106,7 +106,7 @@ def test_a_folder_of_logs_is_of_one_set_of_runs(
         (["{0}"], "nothing is said of telemetry.submission.org"),
         (["{0}", "{0}", *SAID], "was named twice"),
         (["{0}", *SAID, "optimizer.lr=1"], "only keys of telemetry.submission"),
-        (["nowhere"], "'nowhere' holds no recipe.yaml"),
+        (["nowhere"], "there is no run directory 'nowhere'"),
         (["{0}/recipe.yaml"], "is no whole log in MLPerf's format"),
         ([*SAID], "name a run directory"),
         (["{0}", "{1}", "{2}", *SAID, "--reference", "{0}/plan.json"], "holds no reference points"),

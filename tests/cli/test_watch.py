@@ -130,7 +130,7 @@ def test_several_runs_that_are_over_are_told_and_left(paceline_here: Callable[..
 
 
 def test_a_directory_without_a_run_is_one_sentence(paceline_here: Callable[..., Any], finished: Path) -> None:
-    for wrong, said in ((finished / "nowhere", "is no directory"), (finished / "checkpoints", "holds no run")):
+    for wrong, said in ((finished / "nowhere", "there is no run"), (finished / "checkpoints", "holds no run")):
         done = paceline_here("watch", wrong)
         assert (done.code, done.out) == (2, "")
         assert said in done.err

@@ -17,6 +17,12 @@ def test_several_near_names_are_joined() -> None:
     assert did_you_mean("resnet19", ["resnet18", "resnet10"], count=1) == " Did you mean 'resnet18'?"
 
 
+def test_names_are_compared_as_they_are_and_not_as_they_are_shown() -> None:
+    shown = "a.very.long.way.to.{}".format
+    assert did_you_mean("momentun", ["lr", "momentum"], shown=shown) == f" Did you mean '{shown('momentum')}'?"
+    assert did_you_mean(shown("momentun"), ["lr", "momentum"], shown=shown) == ""
+
+
 @pytest.mark.parametrize("options", [[], ["entirely", "different"]])
 def test_nothing_is_said_where_nothing_is_near(options: list[str]) -> None:
     assert did_you_mean("xyz", options) == ""

@@ -20,10 +20,15 @@ from paceline.checkpoint.reading import check_sizes, read_weights_file
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.tensor_file import read_tensor_file
 from paceline.errors import CheckpointError
+from paceline.records.run_directory import RunDirectory, why_no_run
 
 WEIGHTS_CHOICES = ("auto", "model", "ema")
 ROUNDED = "rounded"
 """Entry of the description of exported weights: ``bf16`` if matrices and filters are stored in it, and were fp32."""
+
+_GIVE = (
+    "a run directory, a checkpoint directory, a safetensors file or a hub folder; predict and serve take ONNX files too"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +85,31 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     Raises:
         CheckpointError: If the target holds no such weights, or they are damaged.
     """
-    if not target.exists():
-        raise CheckpointError(
-            f"'{target}' does not exist; give a run directory, a checkpoint directory, a safetensors file or a hub "
-            "folder; predict and serve take ONNX files too."
-        )
+    check_target(target)
     if target.suffix == ".safetensors":
         return _asked(_from_file(target), weights)
     if is_hub_folder(target):
         return _asked(_from_hub_folder(target), weights)
     if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
+        if not RunDirectory(target).exists():
+            raise CheckpointError(why_no_run(target, give=_GIVE))
         raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
     return _from_checkpoint(_best_of(target), weights) if best else _newest(target, weights)
+
+
+def check_target(target: Path) -> None:
+    """See before any work whether there is anything of that name to read weights from.
+
+    Raises:
+        CheckpointError: If there is not.
+    """
+    if target.exists():
+        return
+    if target.suffix in (".safetensors", ".onnx"):
+        raise CheckpointError(f"there is no file '{target}'; give {_GIVE}.")
+    if target.parent.name == "checkpoints":
+        raise CheckpointError(f"there is no checkpoint '{target}'; give {_GIVE}.")
+    raise CheckpointError(why_no_run(target, give=_GIVE))
 
 
 def _newest(target: Path, weights: str) -> SavedWeights:

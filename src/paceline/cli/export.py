@@ -29,7 +29,12 @@ _FORMATS = ("timm", "safetensors", "onnx", "torch-export")
     help="timm: a folder that timm.create_model and the Hugging Face hub open; onnx: one file, checked in ONNX Runtime "
     "(extra onnx); torch-export: a .pt2 program.",
 )
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="The new file, or the new hub folder.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The new file, or the new hub folder; missing folders above it are made.",
+)
 @click.option(
     "--quantize",
     type=click.Choice(["int8", "bf16"]),

@@ -41,7 +41,9 @@ def command(action: str | None, name: str | None, as_json: bool) -> None:
 def _show(name: str, *, as_json: bool) -> None:
     shipped = shipped_recipes()
     if name not in shipped:
-        raise RecipeError(f"no shipped recipe '{name}'.{did_you_mean(name, shipped)} There are: {', '.join(shipped)}.")
+        if hint := did_you_mean(name, shipped):
+            raise RecipeError(f"no shipped recipe '{name}'.{hint} `paceline recipes` lists all.")
+        raise RecipeError(f"there is no shipped recipe '{name}'; `paceline recipes` lists them.")
     loaded = load_recipe(name)
     if as_json:
         print_json(to_tree(loaded.recipe))

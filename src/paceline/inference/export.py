@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.tensor_file import write_tensor_file
-from paceline.checkpoint.weights import ROUNDED, SavedWeights, read_weights
+from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_target, read_weights
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.export_onnx import need_onnx, write_onnx
 from paceline.inference.export_program import InBfloat16, write_program
@@ -105,6 +105,7 @@ def export_safetensors(target: Path, output: Path, *, weights: str = "auto", bes
 
 
 def _check(request: ExportRequest) -> None:
+    check_target(request.target)
     ending = FORMATS[request.form]
     if ending and request.output.suffix != ending:
         raise CheckpointError(f"--output={request.output}: the name of such a file must end in {ending}; change it.")

@@ -17,26 +17,28 @@ def check_output(output: Path) -> None:
     """See before any work whether a new file or folder can have this name: nothing is written over.
 
     Raises:
-        CheckpointError: If something is there, or there is no such folder to put it in.
+        CheckpointError: If something is there, or a part of the path is a file.
     """
-    if not output.parent.is_dir():
-        raise CheckpointError(f"--output={output}: there is no directory '{output.parent}'; create it first.")
     if output.exists() or output.is_symlink():
         raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
+    above = _nearest(output)
+    if not above.is_dir():
+        raise CheckpointError(f"--output={output}: '{above}' is no directory; give another name.")
 
 
 @contextlib.contextmanager
 def put_in_place(output: Path) -> Iterator[Path]:
-    """Give a path beside ``output`` to write a file or folder to, and rename it at the end of the block.
+    """Give a path to write a file or folder to, and rename it to ``output`` at the end of the block.
 
-    If the block fails, what it wrote is removed, and ``output`` never appears.
+    If the block fails, what it wrote is removed, and neither ``output`` nor a folder above it that was missing appears.
 
     Raises:
         CheckpointError: If ``output`` exists, or the disk refuses.
     """
     check_output(output)
-    # The same ending, as some libraries look at it.
-    partial = output.with_name(f".{output.stem}.partial-{os.getpid()}{output.suffix}")
+    # In the folder that will hold the missing ones, so on the same disk. The same ending, as some libraries look at it.
+    above = _nearest(output)
+    partial = above / f".{output.stem}.partial-{os.getpid()}{output.suffix}"
     with reporting_disk_errors("write the weights to", output):
         _remove(partial)
         try:
@@ -44,10 +46,17 @@ def put_in_place(output: Path) -> Iterator[Path]:
             for each in (*partial.rglob("*"), partial) if partial.is_dir() else (partial,):
                 _flush(each)
             check_output(output)
+            output.parent.mkdir(parents=True, exist_ok=True)
             partial.rename(output)
-            sync_directory(output.parent)
+            for each in output.parents[: output.parents.index(above) + 1]:
+                sync_directory(each)
         finally:
             _remove(partial)
+
+
+def _nearest(output: Path) -> Path:
+    """The nearest of the folders above that is there, if it is one."""
+    return next(each for each in output.parents if os.path.lexists(each))
 
 
 def _flush(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import RunDirectoryError
 from paceline.insight.bottleneck import Evidence, find_bottleneck
 from paceline.records.reader import read_events, read_plan
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import existing_run
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 
 # A process is waited for if it takes so many times as long as the others, in so large a part of the records.
@@ -146,9 +146,7 @@ def attribute_run(run_dir: Path) -> Attribution:
     Raises:
         RunDirectoryError: If the directory holds no run, or one without a step record.
     """
-    directory = RunDirectory(run_dir)
-    if not directory.exists():
-        raise RunDirectoryError(f"'{run_dir}' holds no run (no recipe.yaml); give a run directory.")
+    directory = existing_run(run_dir)
     events = list(read_events(directory.events, kinds=("start", "step"))) if directory.events.is_file() else []
     return attribute_events(run_dir, events, read_plan(directory))
 

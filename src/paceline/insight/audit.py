@@ -23,7 +23,7 @@ from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
 from paceline.records.ledger_count import EpochCount, LedgerSummary, count_epochs
 from paceline.records.lengths import read_lengths
 from paceline.records.reader import read_plan, read_recipe, read_summary
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.world import World
 
 _NAMED = 5
@@ -73,9 +73,7 @@ def audit_run(run_dir: Path) -> Audit:
     Raises:
         RunDirectoryError: If the directory holds no run that has stopped.
     """
-    directory = RunDirectory(run_dir)
-    if not directory.exists():
-        raise RunDirectoryError(f"'{run_dir}' holds no run (no recipe.yaml); give a run directory.")
+    directory = existing_run(run_dir)
     plan, recipe = read_plan(directory), read_recipe(directory)
     geometry = _geometry(plan, recipe, None)
     if not directory.summary.is_file():

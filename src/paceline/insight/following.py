@@ -5,7 +5,6 @@ The file is opened anew each time, as a network's file system shows then what an
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Iterable
@@ -87,18 +86,3 @@ def is_being_trained(directory: RunDirectory) -> bool | None:
 def is_locked(locks: Iterable[str], inode: int) -> bool:
     """Whether one of the lines of ``/proc/locks`` is of a file, which they name as ``MAJOR:MINOR:INODE``."""
     return any(re.fullmatch(rf"[^:]+:[^:]+:{inode}", word) for lock in locks for word in lock.split())
-
-
-def resolved(run: Path) -> RunDirectory:
-    """The run directory of that name.
-
-    Raises:
-        RunDirectoryError: If there is none.
-    """
-    directory = RunDirectory(run)
-    if directory.exists():
-        return directory
-    inside = RunDirectory(run.parent)
-    meant = f" Did you mean {os.fspath(run.parent)}?" if inside.exists() else ""
-    what = "holds no run (no recipe.yaml)" if run.is_dir() else "is no directory"
-    raise RunDirectoryError(f"'{run}' {what}; name the --run-dir of a run that was started.{meant}")

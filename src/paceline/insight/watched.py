@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.following import EventFollower, is_being_trained, resolved
+from paceline.insight.following import EventFollower, is_being_trained
 from paceline.records.reader import NO_METRICS, read_plan
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.telemetry.meter import PHASES
 
 State = Literal["starting", "running", "completed", "stopped", "failed", "gone"]
@@ -70,7 +70,7 @@ class WatchedRun:
 
     def __init__(self, run: Path) -> None:
         self.path = run
-        self.directory: RunDirectory = resolved(run)
+        self.directory: RunDirectory = existing_run(run)
         self.told = Told()
         self.plan: Mapping[str, Any] = {}
         self._follower = EventFollower(self.directory.events)

@@ -61,9 +61,9 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             if homes:
                 named = " or ".join(f"'{home}'" for home in homes)
                 raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {named}?")
-            raise RecipeError(
-                f"{where}: unknown key '{dotted}'.{did_you_mean(str(key), known)} Keys of {place}: {', '.join(known)}."
-            )
+            # With its sections, as an override must say it: `lr` alone is no key.
+            hint = did_you_mean(str(key), known, shown=lambda name: f"{path}{name}")
+            raise RecipeError(f"{where}: unknown key '{dotted}'.{hint} Keys of {place}: {', '.join(known)}.")
         inner = subsection(section, key)
         if inner is not None:
             if value is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.references import is_reference
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
+_ENDINGS = (".yaml", ".yml")
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -258,10 +260,32 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
             f"paceline train image_folder data.path={source}"
         )
+    if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
+        raise RecipeError(_no_file(str(source), beside))
     near = [*shipped, *(entry.name for entry in beside.glob("*.y*ml"))]
+    if hint := did_you_mean(str(source), near):
+        raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.")
     raise RecipeError(
-        f"no recipe '{source}': it is neither a file nor a shipped recipe.{did_you_mean(str(source), near)} "
-        f"Shipped recipes: {', '.join(shipped)}."
+        f"no recipe '{source}': it is neither a shipped recipe nor a file or run directory that is here; "
+        "`paceline recipes` lists the shipped ones."
+    )
+
+
+def _no_file(source: str, beside: Path) -> str:
+    """Say that a path leads nowhere, and what is near it: another recipe or run in that folder, or a shipped recipe."""
+    folder, name = os.path.split(source.rstrip(os.sep))
+    stem, ending = os.path.splitext(name)
+    is_file = ending in _ENDINGS
+    # Compared without the ending, which makes any two names alike.
+    near = {each.parent.name: each.parent.name for each in (beside / folder).glob("*/recipe.yaml")}
+    near |= {each.stem: each.name for each in (beside / folder).glob("*.y*ml")}
+    hint = did_you_mean(stem if is_file else name, near, shown=lambda each: os.path.join(folder, near[each]))
+    if is_file and not hint:
+        hint = did_you_mean(stem, shipped_recipes())
+    what = "file" if is_file else "file or run directory"
+    return (
+        f"there is no {what} '{source}'.{hint} Correct the path, or give the name of a shipped recipe: "
+        "`paceline recipes` lists them."
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RunDirectoryError
-from paceline.records.run_directory import RunDirectory, cannot
+from paceline.records.run_directory import RunDirectory, cannot, existing_run
 from paceline.records.summary import Summary
 from paceline.records.writer import parse_line
 
@@ -74,8 +74,9 @@ def read_recipe(run: RunDirectory) -> dict[str, Any]:
     """Read ``recipe.yaml`` as plain values; ``paceline.recipe`` turns them into a recipe.
 
     Raises:
-        RunDirectoryError: If it is missing or damaged.
+        RunDirectoryError: If there is no run, or it is damaged.
     """
+    existing_run(run.root)
     try:
         document = yaml.safe_load(_read_text(run.recipe))
     except yaml.YAMLError as error:

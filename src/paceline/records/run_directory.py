@@ -130,6 +130,36 @@ class RunDirectory:
         return self.recipe.is_file()
 
 
+def existing_run(path: Path) -> RunDirectory:
+    """The run directory of that name.
+
+    Raises:
+        RunDirectoryError: If there is none, it holds no run, or it may not be looked into.
+    """
+    directory = RunDirectory(path)
+    try:
+        why = "" if directory.exists() else why_no_run(path)
+    except OSError as error:
+        raise cannot("read", path, error, what="run directory") from error
+    if why:
+        raise RunDirectoryError(why)
+    return directory
+
+
+def why_no_run(path: Path, give: str = "the directory of a run that was started, its --run-dir") -> str:
+    """Say of a path that no run is there, and why.
+
+    Args:
+        path: It holds no run.
+        give: What is to be given instead.
+    """
+    found = f"there is no run directory '{path}'"
+    if path.exists():
+        found = f"'{path}' holds no run ({'no recipe.yaml' if path.is_dir() else 'it is a file'})"
+    meant = f" Did you mean {path.parent}?" if RunDirectory(path.parent).exists() else ""
+    return f"{found}; give {give}.{meant}"
+
+
 def default_run_directory(recipe_name: str, *, parent: Path = Path("runs")) -> Path:
     """Make and return a new directory ``runs/<recipe>-<date>-<time>``.
 

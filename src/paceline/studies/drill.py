@@ -121,6 +121,7 @@ def drill(asked: Asked, tell: Callable[[str], None]) -> DrillReport:
             scratch=scratch,
             limit_seconds=_FIRST_LIMIT_SECONDS,
         )
+        ground.check()
         tell(f"training {asked.steps} steps undisturbed in {scratch}")
         ground.train_undisturbed(ground.undisturbed)
         longest = max(_SHORTEST_LIMIT_SECONDS, 10 * (time.perf_counter() - begun))

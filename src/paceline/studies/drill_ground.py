@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.store import CheckpointStore
-from paceline.errors import TrainingError
+from paceline.errors import PacelineError, TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events, read_json, read_plan, without_clock
 from paceline.records.run_directory import RunDirectory
@@ -110,11 +110,30 @@ class Ground:
         log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}")
         return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=again.variables)
 
+    def check(self) -> None:
+        """Have the run planned, so that a mistake in the recipe or its data is told before anything is trained.
+
+        Raises:
+            PacelineError: If it is refused, as the run would be.
+        """
+        # In a process of its own: a plan may take hold of a device that the runs are to have for themselves.
+        arguments = ["train", self.recipe, *self.overrides, "--processes", str(self.processes), "--plan-only"]
+        with Launch(arguments, self.scratch / "plan", limit_seconds=self.limit_seconds) as launch:
+            try:
+                code = launch.wait()
+            except OverdueError as error:
+                raise TrainingError(f"{error}; it was only to be planned.") from None
+            if code == PacelineError.exit_code:
+                raise PacelineError(said(launch))
+            if code:
+                raise TrainingError(f"the run cannot be planned (exit code {code}): {said(launch)}")
+
     def train_undisturbed(self, run_dir: Path) -> None:
         """Train without a disturbance.
 
         Raises:
-            TrainingError: If that fails; there is nothing to compare with then.
+            PacelineError: If that is refused; there is nothing to compare with then.
+            TrainingError: If it fails.
         """
         with self.begin(run_dir) as launch:
             try:
@@ -122,7 +141,8 @@ class Ground:
             except OverdueError as error:
                 raise TrainingError(f"{error}; it was not disturbed. A drill needs a shorter run: --steps.") from None
             if code:
-                raise TrainingError(f"the run fails without being disturbed (exit code {code}): {said(launch)}")
+                kind = PacelineError if code == PacelineError.exit_code else TrainingError
+                raise kind(f"the run fails without being disturbed (exit code {code}): {said(launch)}")
 
     def disturb(
         self,

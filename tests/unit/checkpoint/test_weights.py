@@ -81,6 +81,19 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
         read_weights(store.directory.parent, best=True)
 
 
-def test_what_does_not_exist_is_refused(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        read_weights(store.directory / "absent")
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("absent", r"there is no run directory '.*absent'; give a run directory, a checkpoint directory"),
+        ("absent.safetensors", r"there is no file '.*absent.safetensors'; give a run directory"),
+        ("run/checkpoints/step-00000099", r"there is no checkpoint '.*step-00000099'; give a run directory"),
+        ("empty", r"'.*empty' holds no run \(no recipe.yaml\); give a run directory"),
+        ("begun", r"'.*begun' holds no checkpoint \(yet\); give a run that has saved one"),
+    ],
+)
+def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, said: str) -> None:
+    for name in ("empty", "begun"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "begun" / "recipe.yaml").write_text("")
+    with pytest.raises(CheckpointError, match=said):
+        read_weights(tmp_path / target)

@@ -64,8 +64,17 @@ def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
     assert output.read_text() == "mine"
     with pytest.raises(CheckpointError, match=r"must end in \.safetensors"):
         export_safetensors(run, tmp_path / "weights.bin")
-    with pytest.raises(CheckpointError, match="there is no directory"):
-        export_safetensors(run, tmp_path / "nowhere" / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"mine.safetensors' is no directory"):
+        export_safetensors(run, output / "weights.safetensors")
+
+
+def test_folders_above_the_file_are_made(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "deep" / "weights.safetensors"
+    with pytest.raises(CheckpointError, match="holds no 'other' weights"):
+        export_safetensors(run, output, weights="other")
+    assert not (tmp_path / "new").exists()
+    export_safetensors(run, output)
+    assert [each.name for each in (tmp_path / "new").rglob("*")] == ["deep", "weights.safetensors"]
 
 
 def test_adapters_are_merged(tmp_path: Path) -> None:

@@ -317,7 +317,8 @@ def left(folder: Path) -> set[str]:
         ("torch-export", "a.onnx", {}, r"must end in \.pt2"),
         ("timm", "a.onnx", {}, "a hub folder's name does not end in"),
         ("timm", "there", {}, "exists already and is not written over"),
-        ("onnx", "nowhere/a.onnx", {}, "there is no directory"),
+        ("timm", "/", {}, "exists already and is not written over"),
+        ("onnx", "new/a.onnx", {"weights": "other"}, "holds no 'other' weights"),
         ("timm", "hub", {"quantize": "int8"}, "--quantize int8 is for --format onnx"),
         ("onnx", "a.onnx", {"quantize": "bf16"}, "--quantize bf16 is for --format timm, safetensors, torch-export"),
         ("onnx", "a.onnx", {"overrides": ["data.path=x"]}, "overrides have no effect here"),
@@ -443,6 +444,8 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         failing(tmp_path / "hub", OSError(28, "no space left on device"))
     with pytest.raises(KeyboardInterrupt):
         failing(tmp_path / "hub", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        failing(tmp_path / "new" / "hub", KeyboardInterrupt())
     assert left(tmp_path) == set()
     with pytest.raises(PacelineError, match="exists already"):
         overtaken(tmp_path / "mine")

@@ -52,9 +52,12 @@ def refusal(*overrides: str, source: str | Path | None = None) -> str:
     ("override", "said"),
     [
         ("optimzer.lr=1", "unknown key 'optimzer'. Did you mean 'optimizer'? Keys of a recipe: task, seed, model"),
-        ("optimizer.lrr=1", "unknown key 'optimizer.lrr'. Did you mean 'lr'? Keys of 'optimizer': name, lr,"),
-        ("data.augment.flp=1", "unknown key 'data.augment.flp'. Did you mean 'flip'? Keys of 'data.augment': crop,"),
-        ("train.grad_scaler.init_scal=1", "unknown key 'train.grad_scaler.init_scal'. Did you mean 'init_scale'"),
+        ("optimizer.lrr=1", "unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'? Keys of 'optimizer': name,"),
+        ("data.augment.flp=1", "unknown key 'data.augment.flp'. Did you mean 'data.augment.flip'? Keys of 'data"),
+        (
+            "train.grad_scaler.init_scal=1",
+            "unknown key 'train.grad_scaler.init_scal'. Did you mean 'train.grad_scaler.",
+        ),
         ("nothing.like.it=1", "unknown key 'nothing'. Keys of a recipe:"),
     ],
 )
@@ -471,9 +474,40 @@ def test_a_base_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
-    message = refusal(source="digit")
-    assert "no recipe 'digit'" in message
-    assert "Did you mean 'digits'?" in message
+    assert refusal(source="digitz") == "no recipe 'digitz'. Did you mean 'digits'? `paceline recipes` lists all."
+
+
+def test_an_unknown_recipe_that_is_near_to_none_is_told_where_they_are_listed() -> None:
+    message = refusal(source="nothing")
+    assert message.startswith("no recipe 'nothing': it is neither a shipped recipe nor a file or run directory ")
+    assert message.endswith("`paceline recipes` lists the shipped ones.")
+    assert "digits" not in message
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("./my.yaml", "there is no file './my.yaml'. Correct the path, "),
+        ("./mien.yaml", "there is no file './mien.yaml'. Did you mean './mine.yaml'? Correct the path, "),
+        ("mien.yml", "there is no file 'mien.yml'. Did you mean 'mine.yaml'? Correct the path, "),
+        ("digits.yaml", "there is no file 'digits.yaml'. Did you mean 'digits'? Correct the path, "),
+        ("runs/other", "there is no file or run directory 'runs/other'. Correct the path, "),
+        ("runs/frist", "there is no file or run directory 'runs/frist'. Did you mean 'runs/first'? Correct the path, "),
+        ("runs/frist/", "there is no file or run directory 'runs/frist/'. Did you mean 'runs/first'? Correct the path"),
+        ("nowhere/mine.yaml", "there is no file 'nowhere/mine.yaml'. Correct the path, "),
+        ("data.path=a/b", "no recipe 'data.path=a/b': it is neither "),
+    ],
+)
+def test_a_path_that_leads_to_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "mine.yaml", "seed: 1\n")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    write(tmp_path / "runs" / "first", "recipe.yaml", "seed: 1\n")
+    assert refusal(source=source).startswith(said)
+    assert "`paceline recipes` lists " in refusal(source=source)
+    assert "efficientnet" not in refusal(source=source)
 
 
 def test_a_run_directory_is_a_recipe(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
+from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run, write_json
 
 
 def test_create_makes_parents_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -26,6 +26,24 @@ def test_create_makes_parents_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not run.exists()
     run.recipe.write_text("task: x\n", encoding="utf-8")
     assert run.exists()
+
+
+def test_where_no_run_is_found_the_reason_is_told(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "mine")
+    run.create()
+    run.recipe.write_text("task: x\n", encoding="utf-8")
+    assert existing_run(run.root) == run
+    (tmp_path / "empty").mkdir()
+    asked = "; give the directory of a run that was started, its --run-dir."
+    for path, said in (
+        (tmp_path / "absent", f"there is no run directory '{tmp_path / 'absent'}'{asked}"),
+        (tmp_path / "empty", f"'{tmp_path / 'empty'}' holds no run (no recipe.yaml){asked}"),
+        (run.recipe, f"'{run.recipe}' holds no run (it is a file){asked} Did you mean {run.root}?"),
+        (run.plan, f"there is no run directory '{run.plan}'{asked} Did you mean {run.root}?"),
+    ):
+        with pytest.raises(RunDirectoryError) as caught:
+            existing_run(path)
+        assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("below", ["file", "file/deeper"])

@@ -60,7 +60,9 @@ def test_summary_without_a_key_is_damaged(tmp_path: Path) -> None:
 def test_plan_and_recipe_are_read_and_their_absence_is_told(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for read in (read_plan, read_recipe):
-        with pytest.raises(RunDirectoryError, match=r"holds no (plan.json|recipe.yaml): name the directory of a run"):
+        with pytest.raises(
+            RunDirectoryError, match=r"holds no (plan.json: name|run \(no recipe.yaml\); give) the directory of a run"
+        ):
             read(run)
     write_json(run.plan, {"total_steps": 10})
     write_text(run.recipe, "seed: 1\n")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import LaunchError, RecipeError
+from paceline.errors import LaunchError, PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.studies.drill import SHORTEST, Asked, drill, shortened
 from paceline.studies.drill_faults import _copy_of_a_class, all_faults
+from paceline.studies.drill_ground import Ground
 
 
 def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
@@ -57,6 +58,18 @@ def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="started as one of several"):
         drill(Asked(recipe="digits"), lambda _: None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_path: Path) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "mine.txt").write_text("")
+    ground = Ground(
+        recipe="digits", overrides=(), processes=1, steps=SHORTEST, every=2, scratch=tmp_path, limit_seconds=100
+    )
+    with pytest.raises(PacelineError, match=r"without being disturbed \(exit code 2\): .* is not empty") as caught:
+        ground.train_undisturbed(ground.undisturbed)
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

@@ -119,7 +119,7 @@ def predictor_network_keys() -> list[str]:
     ("overrides", "error", "said"),
     [
         (("distillation.teacher=off",), RecipeError, "set distillation.teacher to a run directory"),
-        (("distillation.teacher=nowhere",), PacelineError, "does not exist"),
+        (("distillation.teacher=nowhere",), PacelineError, "there is no run directory '"),
         (
             ("data={dataset: synthetic, classes: 10, samples: 512, validation_fraction: null, augment: null}",),
             DataError,

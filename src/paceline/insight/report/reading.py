@@ -21,7 +21,7 @@ from paceline.records.reader import (
     read_recipe,
     read_summary,
 )
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import existing_run
 from paceline.records.summary import Summary
 
 Event = Mapping[str, Any]
@@ -150,9 +150,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def _read(path: Path, name: str) -> RunRecord:
-    directory = RunDirectory(path)
-    if not directory.exists():
-        raise RunDirectoryError(f"'{path}' holds no run (no recipe.yaml); give a run directory.")
+    directory = existing_run(path)
     complaints: list[str] = []
 
     def told(read: Any, otherwise: Any) -> Any:

@@ -119,8 +119,7 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
     target = choose_target(asked.device, recipe, processes=world.world_size)
     with untouched(), watching_loaders() as loaders:
         _import(recipe)
-        tell("looking at the network")
-        plan, anatomy, why = _anatomy(recipe, target, world)
+        plan, anatomy, why = _anatomy(recipe, target, world, tell)
         lack = lack_of_room(recipe, target, world) if anatomy is not None else None
         tell("looking at the code")
         seen, behaviour, trouble = _behaviour(recipe, plan)
@@ -175,12 +174,15 @@ def world_of(recipe: Recipe, processes: int | None) -> World:
     return World(world_size=processes or least, local_world_size=processes or least)
 
 
-def _anatomy(recipe: Recipe, target: Target, world: World) -> tuple[Plan, Anatomy | None, str]:
+def _anatomy(
+    recipe: Recipe, target: Target, world: World, tell: Callable[[str], None]
+) -> tuple[Plan, Anatomy | None, str]:
     """The plan and the network, on fake tensors; where the network or its loss needs numbers, why it was not seen."""
     plan: Plan | None = None
     try:
         with fake_run(recipe, machine=target.machine, processes=world.world_size) as step:
             plan = step.plan
+            tell("looking at the network")  # not before the recipe and its data have been found good
             return plan, look_at(step.network, step.batch, lambda: step.backward(step.forward())), ""
     except PacelineError as error:
         if plan is None:

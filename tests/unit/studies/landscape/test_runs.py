@@ -180,7 +180,7 @@ def test_what_cannot_be_had_is_said_in_one_sentence(trained: Trained, tmp_path: 
         looked(run, measure=("curve",), epsilons=(0.1,))
     with pytest.raises(PacelineError, match=r"--subspace 1000000 is more than the [\d,]+ dimensions"):
         looked(run, measure=("sharpness",), box=Box(subspace=1_000_000))
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="there is no run directory"):
         looked(tmp_path / "nowhere")
 
 
