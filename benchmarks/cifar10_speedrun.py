@@ -197,7 +197,7 @@ def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step", action="store_true", help="measure the processor time of a step instead")
     options = parser.parse_intermixed_args(arguments)
     try:
-        load_recipe(options.recipe)
+        load_recipe(options.recipe, options.overrides)
         if not options.step:
             _check(options)
     except (PacelineError, ValueError) as error:

@@ -46,7 +46,7 @@ def _revision() -> str:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=RESULTS.parents[1])
 
-    changed = git("diff", "--quiet", "HEAD", "--", *_SOURCES).returncode == 1
+    changed = git("status", "--porcelain", "--", *_SOURCES).stdout != ""
     return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * changed
 
 

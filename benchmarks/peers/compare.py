@@ -246,8 +246,6 @@ def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
     options = asked(arguments)
-    # So that the contender at work, which has a session of its own, is ended too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     without_us = []
     for key in options.workloads:
         workload = WORKLOADS[key]
@@ -274,4 +272,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # So that the contender at work, which has a session of its own, is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

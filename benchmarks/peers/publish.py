@@ -54,8 +54,8 @@ torchvision's transforms, which do it image by image.
 
 "By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options. In the rows of loop overhead it is the column to
-hold Paceline's loop against; rounds range too far for a cost of a few percent to be seen, and two loops in turn within
-one process bound it closer ([measured](measured.md), `overhead.py`).
+hold Paceline's loop against. Three to five rounds are few for a cost of a few percent: [measured](measured.md) has what
+forty pairs of blocks within one process say of it (`overhead.py`).
 
 Measured on {cpu}, {cores} cores, that others use too, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python},
 {date}; each workload at the revision that stands below its figures. {gpu} A machine with two cores says little about
@@ -66,6 +66,9 @@ one with many.
 Time, or memory, that each takes over what Paceline takes: above 1 it takes more. The median of the rounds, in **bold**
 where it is at least 2 % less; below the table stands in how many rounds it took less.
 """
+_AHEAD = """\
+By the median of the ratios within a round; a figure that may be near 0 has no ratio, and is compared by the median of
+the differences. It is given with its own median, least and most."""
 _NO_GPU = "**Nothing here was measured on a GPU.**"
 _WITH_GPU = "What was measured on one is [further down](#on-a-gpu)."
 _GPU = """\
@@ -168,7 +171,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     gpu = _WITH_GPU if there else _NO_GPU
     lines = [*_INTRODUCTION.format(**_facts(here), gpu=gpu).splitlines(), "", *_ratios(table), ""]
     lines += ["![The same as a plot: each contender's time or memory over Paceline's](performance.svg)", ""]
-    lines += ["## Where another is ahead", "", *ahead(here), ""]
+    lines += ["## Where another is ahead", "", _AHEAD, "", *ahead(here), ""]
     lines += ["## In figures", "", *_in_figures(here)]
     if there:
         table = rows(there)

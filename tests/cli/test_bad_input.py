@@ -143,6 +143,8 @@ def test_a_recipe_file(paceline_here: Callable[..., Any], tmp_path: Path, name: 
         (("evaluate", "nowhere.safetensors"), ("there is no file 'nowhere.safetensors'; give a run directory",)),
         (("evaluate", "run/checkpoints/step-00000009"), ("there is no checkpoint 'run/checkpoints/step-00000009'",)),
         (("predict", "nowhere", "."), ("'.'", "no image")),
+        (("evaluate", "a" * 300), ("Cannot look for aaa", "File name too long")),
+        (("train", "a" * 300), ("no recipe 'aaa", "File name too long. Correct the path.")),
     ],
 )
 def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -91,7 +91,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     if is_hub_folder(target):
         return _asked(_from_hub_folder(target), weights)
     if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
-        if not RunDirectory(target).exists():
+        if not (RunDirectory(target).exists() or target.name == "checkpoints"):
             raise CheckpointError(why_no_run(target, give=_GIVE))
         raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
     return _from_checkpoint(_best_of(target), weights) if best else _newest(target, weights)
@@ -103,8 +103,9 @@ def check_target(target: Path) -> None:
     Raises:
         CheckpointError: If there is not.
     """
-    if target.exists():
-        return
+    with reporting_disk_errors("look for", target):
+        if target.exists():
+            return
     if target.suffix in (".safetensors", ".onnx"):
         raise CheckpointError(f"there is no file '{target}'; give {_GIVE}.")
     if target.parent.name == "checkpoints":

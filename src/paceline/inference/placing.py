@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.durable import reporting_disk_errors
@@ -19,9 +21,10 @@ def check_output(output: Path) -> None:
     Raises:
         CheckpointError: If something is there, or a part of the path is a file.
     """
-    if output.exists() or output.is_symlink():
-        raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
-    above = _nearest(output)
+    with reporting_disk_errors("look for", output):
+        if output.exists() or output.is_symlink():
+            raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
+        above, _ = _folders(output)
     if not above.is_dir():
         raise CheckpointError(f"--output={output}: '{above}' is no directory; give another name.")
 
@@ -37,26 +40,40 @@ def put_in_place(output: Path) -> Iterator[Path]:
     """
     check_output(output)
     # In the folder that will hold the missing ones, so on the same disk. The same ending, as some libraries look at it.
-    above = _nearest(output)
-    partial = above / f".{output.stem}.partial-{os.getpid()}{output.suffix}"
+    above, missing = _folders(output)
+    partial = above / f".{output.stem}.partial-{secrets.token_hex(4)}{output.suffix}"
     with reporting_disk_errors("write the weights to", output):
-        _remove(partial)
         try:
             yield partial
             for each in (*partial.rglob("*"), partial) if partial.is_dir() else (partial,):
                 _flush(each)
             check_output(output)
-            output.parent.mkdir(parents=True, exist_ok=True)
-            partial.rename(output)
-            for each in output.parents[: output.parents.index(above) + 1]:
+            with _made(missing):
+                partial.rename(output)
+            for each in (*missing, above):
                 sync_directory(each)
         finally:
             _remove(partial)
 
 
-def _nearest(output: Path) -> Path:
-    """The nearest of the folders above that is there, if it is one."""
-    return next(each for each in output.parents if os.path.lexists(each))
+def _folders(output: Path) -> tuple[Path, list[Path]]:
+    """The nearest of the folders above that is there, if it is one, and those below it that are not, nearest first."""
+    missing = list(itertools.takewhile(lambda each: not os.path.lexists(each), output.parents))
+    return output.parents[len(missing)], missing
+
+
+@contextlib.contextmanager
+def _made(folders: Sequence[Path]) -> Iterator[None]:
+    """Make folders, each in the one after it; if the block fails, remove those that nobody has put something in."""
+    try:
+        for each in reversed(folders):
+            each.mkdir(exist_ok=True)
+        yield
+    except OSError:
+        for each in folders:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
 
 
 def _flush(path: Path) -> None:

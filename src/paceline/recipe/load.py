@@ -251,11 +251,15 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
     if str(source) in shipped:
         return shipped[str(source)]
     path = Path(source)
-    if path.is_dir() and (path / "recipe.yaml").is_file():
-        return path / "recipe.yaml"
-    if path.is_file():
-        return path
-    if path.is_dir():
+    try:
+        if (path / "recipe.yaml").is_file():
+            return path / "recipe.yaml"
+        if path.is_file():
+            return path
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise RecipeError(f"no recipe '{source}': {error.strerror}. Correct the path.") from error
+    if is_folder:
         raise RecipeError(
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
             f"paceline train image_folder data.path={source}"
@@ -280,8 +284,7 @@ def _no_file(source: str, beside: Path) -> str:
     near = {each.parent.name: each.parent.name for each in (beside / folder).glob("*/recipe.yaml")}
     near |= {each.stem: each.name for each in (beside / folder).glob("*.y*ml")}
     hint = did_you_mean(stem if is_file else name, near, shown=lambda each: os.path.join(folder, near[each]))
-    if is_file and not hint:
-        hint = did_you_mean(stem, shipped_recipes())
+    hint = hint or did_you_mean(stem if is_file else name, shipped_recipes())
     what = "file" if is_file else "file or run directory"
     return (
         f"there is no {what} '{source}'.{hint} Correct the path, or give the name of a shipped recipe: "

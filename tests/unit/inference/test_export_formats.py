@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -439,7 +441,23 @@ def overtaken(output: Path) -> None:
         output.write_text("someone else's, meanwhile")
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def placed(output: Path) -> None:
+    with put_in_place(output) as path:
+        path.write_text("new")
+
+
+def full_disk(_path: Path, _target: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_two_may_be_written_at_once_to_folders_that_are_not_there(tmp_path: Path) -> None:
+    with put_in_place(tmp_path / "a" / "w.bin") as one, put_in_place(tmp_path / "b" / "w.bin") as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert [(tmp_path / name / "w.bin").read_text() for name in "ab"] == ["one", "other"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PacelineError, match=r"Cannot write the weights to .*no space"):
         failing(tmp_path / "hub", OSError(28, "no space left on device"))
     with pytest.raises(KeyboardInterrupt):
@@ -447,6 +465,11 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         failing(tmp_path / "new" / "hub", KeyboardInterrupt())
     assert left(tmp_path) == set()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", full_disk)
+        with pytest.raises(PacelineError, match=r"Cannot write .*No space left"):
+            placed(tmp_path / "new" / "deep" / "mine")
+    assert left(tmp_path) == set(), "nor do the folders that were made for it stay"
     with pytest.raises(PacelineError, match="exists already"):
         overtaken(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "someone else's, meanwhile"

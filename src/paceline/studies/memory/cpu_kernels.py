@@ -20,12 +20,13 @@ _LARGEST_OWN_KERNEL = 4
 
 def unknown_kernels(network: nn.Module) -> str:
     """In words, that convolutions may take other memory on this processor; empty if there are none, or it is known."""
-    vectors = torch.backends.cpu.get_cpu_capability()
-    if "AVX512" in vectors or not any(isinstance(each, _ConvNd) for each in network.modules()):
+    if "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return ""
+    if not any(isinstance(each, _ConvNd) for each in network.modules()):
         return ""
     return (
-        f"what convolutions take inside is known of processors with AVX-512, and this one has {vectors}: they may take "
-        "more or less; find-batch measures"
+        "what convolutions take inside was watched on processors with AVX-512 only, which this one does not report: "
+        "the estimate may be too low or too high; `paceline find-batch` measures"
     )
 
 
