@@ -8,10 +8,9 @@ is compared are the ratios within a round, so that a machine whose speed drifts 
     .venv/bin/python benchmarks/peers/compare.py loop-64 --peers raw lightning    # beside Paceline these only: prints
     .venv/bin/python benchmarks/peers/compare.py all        # on a machine with a GPU: those for GPUs
 
-The environments are made at the first call (7 GB, and 6 more for Composer's torch). A workload takes from some minutes
-a round to half an hour. With all of its contenders it writes a result file, of which publish.py makes the page; with
-some of them, or with ``--dry-run``, it only prints. ``--here`` runs all contenders in the environment that runs this:
-for a machine that can fetch nothing.
+The environments are made at the first call, and take several GB: two torches are among them. With all of its contenders
+a workload writes a result file, of which publish.py makes the page; with some of them, or with ``--dry-run``, it only
+prints. ``--here`` runs all contenders in the environment that runs this: for a machine that can fetch nothing.
 """
 
 from __future__ import annotations

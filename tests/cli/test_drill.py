@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
 
 
 @pytest.mark.parametrize(

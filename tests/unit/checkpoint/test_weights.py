@@ -89,11 +89,13 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
         ("run/checkpoints/step-00000099", r"there is no checkpoint '.*step-00000099'; give a run directory"),
         ("empty", r"'.*empty' holds no run \(no recipe.yaml\); give a run directory"),
         ("begun", r"'.*begun' holds no checkpoint \(yet\); give a run that has saved one"),
+        ("begun/checkpoints", r"'.*checkpoints' holds no checkpoint \(yet\); give a run that has saved one"),
     ],
 )
 def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, said: str) -> None:
     for name in ("empty", "begun"):
         (tmp_path / name).mkdir()
     (tmp_path / "begun" / "recipe.yaml").write_text("")
+    (tmp_path / "begun" / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match=said):
         read_weights(tmp_path / target)

@@ -494,6 +494,7 @@ def test_an_unknown_recipe_that_is_near_to_none_is_told_where_they_are_listed() 
         ("runs/other", "there is no file or run directory 'runs/other'. Correct the path, "),
         ("runs/frist", "there is no file or run directory 'runs/frist'. Did you mean 'runs/first'? Correct the path, "),
         ("runs/frist/", "there is no file or run directory 'runs/frist/'. Did you mean 'runs/first'? Correct the path"),
+        ("digits/", "there is no file or run directory 'digits/'. Did you mean 'digits'? Correct the path, "),
         ("nowhere/mine.yaml", "there is no file 'nowhere/mine.yaml'. Correct the path, "),
         ("data.path=a/b", "no recipe 'data.path=a/b': it is neither "),
     ],

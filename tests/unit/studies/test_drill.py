@@ -60,7 +60,7 @@ def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> Non
         drill(Asked(recipe="digits"), lambda _: None)
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
 def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "mine.txt").write_text("")
