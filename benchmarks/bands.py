@@ -2,9 +2,10 @@
 
 Trains the recipe once per seed, as a user would, and writes the band that is shipped beside the recipe. Then each run
 is held against the band of all others, and further seeds (``--fresh``), which had no part in the band, against it. Runs
-are kept in the folder that is named, and those that are there already are not trained again.
+are kept in the folder that is named, and those that are there already are not trained again. ``--planted`` trains
+digits with each bug of planted.py, and counts in how many seeds its band sees it.
 
-    python benchmarks/bands.py digits --runs runs/bands --seeds 1-40 --fresh 1001-1020
+    python benchmarks/bands.py digits --runs runs/bands --seeds 1-40 --fresh 1001-1100 --planted 2001-2010
     python benchmarks/bands.py dlrm-synthetic --runs runs/bands --seeds 1-8
     python benchmarks/bands.py gpt-small-docs --runs runs/bands --seeds 1-5
     python benchmarks/bands.py bert-tiny-docs --runs runs/bands --seeds 1-5
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware import write_result
+from planted import BUGS, train_with
 from scipy.stats import beta
 
 from paceline.insight.bands.band import make_band, read_band, write_band
@@ -29,13 +31,18 @@ from paceline.recipe.load import shipped_recipes
 
 
 def train(recipe: str, seed: int, folder: Path) -> Path:
-    """One run by the command line."""
+    """One run by the command line, which goes on with one that was stopped and leaves one that has ended as it is."""
     run = folder / recipe / str(seed)
-    if not (run / "summary.json").is_file():
-        asked = [recipe, f"seed={seed}", "telemetry.report=false", "telemetry.trackers=[]"]
-        command = [sys.executable, "-m", "paceline", "train", *asked, "--run-dir", str(run)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    asked = [recipe, f"seed={seed}", "telemetry.report=false", "telemetry.trackers=[]"]
+    command = [sys.executable, "-m", "paceline", "train", *asked, "--run-dir", str(run)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     return run
+
+
+def seen_in(name: str, among: Sequence[int], folder: Path, band: Path) -> int:
+    """In how many seeds a run with the bug leaves the band."""
+    runs = [train_with(BUGS[name], seed, folder / name.replace(" ", "-") / str(seed)) for seed in among]
+    return sum(bool(check_run(run, band).departures) for run in runs)
 
 
 def seeds(text: str) -> list[int]:
@@ -63,12 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, required=True, help="where runs are kept")
     parser.add_argument("--seeds", type=seeds, nargs="+", required=True, help="what the band is made of")
     parser.add_argument("--fresh", type=seeds, nargs="*", default=[], help="further seeds, held against it")
+    parser.add_argument("--planted", type=seeds, default=[], help="seeds with a bug, held against it (digits)")
     options = parser.parse_args(arguments)
+    if options.planted and options.recipe != "digits":
+        parser.error("the bugs of --planted are those of digits")
     file = shipped_recipes()[options.recipe].with_suffix(".band.json")
     band = make_band([train(options.recipe, seed, options.runs) for part in options.seeds for seed in part])
     write_band(band, file)
     fresh = [train(options.recipe, seed, options.runs) for part in options.fresh for seed in part]
     left = [verdict.to_json() for run in fresh if (verdict := check_run(run, file)).departures]
+    planted = {name: seen_in(name, options.planted, options.runs, file) for name in BUGS if options.planted}
     result: dict[str, Any] = {
         "recipe": options.recipe,
         "made_with": read_band(file).made_with,
@@ -77,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "left_one_out": share(len(band.outsiders), band.count) if band.count > 5 else None,
         "fresh": share(len(left), len(fresh)) if fresh else None,
         "fresh_departures": [{**each, "run": Path(each["run"]).name} for each in left],
+        "planted": {name: share(seen, len(options.planted)) for name, seen in planted.items()},
     }
     lines = [
         f"{options.recipe}: a band of {band.count} seeds, {result['points']} points, {file.stat().st_size:,} bytes."
@@ -85,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(f"Held against all others, {in_words(result['left_one_out'])} leave their band.")
     if fresh:
         lines.append(f"Of seeds that had no part in it, {in_words(result['fresh'])} leave it.")
+    lines += [f"With {name} {in_words(found)} leave it." for name, found in result["planted"].items()]
     print("\n".join(lines))
     print(write_result(f"bands-{options.recipe}", result, lines))
 

@@ -10,8 +10,9 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("exact", ["false", "true"])
 def test_both_save_after_the_same_steps(
     studio: Path, run: Callable[..., Any], summary: Callable[[Path], dict[str, Any]], exact: str
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Callable[..., An
     assert "does not repeat itself" in trials["kill-all"]["reason"]
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(1)
 def test_a_drill_that_is_ended_leaves_nothing(start: Callable[..., Any]) -> None:
     launched = start("drill", *DIGITS)

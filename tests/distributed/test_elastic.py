@@ -86,12 +86,13 @@ def test_torchrun_starts_killed_workers_again(
     launched.seconds_until_alone()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option",
     [
         ("--max-restarts=1",),
-        pytest.param(("--nnodes=1:2", "--max-restarts=0"), marks=pytest.mark.thorough),
-        pytest.param(("--nnodes", "1:1", "--max-restarts", "0"), marks=pytest.mark.thorough),
+        ("--nnodes=1:2", "--max-restarts=0"),
+        ("--nnodes", "1:1", "--max-restarts", "0"),
     ],
 )
 def test_without_a_run_directory_nothing_that_may_be_started_again_begins(

@@ -79,13 +79,12 @@ def together(on_two_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., 
     return train
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cut", "measured"),
     [
         pytest.param({"batch.micro_size": 3}, (0, 2), id="two each"),
-        pytest.param(
-            {"parallel.exact": True, "batch.micro_size": 3}, (0, 1, 2, 3), id="exact", marks=pytest.mark.thorough
-        ),
+        pytest.param({"parallel.exact": True, "batch.micro_size": 3}, (0, 1, 2, 3), id="exact"),
     ],
 )
 def test_each_process_gives_its_own_norm(

@@ -208,6 +208,7 @@ def test_all_end_with_the_host_of_the_store_and_the_same_commands_go_on(
     ends_like_one(two_hosts.run_dir)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
@@ -215,10 +216,9 @@ def test_all_end_with_the_host_of_the_store_and_the_same_commands_go_on(
             ("batch.global_size=15", "batch.micro_size=auto", "parallel.logical_ranks=3"),
             "so run it on 1, 3 processes or change batch.global_size",
             id="size",
-            marks=pytest.mark.thorough,
         ),
         pytest.param(("data.path=nowhere",), "nowhere", id="data"),
-        pytest.param(("--run-dri", "run"), "No such option", id="option", marks=pytest.mark.thorough),
+        pytest.param(("--run-dri", "run"), "No such option", id="option"),
     ],
 )
 def test_a_mistake_is_told_once_on_each_host(two_hosts: TwoHosts, mistake: tuple[str, ...], said: str) -> None:

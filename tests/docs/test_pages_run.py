@@ -21,18 +21,32 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
+# Those that take more than about eight seconds of the processor, but for the three that newcomers read first.
 LONG = (
+    "batch-size.md",
+    "bench.md",
+    "datasets.md",
+    "doctor.md",
     "drill.md",
+    "export.md",
+    "find-lr.md",
+    "from-timm.md",
     "kubernetes.md",
     "labs.md",
     "landscape.md",
+    "memory.md",
+    "mlperf.md",
     "own-code.md",
+    "packing.md",
+    "prove.md",
     "recipes.md",
     "recommendation.md",
+    "rooflines.md",
     "scaling.md",
     "several-processes.md",
     "stop-and-resume.md",
     "tutorial.md",
+    "watching.md",
 )
 # Pages whose commands need a library of an extra.
 NEEDS = {"labs.md": "jupytext"}

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from functools import cached_property
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-import paceline
-from paceline.data.batch import Batch
-from paceline.data.image.dataset import ImageDataset
 from paceline.insight.bands.judge import Verdict, check_run
-from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Model
-from paceline.trainer.train import TaskMaker
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from planted import BUGS, Bug, train_with  # the benchmarks are no package
 
 
-class WrongMean(ImageClassification):
-    """Normalises digits as if they were ImageNet's photographs."""
-
-    @cached_property
-    def dataset(self) -> ImageDataset:  # type: ignore[override]  # cached as the original is
-        found = ImageClassification.dataset.func(self)
-        return dataclasses.replace(found, mean=(0.485,), std=(0.229,))
-
-
-class NoisyLabels(ImageClassification):
-    """Takes 1 % of the training images for another digit, always the same one."""
-
-    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        ids = np.asarray(batch.ids)
-        wrong = torch.as_tensor((ids * 7919 + 13) % 1000 < 10)
-        others = (batch.targets + 1 + torch.as_tensor(ids % 9)) % 10
-        return super().loss(model, dataclasses.replace(batch, targets=torch.where(wrong, others, batch.targets)))
-
-
-def _trained(folder: Path, seed: int, until: str = "", task: TaskMaker | None = None, **overrides: str) -> Verdict:
-    asked = {"seed": seed, "telemetry.report": False, "telemetry.trackers": [], **overrides}
-    if until:
-        asked["train.until"] = until
-    paceline.train("digits", overrides=asked, run_dir=folder, task=task, quiet=True)
-    return check_run(folder)
+def _trained(folder: Path, seed: int, until: str | None = None, bug: str = "") -> Verdict:
+    return check_run(train_with(BUGS[bug] if bug else Bug(), seed, folder, until))
 
 
 def test_a_wrong_mean_is_seen_after_two_epochs(tmp_path: Path) -> None:
-    found = _trained(tmp_path / "run", 7, until="46 steps", task=WrongMean)
+    found = _trained(tmp_path / "run", 7, until="46 steps", bug="wrong mean")
     assert {"mean of the inputs", "spread of the inputs"} <= {each.curve for each in found.departures}
     # The network normalises inside, and learns as if nothing were wrong.
     assert "training loss" not in {each.curve for each in found.departures}
@@ -55,14 +26,14 @@ def test_a_wrong_mean_is_seen_after_two_epochs(tmp_path: Path) -> None:
 
 
 def test_a_missing_warm_up_is_seen_after_two_epochs(tmp_path: Path) -> None:
-    found = _trained(tmp_path / "run", 7, until="46 steps", **{"schedule.warmup": "0 steps"})
+    found = _trained(tmp_path / "run", 7, until="46 steps", bug="no warm-up")
     assert {"learning rate", "training loss"} <= {each.curve for each in found.departures}
     assert found.note.endswith("schedule.warmup differs from the recipe whose band this is.")
 
 
 @pytest.mark.thorough
 def test_one_label_in_a_hundred_that_is_wrong_is_seen(tmp_path: Path) -> None:
-    found = _trained(tmp_path / "run", 7, task=NoisyLabels)
+    found = _trained(tmp_path / "run", 7, bug="wrong labels")
     assert "training loss" in {each.curve for each in found.departures}
     assert "The recipe is theirs" in found.note
 
