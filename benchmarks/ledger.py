@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 ROOT = Path(__file__).resolve().parent.parent
 LEDGER = ROOT / "benchmarks" / "claims.yaml"
@@ -32,6 +33,8 @@ Topic = Literal[
 Status = Literal["confirmed", "refuted", "partly", "waiting", "not measurable here", "cited"]
 Kind = Literal["ours", "rule of thumb", "published"]
 Words = Annotated[str, Field(min_length=3)]
+# One, or several that are run one after the other.
+Commands = Annotated[list[Words], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 
 
 class Strict(BaseModel):
@@ -91,7 +94,7 @@ class Claim(Strict):
     verdict: Words | None = None
     result: str | None = None
     figures: list[Figure] = []
-    command: Words | None = None
+    command: Commands = []
     check: str | None = None
     holds: dict[str, tuple[float, float]] = {}
     test: str | None = None
@@ -243,7 +246,7 @@ def objections(claims: list[Claim], today: dt.date | None = None) -> Iterator[st
     ids = [claim.id for claim in claims]
     yield from (f"{name} stands twice" for name in sorted({name for name in ids if ids.count(name) > 1}))
     for claim in claims:
-        for objection in (*_of_places(claim), *_of_evidence(claim), *_of_figures(claim, today)):
+        for objection in (*_of_places(claim), *_of_evidence(claim), *_of_commands(claim), *_of_figures(claim, today)):
             yield f"{claim.id}: {objection}"
 
 
@@ -260,7 +263,6 @@ MEASURED = ("README.md", "docs/measured.md")
 NEEDED = {
     "refuted": ("verdict", "one sentence that says what is so"),
     "partly": ("verdict", "one sentence that says what is so"),
-    "waiting": ("command", "the command that will measure it"),
     "not measurable here": ("needs", "what it would take"),
     "cited": ("source", "where it was published"),
 }
@@ -290,6 +292,30 @@ def _of_tests(claim: Claim) -> Iterator[str]:
         path, _, name = claim.test.partition("::")
         if not (ROOT / path).is_file() or (name and f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")):
             yield f"there is no test {claim.test}"
+
+
+def reproduces(command: str, kept: str) -> bool:
+    """Whether a command is the one that a result file keeps, word by word.
+
+    A program's folder does not matter, since some were run from inside ``benchmarks/``. A name in capitals, as in
+    ``data.path=CIFAR10``, stands for a place on the reader's machine and for whatever the file has there. What the file
+    has behind ``--note`` or in brackets is a remark.
+    """
+    words, kept = " ".join(shlex.split(command)), re.split(r" --note | \(", kept)[0]
+    words, kept = (re.sub(r"\S+/(\w+\.py)\b", r"\1", each) for each in (words, kept))
+    return re.fullmatch(re.sub(r"[A-Z][A-Z0-9]+", r"\\S+", re.escape(words)), kept) is not None
+
+
+def _of_commands(claim: Claim) -> Iterator[str]:
+    if claim.status != "cited" and not claim.command:
+        yield f"{claim.status} needs command: the command that measures it, or that would"
+    names = dict.fromkeys(name for name in (claim.result, *(figure.result for figure in claim.figures)) if name)
+    for name in names:
+        kept = document(name)["facts"]["command"] if (RESULTS / name).is_file() else None
+        if kept is not None and not any(reproduces(each, kept) for each in claim.command):
+            yield f"no command is that of {name}: {kept}"
+    if claim.test is not None and not any(claim.test.partition("::")[0] in each for each in claim.command):
+        yield f"no command runs {claim.test}"
 
 
 def _of_figures(claim: Claim, today: dt.date | None) -> Iterator[str]:

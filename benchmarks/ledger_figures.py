@@ -16,9 +16,9 @@ GENERATED = {"docs/claims.md", "docs/performance.md", "docs/recipe-reference.md"
 
 _NUMBER = r"\d(?:[\d,.]*\d)?"
 _FIGURES = re.compile(
-    rf"{_NUMBER}\s?(?:%|(?:ms|µs|times|images/s|samples/s|tokens/s|points|s of (?:training|processor|one core))\b)"
+    rf"{_NUMBER}\s?(?:%|(?:ms|µs|s|seconds?|minutes?|hours?|[MG]i?B|times|images/s|samples/s|tokens/s|points)\b)"
     rf"|{_NUMBER}\s?×(?!\s?[\dA-Z(])|{_NUMBER}\s?x (?:faster|slower)"
-    rf"|(?:[\d.]+|a|two|few|about) ?(?:seconds?|minutes?|hours?) (?:of training|of processor time|on (?:a|one|two) )"
+    rf"|(?:a|two|few|about) ?(?:seconds?|minutes?|hours?) (?:of training|of processor time|on (?:a|one|two) )"
     rf"|\b(?:seconds|minutes) on (?:a|one|two) "
 )
 _FENCE = re.compile(r"(?ms)^\s*(```|~~~).*?^\s*\1\s*$")

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from ledger import Claim, Figure, Said, Status, Topic, measured
+from ledger import Claim, Figure, Measured, Said, Status, Topic, measured
 
 HEAD = """# Claims
 
 Which of the figures that are said about training speed, by us and by the texts that Paceline was made after, hold up?
 This page is written by `scripts/claims` from `benchmarks/claims.yaml`; change it there. Each bold number in the tables
-below is read from a file in `benchmarks/results/`, and `scripts/check` fails if a number, a quoted sentence or a file
-has moved away from the others, or if README.md, CHANGELOG.md or a page of docs/ has a figure that no claim here answers
-for.
+below is read from a file in `benchmarks/results/`, and `scripts/check` fails if a number, a quoted sentence, a command
+or a file has moved away from the others, or if README.md, CHANGELOG.md or a page of docs/ has a figure that no claim
+here answers for. It looks for numbers in digits with %, ×, "times", "points", a time (from µs to hours), memory (MB,
+MiB, GB, GiB), images, samples or tokens a second; not for words such as "twice" or "half", other units, or what stands
+in code. Limits, defaults and the like are let off by `benchmarks/claims_exempt.yaml`, each with its reason.
 
 | status | means |
 |---|---|
@@ -27,11 +29,16 @@ for.
 | **cited** | somebody else's published figure; we have not measured it |
 
 What is *ours* we say in our own pages; a *rule of thumb* or a *published* figure is somebody else's. To measure a claim
-again, run its command from the root of the repository and then `scripts/claims`. `python benchmarks/counted.py` makes
-all counts anew; claims marked ⟳ are counted again in every run of the tests, the refuted ones too: they must stay
-refuted. n is how often something was measured, the median is told unless it says otherwise, and the result file has
-the spread.
+again, run its command from the root of the repository and then `scripts/claims`; names in capitals are places on your
+machine. `python benchmarks/counted.py` makes all counts anew; claims marked ⟳ are counted again in every run of the
+tests, the refuted ones too: they must stay refuted. n is how often something was measured, the median is told unless it
+says otherwise, and the result file has the spread.
+
+One name of a processor stands for several: *AMD EPYC* was here one with AVX-512 and bf16 on some days, one with AVX2
+alone on others. Newer results say which vectors PyTorch used (*with AVX2*), older ones do not. *Load 8.7 on 2 cores*:
+so many processes wanted a core when it began, so other work took part of the machine.
 """
+MANY_DECIMALS = 4
 REFUTED_FIRST: tuple[Status, ...] = ("refuted", "partly")
 
 
@@ -50,7 +57,15 @@ def _where(said: Said) -> str:
 def _figure(claim: Claim, figure: Figure) -> str:
     found = measured(claim, figure)
     unit = figure.unit if figure.unit in ("", "×") else f" {figure.unit}"
-    return f"{figure.what}: **{found.text}{unit}**"
+    return f"{figure.what}: **{_readable(found)}{unit}**"
+
+
+def _readable(found: Measured) -> str:
+    """The number as it is written; of one that is all zeros, how small it is."""
+    decimals = len(found.text.partition(".")[2])
+    if decimals <= MANY_DECIMALS or float(found.text):
+        return found.text
+    return f"below 1e-{decimals}" if found.value else "0"
 
 
 def _evidence(claim: Claim) -> Iterator[str]:
@@ -60,15 +75,23 @@ def _evidence(claim: Claim) -> Iterator[str]:
         found = measured(claim, figure)
         seen.setdefault(figure.result or claim.result or "", (found.facts, set()))[1].add(found.runs)
     for name, (facts, runs) in seen.items():
-        device = facts["cpu"] if facts["device"] == "cpu" else facts["device"]
-        machine = f"{device}, {facts['cores']} cores, n = {_range(runs)}"
-        where = "a count, the same on any machine" if name.startswith("counted_") else machine
+        counted = name.startswith("counted_")
+        where = "a count, the same on any machine" if counted else f"{_machine(facts)}, n = {_range(runs)}"
         # The page beside the JSON is the one for people.
         page_of_it = f"../benchmarks/results/{name.removesuffix('.json')}.md"
         yield f"[{name.partition('_')[0]}]({page_of_it}), {facts['date']}: {where}"
     if claim.test is not None:
         path = claim.test.partition("::")[0]
         yield f"[{path.rsplit('/', 1)[-1]}](../{path}), {claim.tested}: run with all tests"
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    """The processor with its vectors, where the file has them, and what else kept it busy."""
+    device = facts["device"]
+    if device == "cpu":
+        device = facts["cpu"] + (f" with {facts['vectors']}" if "vectors" in facts else "")
+    load, cores = facts.get("load_average_before"), facts["cores"]
+    return f"{device}, " + (f"load {load:.1f} on " if load is not None and load > cores else "") + f"{cores} cores"
 
 
 def _range(runs: set[int]) -> str:
@@ -79,7 +102,7 @@ def _result(claim: Claim) -> str:
     parts = [claim.verdict, "; ".join(_figure(claim, figure) for figure in claim.figures)]
     parts += [claim.needs and f"Needs {claim.needs}.", claim.source and f"Source: {claim.source}."]
     parts += [f"*{each}*" for each in _evidence(claim)]
-    parts.append(claim.command and f"`{claim.command}`")
+    parts += [f"`{each}`" for each in claim.command]
     return "<br>".join(part for part in parts if part)
 
 

@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch
-from environments import PEERS, cache, python_of
+from environments import PEERS, cache, installed, python_of
 from given import RESUMED_STEPS, Spec, as_json
 from hardware import facts, spread, write_result
 from workloads import WORKLOADS, Figure, Workload
@@ -145,7 +145,9 @@ def summary(workload: Workload, found: Mapping[str, list[dict[str, float]]]) -> 
     """By figure and contender: its spread, and that of its ratio to ours in the same round."""
     result: dict[str, Any] = {}
     for key, figure in all_figures(workload).items():
-        ours = [each[key] for each in found[US]] if US in found and figure.is_ratio else []
+        # What was nothing, or less, in some round has no ratio.
+        has_ratio = US in found and min(each[key] for rounds in found.values() for each in rounds) > 0
+        ours = [each[key] for each in found[US]] if has_ratio else []
         rows = {}
         for name, rounds in found.items():
             values = [each[key] for each in rounds]
@@ -265,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif not options.dry_run:
             result = {"title": workload.title, "spec": dataclasses.asdict(workload.spec), "figures": figures}
             result |= {"failed": failed, "rounds": found}
+            result["installed"] = {name: installed(python) for name, python in pythons.items()}
             print(write_result(f"peers-{key}", result, lines, known))
     if without_us:
         sys.exit("\n".join(without_us))

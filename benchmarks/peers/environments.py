@@ -93,6 +93,13 @@ def python_of(name: str) -> Path:
     return _made(folder, packages, "-c", str(_CONSTRAINTS), below=below)
 
 
+def installed(python: Path) -> list[str]:
+    """Every package that the interpreter finds, with its version: those above pin nothing that they bring along."""
+    script = "from importlib.metadata import distributions as d; [print(f'{x.name}=={x.version}') for x in d()]"
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+    return sorted(set(done.stdout.split()))
+
+
 def _made(name: str, packages: Sequence[str], *options: str, below: Path | None = None) -> Path:
     folder = cache() / name
     python = folder / "bin" / "python"

@@ -26,13 +26,11 @@ class Figure:
         title: What it is, with its unit.
         of: Computes it from the training and what its clock wrote.
         more_is_better: Whether the largest wins.
-        is_ratio: Whether one may be divided by another: not what may be about nothing.
     """
 
     title: str
     of: Callable[[Spec, Seen], float]
     more_is_better: bool = False
-    is_ratio: bool = True
 
 
 @dataclass(frozen=True)
@@ -169,9 +167,9 @@ WORKLOADS: Mapping[str, Workload] = {
         {
             "saving_step_milliseconds": Figure("milliseconds a step, saves included", saving_step_milliseconds),
             "standstill_milliseconds": Figure(
-                "milliseconds by which a save lengthens one step at most", standstill_milliseconds, is_ratio=False
+                "milliseconds by which a save lengthens one step at most", standstill_milliseconds
             ),
-            "pause_milliseconds": Figure("milliseconds that a save costs in all", pause_milliseconds, is_ratio=False),
+            "pause_milliseconds": Figure("milliseconds that a save costs in all", pause_milliseconds),
         },
         resumed={"first_step_seconds": Figure("seconds to the first step of a resumed run", first_step_seconds)},
     ),

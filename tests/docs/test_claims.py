@@ -123,7 +123,18 @@ def test_an_entry_in_order_has_no_objection(read: Any) -> None:
         ({"status": "refuted"}, "refuted needs verdict"),
         ({"status": "refuted", "verdict": "It is not so."}, "refuted needs one of its figures in its verdict"),
         ({"status": "partly"}, "partly needs verdict"),
-        ({"status": "waiting", "command": None}, "waiting needs command"),
+        ({"status": "waiting", "command": []}, "waiting needs command"),
+        ({"command": []}, "confirmed needs command"),
+        ({**OTHERS, "status": "not measurable here", "needs": "a GPU", "command": []}, "here needs command"),
+        (
+            {"command": ["python benchmarks/stop.py", "python benchmarks/folder_listing.py --files 5"]},
+            "no command is that of folder-listing_amd-epyc_2026-11.json: python benchmarks/folder_listing.py",
+        ),
+        (
+            {"figures": [FIGURE, {**FIGURE, "result": "report-cost_amd-epyc_2026-11.json"}]},
+            "no command is that of report-cost_amd-epyc_2026-11.json: python benchmarks/report.py --runs 3",
+        ),
+        ({"test": "tests/docs/test_claims.py", "tested": "2026-11-22"}, "no command runs tests/docs/test_claims.py"),
         ({"status": "not measurable here"}, "not measurable here needs needs"),
         ({**OTHERS, "status": "cited"}, "cited needs source"),
         ({"check": "border"}, "check and holds need one another"),
@@ -138,6 +149,31 @@ def test_an_entry_in_order_has_no_objection(read: Any) -> None:
 def test_what_does_not_agree_is_told(read: Any, change: dict[str, Any], said: str) -> None:
     found = list(ledger.objections(read({**ENTRY, **change})))
     assert any(each.startswith("one: ") and said in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("command", "kept", "same"),
+    [
+        (
+            "python benchmarks/bands.py digits --runs RUNS --seeds 1-5",
+            "python bands.py digits --runs /a/b --seeds 1-5",
+            True,
+        ),
+        ("python benchmarks/bands.py digits", "python benchmarks/bands.py digits --runs RUNS --seeds 1-5", False),
+        ("python benchmarks/bands.py digits --runs RUNS --seeds 1-5", "python benchmarks/bands.py digits", False),
+        ("python benchmarks/packed.py --peers VENV/bin/python", "python packed.py --peers peers/bin/python", True),
+        ("python benchmarks/packed.py --rounds 4", "python benchmarks/packed.py --rounds 5", False),
+        ("python benchmarks/stop.py", "python benchmarks/stops.py", False),
+        (
+            'python benchmarks/x.py data.path=HERE "a=4 epochs"',
+            "python x.py data.path=c10 a=4 epochs (and again)",
+            True,
+        ),
+        ("python benchmarks/x.py --trained RUN", "python benchmarks/x.py --trained sm --note Reached 39.0.", True),
+    ],
+)
+def test_a_command_is_the_one_of_the_result_file_but_for_places(command: str, kept: str, same: bool) -> None:
+    assert ledger.reproduces(command, kept) is same
 
 
 def test_a_claim_that_stands_twice_and_one_of_the_future_are_told(read: Any) -> None:
@@ -190,6 +226,9 @@ def test_a_figure_that_no_claim_quotes_is_found_and_code_is_not_searched(tmp_pat
         "it takes minutes on two cores",
         "2.5 x faster",
         "3× of it",
+        "a peak of 3.5 GiB",
+        "within 12 s",
+        "goes on for 40 minutes",
     ],
 )
 def test_figures_in_words_are_found(tmp_path: Path, text: str) -> None:
@@ -205,3 +244,17 @@ def test_the_page_tells_the_states_as_they_are(read: Any) -> None:
     assert "the first time: **5.8 s**<br>" in tables
     assert tables.count("| **waiting** |") == 1
     assert "| ours | 1 | 1 | 0 | 1 | 0 | 0 | 3 |" in front
+
+
+def test_the_page_tells_commands_machines_and_small_numbers_so_that_they_are_read(read: Any) -> None:
+    nothing = {"what": "off by", "at": "figures/bias_before_batchnorm/change of the output", "says": "0." + "0" * 14}
+    none = {"what": "dropped", "at": "figures/dropped_samples/Paceline drops", "says": "0." + "0" * 14}
+    counts = "counted_amd-epyc_2026-11.json"
+    commands = ["python benchmarks/folder_listing.py", "python benchmarks/counted.py"]
+    text = page(read(ENTRY, {**ENTRY, "id": "two", "result": counts, "figures": [nothing, none], "command": commands}))
+    assert "2026-11-21: AMD EPYC, load 8.7 on 2 cores, n = 5*" in text
+    assert "off by: **below 1e-14**; dropped: **0**<br>" in text
+    assert "<br>`python benchmarks/folder_listing.py`<br>`python benchmarks/counted.py` |" in text
+    overhead = "loop-overhead_amd-epyc_2026-11.json"
+    step = {"what": "a step", "at": "measurements/1/raw_milliseconds_per_step/median", "says": "5.0"}
+    assert "AMD EPYC with AVX2, 2 cores, n = " in page(read({**ENTRY, "result": overhead, "figures": [step]}))

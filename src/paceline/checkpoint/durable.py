@@ -30,6 +30,9 @@ _ADVICE = {
 # Of so many bytes at most the device is still to be heard: a save is seen to get on, however slow the disk, and the
 # pages that it fills do not crowd out those of the data.
 _PIECE_BYTES = 64 * 2**20
+# In one call the system is given so much at most: for more it looks for larger pieces of memory to keep it in, which
+# may take several times as much of the processor (docs/decisions/0013, benchmarks/checkpoint.py).
+_WRITE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
         for chunk in chunks:
             for piece in (chunk[start : start + _PIECE_BYTES] for start in range(0, len(chunk), _PIECE_BYTES)):
                 beside.submit(digest.update, piece)
-                file.write(piece)
+                for start in range(0, len(piece), _WRITE_BYTES):
+                    file.write(piece[start : start + _WRITE_BYTES])
                 size += len(piece)
                 waiting += len(piece)
                 if waiting >= _PIECE_BYTES:

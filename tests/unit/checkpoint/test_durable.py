@@ -26,3 +26,19 @@ def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypa
     assert facts == durable.FileFacts(5300, hashlib.sha256(content).hexdigest())
     assert sizes[-1] == 5300
     assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) < 2000
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the calls of Linux")
+def test_the_system_is_given_a_mebibyte_at_a_time(tmp_path: Path) -> None:
+    """For more it looks for larger pieces of memory, which took up to five times as much of the processor."""
+
+    def calls() -> int:
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["syscw"])
+
+    content = os.urandom(5 * 2**20)
+    before = calls()
+    facts = durable.write_file(tmp_path / "file", [content[:7], memoryview(content)[7:]])
+    assert calls() - before >= 5
+    assert (tmp_path / "file").read_bytes() == content
+    assert facts.sha256 == hashlib.sha256(content).hexdigest()

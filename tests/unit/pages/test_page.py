@@ -32,6 +32,7 @@ from paceline.pages.page import (
     Tiles,
     write_page,
 )
+from paceline.pages.plotly_script import plotly_script
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028`\"'&"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -96,6 +97,13 @@ def test_every_script_is_one_that_the_policy_knows(tmp_path: Path) -> None:
     assert len(scripts) == 2
     for script in scripts:
         assert base64.b64encode(sha256(script).digest()).decode() in policy
+
+
+def test_the_script_that_draws_weighs_what_is_said(tmp_path: Path) -> None:
+    text, packed = document(tmp_path, line()), plotly_script().text
+    assert len(gzip.decompress(base64.b64decode(packed))) / 1e6 == pytest.approx(4.8, rel=0.1)
+    assert len(packed) / 1e6 == pytest.approx(2.0, rel=0.1)
+    assert len(packed) < len(text) < len(packed) + 100_000
 
 
 def test_nothing_that_a_run_is_called_becomes_an_element(tmp_path: Path) -> None:
