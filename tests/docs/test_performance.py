@@ -52,7 +52,6 @@ RESULTS: dict[str, Any] = {
                     "timm": {
                         "title": "timm 1.0.31",
                         "values": of(26.7, 27.45, 29.45),
-                        "times_ours": of(0.89, 0.9, 0.95),
                     },
                     "paceline": {"title": "Paceline", "values": of(30, 30.5, 31)},
                 },
@@ -76,12 +75,10 @@ RESULTS: dict[str, Any] = {
                     "raw": {
                         "title": "PyTorch, by hand",
                         "values": of(980, 990, 995),
-                        "times_ours": of(0.98, 0.99, 0.995),
                     },
                     "lightning": {
                         "title": "Lightning 2.6.6",
                         "values": of(400, 500, 500),
-                        "times_ours": of(0.4, 0.5, 0.5),
                     },
                     "paceline": {"title": "Paceline", "values": of(1000, 1000, 1000)},
                 },
