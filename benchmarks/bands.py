@@ -21,18 +21,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hardware import write_result
+from hardware import facts, write_result
 from planted import BUGS, train_with
 from scipy.stats import beta
 
 from paceline.insight.bands.band import make_band, read_band, write_band
 from paceline.insight.bands.judge import check_run
 from paceline.recipe.load import shipped_recipes
+from paceline.records.reader import read_summary
+from paceline.records.run_directory import RunDirectory
 
 
 def train(recipe: str, seed: int, folder: Path) -> Path:
-    """One run by the command line, which goes on with one that was stopped and leaves one that has ended as it is."""
+    """One run by the command line, which goes on with one that was stopped; one that has ended is left as it is."""
     run = folder / recipe / str(seed)
+    if (run / "summary.json").is_file() and read_summary(RunDirectory(run)).status == "completed":
+        return run
     asked = [recipe, f"seed={seed}", "telemetry.report=false", "telemetry.trackers=[]"]
     command = [sys.executable, "-m", "paceline", "train", *asked, "--run-dir", str(run)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
@@ -74,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.planted and options.recipe != "digits":
         parser.error("the bugs of --planted are those of digits")
+    known = facts()  # before the band that is written changes the tree
     file = shipped_recipes()[options.recipe].with_suffix(".band.json")
     band = make_band([train(options.recipe, seed, options.runs) for part in options.seeds for seed in part])
     write_band(band, file)
@@ -99,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(f"Of seeds that had no part in it, {in_words(result['fresh'])} leave it.")
     lines += [f"With {name} {in_words(found)} leave it." for name, found in result["planted"].items()]
     print("\n".join(lines))
-    print(write_result(f"bands-{options.recipe}", result, lines))
+    print(write_result(f"bands-{options.recipe}", result, lines, known))
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ def reproduces(command: str, kept: str) -> bool:
     """
     words, kept = " ".join(shlex.split(command)), re.split(r" --note | \(", kept)[0]
     words, kept = (re.sub(r"\S+/(\w+\.py)\b", r"\1", each) for each in (words, kept))
-    return re.fullmatch(re.sub(r"[A-Z][A-Z0-9]+", r"\\S+", re.escape(words)), kept) is not None
+    return re.fullmatch(re.sub(r"(?<!\w)[A-Z][A-Z0-9]+(?!\w)", r"\\S+", re.escape(words)), kept) is not None
 
 
 def _of_commands(claim: Claim) -> Iterator[str]:

@@ -63,7 +63,7 @@ def _figure(claim: Claim, figure: Figure) -> str:
 def _readable(found: Measured) -> str:
     """The number as it is written; of one that is all zeros, how small it is."""
     decimals = len(found.text.partition(".")[2])
-    if decimals <= MANY_DECIMALS or float(found.text):
+    if decimals <= MANY_DECIMALS or found.text.strip("-0.,"):
         return found.text
     return f"below 1e-{decimals}" if found.value else "0"
 

@@ -151,7 +151,7 @@ def summary(workload: Workload, found: Mapping[str, list[dict[str, float]]]) -> 
         rows = {}
         for name, rounds in found.items():
             values = [each[key] for each in rounds]
-            ratios = [value / own for value, own in zip(values, ours, strict=False)]
+            ratios = [value / own for value, own in zip(values, ours, strict=True)] if ours else []
             rows[name] = {
                 "title": PEERS[name].label,
                 "values": spread(values),
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = workload.spec
         names = [*dict.fromkeys([*(options.peers or workload.contenders), US])]
         pythons = {name: Path(sys.executable) if options.here else python_of(name) for name in names}
-        known = facts()
+        known, packages = facts(), {name: installed(python) for name, python in pythons.items()}
         folder = photographs(16_000 if spec.device == "cuda" else 4_000) if spec.data == "folder" else ""
         found, failed = compare(workload, pythons, options.rounds, folder)
         if US in failed:
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif not options.dry_run:
             result = {"title": workload.title, "spec": dataclasses.asdict(workload.spec), "figures": figures}
             result |= {"failed": failed, "rounds": found}
-            result["installed"] = {name: installed(python) for name, python in pythons.items()}
+            result["installed"] = packages
             print(write_result(f"peers-{key}", result, lines, known))
     if without_us:
         sys.exit("\n".join(without_us))

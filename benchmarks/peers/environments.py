@@ -96,7 +96,7 @@ def python_of(name: str) -> Path:
 def installed(python: Path) -> list[str]:
     """Every package that the interpreter finds, with its version: those above pin nothing that they bring along."""
     script = "from importlib.metadata import distributions as d; [print(f'{x.name}=={x.version}') for x in d()]"
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, check=True)
     return sorted(set(done.stdout.split()))
 
 

@@ -27,6 +27,8 @@ _NAMES = {
     "evaluation": "evaluation", "checkpoint": "checkpoints",
 }  # fmt: skip
 US = "paceline"
+# What is written as 1.00 is not called less.
+_ROUNDED = 0.005
 _AXIS = "time or memory over that of Paceline"
 _COLOURS = {
     "raw": "#777777", "raw-tuned": "#222222", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f",
@@ -53,8 +55,7 @@ Not the same are things a trainer chooses for itself. Paceline keeps freed memor
 3](decisions/0003-what-rides-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
 smaller scale where the crop is to become much smaller ([recipes](recipes.md)), and shifts and flips images that are
 held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)), where the others are given
-torchvision's transforms, which do it image by image, in one loader process beside the training. Most of the row of
-images in memory is this last difference.
+torchvision's transforms, which do it image by image, in one loader process beside the training.
 
 "By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options. In the rows of loop overhead it is the column to
@@ -115,12 +116,13 @@ SHA-256 compared before it is believed.""",
     "saving_step_milliseconds": """\
 [Decision 72](decisions/0072-where-others-are-ahead.md) says what a save is made of.""",
     "standstill_milliseconds": """\
-Paceline copies the state, and the steps after it share two cores with the thread that writes.""",
+These rounds are from before bytes were written a mebibyte at a time. Paceline copies the state, and the steps after it
+share two cores with the thread that writes.""",
     "pause_milliseconds": """\
-Paceline computes the SHA-256 of all that it writes, and it and the loops by hand see to it that the disk has it, which
-the others do not, so that a power cut may take the checkpoint
-([decision 13](decisions/0013-checkpoints-are-written-beside-training.md)). That is not all of it: see the two loops by
-hand, and [decision 72](decisions/0072-where-others-are-ahead.md).""",
+These rounds are from before bytes were written a mebibyte at a time. Paceline computes the SHA-256 of all that it
+writes, and it and the loops by hand see to it that the disk has it, which the others do not, so that a power cut may
+take the checkpoint ([decision 13](decisions/0013-checkpoints-are-written-beside-training.md)). That is not all of it:
+see the two loops by hand, and [decision 72](decisions/0072-where-others-are-ahead.md).""",
 }
 
 
@@ -225,7 +227,7 @@ def _quicker(result: Mapping[str, Any], key: str, row: Row | None) -> list[str]:
         pairs = _rounds(result, key, name)
         # What may be about nothing, or less, has no ratio; but it has a difference within each round.
         margin = row.costs[name][0] - 1 if row else statistics.median(other - own for other, own in pairs)
-        if margin < 0:
+        if margin < (-_ROUNDED if row else 0):
             said = "{:.2f} ({:.2f} to {:.2f})".format(*row.costs[name]) if row else _spread(each["values"])
             rounds = f"{sum(other < own for other, own in pairs)} of {len(pairs)} rounds"
             found.append((margin, f"{each['title']} {said}, in {rounds}"))
@@ -268,7 +270,7 @@ def plot(table: Sequence[Row]) -> str:
         at = 10 + (left + width + 20) / len(shown) * number
         parts.append(f'<circle cx="{at:.0f}" cy="34" r="5" fill="{_COLOURS[name]}"/>')
         parts.append(f'<text x="{at + 9:.0f}" y="38">{escape(_short(table, name))}</text>')
-    for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10):
+    for tick in (0.1, 0.15, 0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10):
         if low <= tick <= high:
             colour = "#222222" if tick == 1 else "#dddddd"
             parts.append(
@@ -315,7 +317,7 @@ def _cell(row: Row, name: str) -> str:
     if name not in row.costs:
         return "failed" if name in row.failed else "—"
     middle, least, most = row.costs[name]
-    marks = "**" * (middle < 1) + "*" * (least < 1 < most)
+    marks = "**" * (round(middle, 2) < 1) + "*" * (least < 1 < most)
     return f"{marks}{middle:.2f}{marks}"
 
 

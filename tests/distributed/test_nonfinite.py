@@ -46,7 +46,7 @@ TRAIN = (
         "train.nonfinite=skip",
         "train.duration=12 steps",
     ),
-    *("evaluate.every=off", "checkpoint.every=4 steps"),
+    "evaluate.every=off",
 )
 
 
@@ -65,15 +65,17 @@ def incidents(records: Callable[..., Any], run_dir: Path) -> list[dict[str, Any]
     return [each for each in records(run_dir, "incident") if each["incident"] == "nonfinite_loss"]
 
 
-@pytest.mark.thorough
-def test_replicas_stay_replicas(
+def test_replicas_stay_replicas_and_save_together(
     gallery: Path, run: Callable[..., Any], records: Callable[..., Any], summary: Callable[[Path], Any]
 ) -> None:
     run_dir = gallery / "poisoned"
     notes = {"NOTES": str(gallery / "weights")}
-    done = run(*TRAIN, "--processes", "2", "--run-dir", run_dir, where=gallery, variables=notes)
+    # By the clock, of which each process has its own: they must agree on the steps after which they save.
+    asked = (*TRAIN, "checkpoint.every=0.001 seconds", "checkpoint.keep=99")
+    done = run(*asked, "--processes", "2", "--run-dir", run_dir, where=gallery, variables=notes)
     assert done.code == 0, done.err
     assert summary(run_dir)["step"] == 10
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) > 2
     found = incidents(records, run_dir)
     assert [each["position"] - each["step"] for each in found] == [1, 2]
     assert all(len(each["ranks"]) == 1 and len(each["samples"]) == 4 for each in found)
@@ -91,7 +93,7 @@ def test_an_exact_run_leaves_out_the_same_with_any_number_of_processes(
     records: Callable[..., Any],
     summary: Callable[[Path], Any],
 ) -> None:
-    exact = (*TRAIN, "batch.micro_size=auto", "parallel.exact=true", "--run-dir")
+    exact = (*TRAIN, "batch.micro_size=auto", "parallel.exact=true", "checkpoint.every=4 steps", "--run-dir")
     one, two = gallery / "exact-one", gallery / "exact-two"
     assert run_here(*exact, one).code == 0
     done = run(*exact, two, "--processes", "2", where=gallery)

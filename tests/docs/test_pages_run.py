@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
-# Those that take more than about eight seconds of the processor, but for the three that newcomers read first.
+# Those that take more than about eight seconds of the processor, but for your-images, predict-and-serve and report.
 LONG = (
     "batch-size.md",
     "bench.md",
@@ -139,7 +139,6 @@ def marks_of(path: Path) -> tuple[pytest.MarkDecorator, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    # A drill has tests of its own.
     [pytest.param(path, marks=marks_of(path)) for path in RUNNING],
     ids=name,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def test_a_shipped_band_is_of_the_recipe_as_it_is(name: str) -> None:
 def test_of_the_seeds_of_a_shipped_band_few_would_leave_that_of_the_others(name: str) -> None:
     band = read_band(SHIPPED[name])
     assert len(band.outsiders) <= 0.05 * band.count
+
+
+def test_the_guide_names_the_recipes_that_bring_one() -> None:
+    guide = (Path(__file__).parents[4] / "docs" / "guide" / "bands.md").read_text(encoding="utf-8")
+    told = guide.partition("## Recipes that bring a band")[2].partition(" bring the curves")[0]
+    assert set(re.findall(r"`([\w-]+)`", told)) == set(SHIPPED)
 
 
 def test_digits_has_a_band_of_twenty_seeds_or_more() -> None:
