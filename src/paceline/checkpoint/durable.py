@@ -31,7 +31,7 @@ _ADVICE = {
 # pages that it fills do not crowd out those of the data.
 _PIECE_BYTES = 64 * 2**20
 # In one call the system is given so much at most: for more it looks for larger pieces of memory to keep it in, which
-# may take several times as much of the processor (docs/decisions/0013, benchmarks/checkpoint.py).
+# takes more of the processor (docs/decisions/0013, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
 
 

@@ -30,7 +30,7 @@ def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypa
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the calls of Linux")
 def test_the_system_is_given_a_mebibyte_at_a_time(tmp_path: Path) -> None:
-    """For more it looks for larger pieces of memory, which took up to five times as much of the processor."""
+    """For more it looks for larger pieces of memory, which took twice as much of the processor."""
 
     def calls() -> int:
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
