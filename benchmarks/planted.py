@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 import paceline
 from paceline.data.batch import Batch
-from paceline.data.image.dataset import ImageDataset
+from paceline.recipe.schema import Recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
 
@@ -21,11 +20,9 @@ from paceline.tasks.task import Model
 class WrongMean(ImageClassification):
     """Normalises digits as if they were ImageNet's photographs."""
 
-    @cached_property
-    def dataset(self) -> ImageDataset:  # type: ignore[override]  # cached as the original is
-        """The task's own, but for what is said of its pixels."""
-        found = ImageClassification.dataset.func(self)
-        return dataclasses.replace(found, mean=(0.485,), std=(0.229,))
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.dataset = dataclasses.replace(self.dataset, mean=(0.485,), std=(0.229,))
 
 
 class NoisyLabels(ImageClassification):

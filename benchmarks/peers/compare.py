@@ -38,9 +38,10 @@ import torch
 from environments import PEERS, cache, installed, python_of
 from given import RESUMED_STEPS, Spec, as_json
 from hardware import facts, spread, write_result
+from publish import US, times_ours
 from workloads import WORKLOADS, Figure, Workload
 
-US, LIMIT_SECONDS = "paceline", 900
+LIMIT_SECONDS = 900
 _PHOTOGRAPHS = ("china", "flower")
 
 
@@ -145,18 +146,15 @@ def summary(workload: Workload, found: Mapping[str, list[dict[str, float]]]) -> 
     """By figure and contender: its spread, and that of its ratio to ours in the same round."""
     result: dict[str, Any] = {}
     for key, figure in all_figures(workload).items():
-        # What was nothing, or less, in some round has no ratio.
-        has_ratio = US in found and min(each[key] for rounds in found.values() for each in rounds) > 0
-        ours = [each[key] for each in found[US]] if has_ratio else []
-        rows = {}
-        for name, rounds in found.items():
-            values = [each[key] for each in rounds]
-            ratios = [value / own for value, own in zip(values, ours, strict=True)] if ours else []
-            rows[name] = {
+        ratios = times_ours(found, key)
+        rows = {
+            name: {
                 "title": PEERS[name].label,
-                "values": spread(values),
-                "times_ours": spread(ratios) if ratios else None,
+                "values": spread([each[key] for each in rounds]),
+                "times_ours": spread(ratios[name]) if ratios else None,
             }
+            for name, rounds in found.items()
+        }
         result[key] = {"title": figure.title, "more_is_better": figure.more_is_better, "contenders": rows}
     return result
 

@@ -139,21 +139,27 @@ class Row:
     failed: Mapping[str, str]
 
 
+def times_ours(rounds: Mapping[str, Sequence[Mapping[str, float]]], key: str) -> dict[str, list[float]]:
+    """By contender: its figure over ours round by round; none if anybody's was nothing, or less, in some round."""
+    values = {name: [each[key] for each in those] for name, those in rounds.items()}
+    if min(map(min, values.values())) <= 0:
+        return {}
+    return {name: [one / own for one, own in zip(those, values[US], strict=True)] for name, those in values.items()}
+
+
 def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """All figures, in the order of the page."""
     found = []
     for workload in (name for name in (*ORDER, *ON_GPU) if name in results):
         result = results[workload]
         for key, figure in result["figures"].items():
-            values = {name: [each[key] for each in result["rounds"][name]] for name in figure["contenders"]}
-            if min(map(min, values.values())) <= 0:
-                continue
             costs = {}
-            for name, those in values.items():
+            for name, each in times_ours(result["rounds"], key).items():
                 # Where more is better, the time it takes is one over it.
-                upper, lower = (values[US], those) if figure["more_is_better"] else (those, values[US])
-                ratios = [one / other for one, other in zip(upper, lower, strict=True)]
-                costs[name] = (statistics.median(ratios), min(ratios), max(ratios))
+                taken = [1 / ratio for ratio in each] if figure["more_is_better"] else each
+                costs[name] = (statistics.median(taken), min(taken), max(taken))
+            if not costs:
+                continue
             labels = {name: each["title"] for name, each in figure["contenders"].items()}
             found.append(Row(key, workload, result["title"], figure["title"], costs, labels, result["failed"]))
     return found
@@ -251,7 +257,7 @@ def _spread(values: Mapping[str, float]) -> str:
 
 def plot(table: Sequence[Row]) -> str:
     """One line of dots a figure, on a logarithmic axis; a bar from the least to the most of the rounds."""
-    left, width, step, top = 420, 520, 30, 58
+    left, width, step, top = 490, 560, 30, 58
     height = top + step * len(table) + 30
     values = [value for row in table for name, cost in row.costs.items() if name != US for value in cost]
     low, high = min(0.5, *values), max(2.0, *values)

@@ -49,10 +49,7 @@ RESULTS: dict[str, Any] = {
                 "more_is_better": False,
                 "contenders": {
                     "raw": {"title": "PyTorch, by hand", "values": of(57, 61, 65.1)},
-                    "timm": {
-                        "title": "timm 1.0.31",
-                        "values": of(26.7, 27.45, 29.45),
-                    },
+                    "timm": {"title": "timm 1.0.31", "values": of(26.7, 27.45, 29.45)},
                     "paceline": {"title": "Paceline", "values": of(30, 30.5, 31)},
                 },
             },
@@ -72,14 +69,8 @@ RESULTS: dict[str, Any] = {
                 "title": "images/s",
                 "more_is_better": True,
                 "contenders": {
-                    "raw": {
-                        "title": "PyTorch, by hand",
-                        "values": of(980, 990, 995),
-                    },
-                    "lightning": {
-                        "title": "Lightning 2.6.6",
-                        "values": of(400, 500, 500),
-                    },
+                    "raw": {"title": "PyTorch, by hand", "values": of(980, 990, 995)},
+                    "lightning": {"title": "Lightning 2.6.6", "values": of(400, 500, 500)},
                     "paceline": {"title": "Paceline", "values": of(1000, 1000, 1000)},
                 },
             },

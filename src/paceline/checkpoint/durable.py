@@ -30,8 +30,8 @@ _ADVICE = {
 # Of so many bytes at most the device is still to be heard: a save is seen to get on, however slow the disk, and the
 # pages that it fills do not crowd out those of the data.
 _PIECE_BYTES = 64 * 2**20
-# In one call the system is given so much at most: for more it looks for larger pieces of memory to keep it in, which
-# takes more of the processor (docs/decisions/0013, benchmarks/checkpoint.py).
+# In one call the system is given so much at most: larger ones took twice as much of the processor
+# (docs/decisions/0013, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
 
 

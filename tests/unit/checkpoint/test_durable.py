@@ -28,9 +28,12 @@ def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypa
     assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) < 2000
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the calls of Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(),
+    reason="Linux alone counts the calls of a process",
+)
 def test_the_system_is_given_a_mebibyte_at_a_time(tmp_path: Path) -> None:
-    """For more it looks for larger pieces of memory, which took twice as much of the processor."""
+    """Larger calls took twice as much of the processor (docs/decisions/0013)."""
 
     def calls() -> int:
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
