@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,22 @@ def write_photos(root: Path) -> None:
 class Launch:
     """``paceline train`` with all its processes, known by a mark in their environment."""
 
-    def __init__(self, studio: Path, run: Path, *, processes: int = PROCESSES) -> None:
+    def __init__(
+        self,
+        studio: Path,
+        run: Path,
+        *,
+        processes: int = PROCESSES,
+        torchrun: Sequence[str] = (),
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it; with options of torchrun by that, and behind words that take it to another host."""
         self._mark = uuid.uuid4().hex
         self._log = studio / f"{self._mark}.log"
-        command = [sys.executable, "-m", "paceline", "train", "recipe.yaml", "--processes", str(processes)]
+        head = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
+        tail = [] if torchrun else ["--processes", str(processes)]
+        command = [*before, sys.executable, *head, "-m", "paceline", "train", "recipe.yaml", *tail]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--run-dir", str(run)],
@@ -89,7 +101,7 @@ class Launch:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, MARK: self._mark},
+                env={**os.environ, **(variables or {}), MARK: self._mark},
             )
 
     def family(self) -> dict[int, dict[str, str]]:

@@ -1,10 +1,14 @@
-"""What do small things cost that decisions give a figure for? Processor time on one thread.
+"""What do small things cost that decisions, the doctor or rules of thumb give a figure for?
 
-Random numbers without state, looking at every gradient for numbers that are none, biases before BatchNorm.
+In processor time on one thread: random numbers without state, looking at every gradient for numbers that are none,
+biases before BatchNorm, gradients that are set to zero in place of None, the import of what reads recipes. By the
+clock: loader processes that are started anew in each epoch.
 """
 
 from __future__ import annotations
 
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +18,7 @@ import torch
 from hardware import spread, write_result
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from paceline.data.order import epoch_order
 from paceline.data.random_draws import seed_of
@@ -46,13 +51,13 @@ def draws() -> dict[str, Any]:
     }
 
 
-def step_of(network: nn.Module, images: torch.Tensor) -> Callable[[], None]:
-    """A training step with momentum."""
+def step_of(network: nn.Module, images: torch.Tensor, *, to_none: bool = True) -> Callable[[], None]:
+    """A training step with momentum, before which gradients are set to None or to zero."""
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9)
     labels = torch.zeros(len(images), dtype=torch.int64)
 
     def step() -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         F.cross_entropy(network(images), labels).backward()
         optimizer.step()
 
@@ -88,11 +93,79 @@ def biases_before_batchnorm() -> dict[str, Any]:
     return {"times_as_fast_without": spread(gains)}
 
 
+def gradients_to_zero() -> dict[str, Any]:
+    """A step with gradients that are set to zero over one with None: many weights and few samples, and a usual one."""
+    cases: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "linear_layers_batch_8": (nn.Sequential(*(nn.Linear(512, 512) for _ in range(50))), torch.randn(8, 512)),
+        "small_resnet_batch_64": (small_resnet(10, 3), torch.randn(64, 3, 32, 32)),
+    }
+    found = {}
+    for name, (network, images) in cases.items():
+        steps = [step_of(network, images, to_none=to_none) for to_none in (False, True)]
+        zero: list[float] = []
+        none: list[float] = []
+        for _ in range(ROUNDS):
+            for step, seconds in zip(steps, (zero, none), strict=True):
+                step()  # its gradients are there, or not, as after one of its own
+                seconds.append(processor_seconds(step, 3))
+        found[f"{name}_zero_over_none"] = spread([one / other for one, other in zip(zero, none, strict=True)])
+    return found
+
+
+def loaders_anew() -> dict[str, Any]:
+    """What an epoch takes longer with two loader processes that begin and end with it, in seconds by the clock.
+
+    ``fork`` is what Linux's Python takes up to 3.13 and Paceline always; ``spawn`` is macOS's and Windows'.
+    """
+    found = {}
+    for how in ("fork", "spawn"):
+        loaders = [
+            DataLoader(torch.zeros(8, 1), num_workers=2, multiprocessing_context=how, persistent_workers=is_kept)  # type: ignore[arg-type]
+            for is_kept in (False, True)
+        ]
+        anew: list[float] = []
+        kept: list[float] = []
+        for _ in range(ROUNDS + 1):
+            for loader, seconds in zip(loaders, (anew, kept), strict=True):
+                begun = time.perf_counter()
+                list(loader)
+                seconds.append(time.perf_counter() - begun)
+        # In the first epoch both begin them.
+        found[f"{how}_seconds"] = spread([one - other for one, other in zip(anew[1:], kept[1:], strict=True)])
+    return found
+
+
+def import_of_recipes() -> dict[str, Any]:
+    """Processor seconds of the import of what reads recipes, beside Python with the package alone."""
+    seconds = []
+    for _ in range(ROUNDS):
+        alone, with_recipes = (_import_seconds(name) for name in ("paceline", "paceline.recipe.load"))
+        seconds.append(with_recipes - alone)
+    return {"seconds": spread(seconds)}
+
+
+def _import_seconds(name: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+PARTS = (
+    draws,
+    looking_at_gradients,
+    biases_before_batchnorm,
+    gradients_to_zero,
+    loaders_anew,
+    import_of_recipes,
+)
+
+
 def main() -> int:
     """Measure all of it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = {part.__name__: part() for part in (draws, looking_at_gradients, biases_before_batchnorm)}
+    found = {part.__name__: part() for part in PARTS}
     lines = [
         f"{name}, {what}: {each['median']:.4g} ({each['minimum']:.4g} to {each['maximum']:.4g}, n = {each['runs']})."
         for name, figures in found.items()
