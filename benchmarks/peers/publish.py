@@ -40,11 +40,12 @@ _INTRODUCTION = """\
 <!-- Written by benchmarks/peers/publish.py from benchmarks/results/peers-*.json; change those. -->
 
 The same training by each of them: network, images, batch, precision, threads, update rule. Each program is written as
-its library's documentation shows, timm's with the library's parts in the order of its training script, and runs in an
-environment that holds what `pip install` of that library brings and nothing else, in processes that take turns in an
-order drawn anew for each round. What is compared are the ratios within a round; given are medians over the rounds, and
-in the plot their range. Paceline is called as its command calls it, with records, sample ledger and clock on; progress
-bars and loggers, its own TensorBoard and report among them, are off.
+its library's documentation shows (timm's: the library's parts in the order of its training script; fastai's: torch's
+loader, autocast and DDP within its `Learner`), and runs in an environment that holds what `pip install` of that library
+brings and nothing else, in processes that take turns in an order drawn anew for each round. What is compared are the
+ratios within a round; given are medians over the rounds, and in the plot their range. Paceline is called as its command
+calls it, with records, sample ledger and clock on; progress bars and loggers, its own TensorBoard and report among
+them, are off.
 
 The JPEG files are 8,000 crops of the two photographs that come with scikit-learn, 400 by 300 pixels and more. Images in
 memory are random numbers of CIFAR-10's shape, and so are those of the other workloads: nothing here is about accuracy

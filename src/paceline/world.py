@@ -6,7 +6,12 @@ pipelines for 64 ranks can be tested in one process.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
+
+# What asks a run to stop, whichever of its processes it reaches: launchers hand them on, ranks finish their step, and
+# loader processes, which a terminal or a scheduler sends them too, leave them to the ranks.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)

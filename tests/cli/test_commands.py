@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -530,6 +531,29 @@ def test_a_reader_that_leaves_early_is_no_error(reader: str, read: str) -> None:
     )
     assert done.stderr == ""
     assert done.stdout == f"{read}0\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "status"), [((), 0, "completed"), (("train.until=2 steps",), 75, "stopped")], ids=["0", "75"]
+)
+def test_a_run_goes_on_when_its_reader_leaves(
+    more: tuple[str, ...], code: int, status: str, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    """`paceline train … | head -1` trains to its end, and ends with the exit code that it would have had."""
+    train = shlex.join((sys.executable, "-m", "paceline", "train", "digits", *tiny, *more, "--run-dir", "run"))
+    source = str(Path(package.__file__).parents[1])
+    done = subprocess.run(
+        ["bash", "-c", f"{train} | true; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout == f"{code}\n", done.stderr
+    assert done.stderr == ("paceline: progress cannot be shown any more (Broken pipe); what is under way goes on.\n")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
 
 
 # ------------------------------------------------------------------------------------------------------ Python

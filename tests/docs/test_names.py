@@ -168,8 +168,13 @@ def test_every_name_in_the_tour_exists(page: Callable[[Path], Any]) -> None:
 
 
 def test_the_run_directory_page_has_every_key(page: Callable[[Path], Any]) -> None:
-    said = codes(page(ROOT / "docs" / "guide" / "run-directory.md").prose)
-    kinds: list[Any] = [Plan, Summary, LedgerFacts, *events.Event.__subclasses__()]
+    prose = page(ROOT / "docs" / "guide" / "run-directory.md").prose
+    said = codes(prose)
+    for kind, heading in ((Plan, "## plan.json"), (Summary, "## summary.json")):
+        part = prose.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+        missing = {one.name for one in dataclasses.fields(kind)} - codes(part)
+        assert not missing, f"{heading}: {sorted(missing)}"
+    kinds: list[Any] = [LedgerFacts, *events.Event.__subclasses__()]
     flattened = {"metrics", "inputs", "timings", "details"}
     for kind in kinds:
         keys = {one.name for one in dataclasses.fields(kind)}

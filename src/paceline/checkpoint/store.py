@@ -269,7 +269,7 @@ class CheckpointStore:
         return read_best(self.directory)
 
     def forget_best(self) -> None:
-        """Remove ``best.json``, for a run that went back to before its first evaluation."""
+        """Remove ``best.json``, for a run without a checkpoint of its best step: it may have gone back to before it."""
         with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from paceline import __version__
+from paceline.cli.output import EXIT_CODE
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
@@ -102,7 +103,7 @@ class _LazyGroup(click.Group):
                 raise RuntimeError("a process that this one wrote to is gone") from error
             # The reader of standard output went away (`| head`): no more can be said, and nothing went wrong.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return ctx.meta.get(EXIT_CODE, 0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

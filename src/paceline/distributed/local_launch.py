@@ -27,11 +27,11 @@ from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIA
 from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
 from paceline.errors import LaunchError, OtherProcessError, PacelineError
 from paceline.storage.addresses import without_secrets
+from paceline.world import STOP_SIGNALS
 
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER_PID"
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # A failed rank's peers notice the broken connection by themselves; those that do not are ended after this.
 _GRACE_AFTER_FAILURE_SECONDS = 10.0
 # Ranks end together: one that stays so long after another has ended well waits for what will not come. What the first
@@ -157,7 +157,7 @@ def _remembered_signals() -> Iterator[list[int]]:
     def remember(number: int, _: FrameType | None) -> None:
         received.append(number)
 
-    previous = {number: signal.signal(number, remember) for number in _FORWARDED}
+    previous = {number: signal.signal(number, remember) for number in STOP_SIGNALS}
     try:
         yield received
     finally:

@@ -129,7 +129,7 @@ class Telemetry:
     """What is recorded of the run."""
 
     log_every: Length = Duration(10, "steps")
-    """Time between step records; the only moments the host waits for the device."""
+    """Time between step records; between them a plain step does not let the host wait for the device."""
     trackers: Annotated[tuple[Tracker, ...], AfterValidator(_each_once)] = ("tensorboard",)
     """Where records go beside events.jsonl; `csv` is a table for each kind of them. MLflow and Weights & Biases write
     into the run directory unless MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""

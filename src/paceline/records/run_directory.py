@@ -240,12 +240,14 @@ def sync_directory(path: Path) -> None:
 
 
 def encode_json(document: Any, *, indent: int | None = None) -> str:
-    """Encode as strict JSON: numbers that are not finite become ``null``, paths become strings."""
+    """Encode as strict JSON that has a UTF-8 form: numbers that are not finite become ``null``, paths strings."""
     try:
-        return json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_plain)
+        text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_plain)
     except ValueError:
         # Only a document with a number that is not finite comes here; walking every document would cost more.
-        return json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
+    # The name of a file may have no UTF-8 form. Its escape stands for the same in JSON.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from paceline.checkpoint.store import CheckpointStore
 from paceline.studies.drill_ground import Again, Disturbed, Ground, SkippedError
 from paceline.studies.launches import Launch, last_step, said
+from paceline.world import STOP_SIGNALS
 
 _FAILED, _REFUSED, _STOPPED = 1, 2, 75
 _SILENT_SECONDS = 3.0
@@ -136,7 +137,7 @@ def _being_saved(run_dir: Path) -> bool:
 
 
 def _stops() -> Iterator[Fault]:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         to_one, to_all = partial(_signal_one, number), partial(_signal_all, number)
         yield Fault(f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, to_one))
         yield Fault(f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, to_all))

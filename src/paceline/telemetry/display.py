@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from paceline.recipe.phases import Epochs
@@ -63,10 +65,80 @@ class Display(Protocol):
 
 
 def choose_display(stream: TextIO) -> Display:
-    """Return live bars if the stream is a terminal that can draw them, else plain lines."""
+    """Return live bars if the stream is a terminal that can draw them, else plain lines; neither can fail a run."""
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        return LiveDisplay(stream)
-    return PlainDisplay(stream)
+        return UnfailingDisplay(LiveDisplay(stream))
+    return UnfailingDisplay(PlainDisplay(stream))
+
+
+class UnfailingDisplay:
+    """A display that cannot end a run: once its stream refuses a line, nothing more is shown.
+
+    A terminal may be closed, a pipe's reader leave (``| head``), a log's disk fill up. Standard error is told once.
+
+    Attributes:
+        inner: What shows it as long as that is possible.
+    """
+
+    def __init__(self, inner: Display) -> None:
+        self.inner = inner
+        self._is_lost = False
+
+    def start(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        epochs: Epochs,
+        title: str,
+        lines: Sequence[str] = (),
+        unit: str = "samples",
+    ) -> None:
+        """Show title and lines."""
+        self._try(
+            lambda: self.inner.start(
+                total_steps=total_steps, start_step=start_step, epochs=epochs, title=title, lines=lines, unit=unit
+            )
+        )
+
+    def advance(self, step: int) -> None:
+        """Hand the step on."""
+        if self._is_lost:
+            return
+        try:  # in every step: nothing is built for the call
+            self.inner.advance(step)
+        except OSError as error:
+            self._lose(error)
+
+    def status(self, text: str) -> None:
+        """Hand the text on."""
+        self._try(lambda: self.inner.status(text))
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Hand the event on."""
+        self._try(lambda: self.inner.record(event))
+
+    def message(self, text: str) -> None:
+        """Hand the line on."""
+        self._try(lambda: self.inner.message(text))
+
+    def close(self) -> None:
+        """End what is shown."""
+        self._try(self.inner.close)
+
+    def _try(self, show: Callable[[], None]) -> None:
+        if self._is_lost:
+            return
+        try:
+            show()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self._is_lost = True
+        why = error.strerror or str(error)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"paceline: progress cannot be shown any more ({why}); what is under way goes on.\n")
 
 
 class SilentDisplay:
@@ -158,7 +230,7 @@ class PlainDisplay:
 
     def message(self, text: str) -> None:
         """Show a line; the next progress line is due an interval later."""
-        self._stream.write(text + "\n")
+        self._stream.write(_writable(text, self._stream) + "\n")
         self._stream.flush()
         self._due = time.perf_counter() + self._interval
 
@@ -246,7 +318,7 @@ class LiveDisplay:
 
         if self._live is not None:
             self._live.update(self._render())  # printing redraws the bars: let them be up to date
-        self._open_console().print(Text(text))
+        self._open_console().print(Text(_writable(text, self._stream)))
 
     def close(self) -> None:
         """Draw the last state and leave it standing."""
@@ -286,3 +358,9 @@ class LiveDisplay:
         )
         bars.update(run, completed=progress.step, total=progress.total_steps, left=progress.time_left)
         return Group(bars.get_renderable(), Text(self._status or progress.figures))
+
+
+def _writable(text: str, stream: TextIO) -> str:
+    """The text with escapes for what the stream's encoding lacks: a file's name may have no UTF-8 form."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -11,10 +11,12 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.checkpoint.fetched import fetch_newest
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, in_line, read_commits
@@ -23,15 +25,16 @@ from paceline.checkpoint.store import CheckpointStore, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
 from paceline.recipe.schema import Recipe
-from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.at_once import begin
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries
 from paceline.trainer.mirroring import REQUEST_PATIENCE_SECONDS, Mirroring, sendable_records
-from paceline.trainer.opening import Asked, Opening, check_same_run
+from paceline.trainer.opening import Asked, Opening, check_same_run, never_trained
 from paceline.trainer.preparation import without_initial_weights
 from paceline.world import World
+
+T = TypeVar("T")
 
 Say = Callable[[str], None]
 
@@ -121,13 +124,32 @@ def fill_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collect
     address = asked.recipe.checkpoint.mirror
     if address is None:
         return Looked()
-    # Many short waits, since a collective may not take longer than parallel.timeout, but a large checkpoint may.
-    is_first = collectives.world.is_first
-    task = begin(partial(look, directory, address, asked, say), name="fetch") if is_first else None
-    patience = asked.recipe.parallel.timeout.seconds / 10
+    return on_first_however_long(collectives, asked.recipe, partial(look, directory, address, asked, say), name="fetch")
+
+
+def on_first_however_long(collectives: Collectives, recipe: Recipe, call: Callable[[], T], *, name: str) -> T:
+    """Run on the first rank alone what may take longer than ``parallel.timeout``, such as reading a large checkpoint.
+
+    In many short waits, since a collective may not. A collective; the result, or the error, reaches every rank.
+
+    Args:
+        collectives: Of the run.
+        recipe: Says how long processes wait for one another.
+        call: Does it, in a thread where others wait.
+        name: Of the thread.
+    """
+    if collectives.world.world_size == 1:
+        return call()
+    task = begin(call, name=name) if collectives.world.is_first else None
+    patience = recipe.parallel.timeout.seconds / 10
     while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
         pass
-    return collectives.on_first(lambda: Looked() if task is None else task.result())
+    return collectives.on_first(lambda: _result_of(task))
+
+
+def _result_of(task: Future[T] | None) -> T:
+    assert task is not None  # on the first rank alone
+    return task.result()
 
 
 def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Looked:
@@ -184,7 +206,7 @@ def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) ->
         return found.commits
     path = Path(resume)
     step = step_of(path)
-    if step is None or path.resolve().parent != directory.checkpoints.resolve() or not _is_free(directory):
+    if step is None or path.resolve().parent != directory.checkpoints.resolve() or not never_trained(directory):
         return ()
     wanted = tuple(each for each in found.commits if each.step == step)
     if not wanted:
@@ -211,7 +233,7 @@ def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
         RunDirectoryError: If it is one.
     """
     word = _word(directory)
-    if found.commits and (found.commits[0].run != word if word is not None else not _is_free(directory)):
+    if found.commits and (found.commits[0].run != word if word is not None else not never_trained(directory)):
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
             "or another --run-dir to go on from that copy."
@@ -224,12 +246,6 @@ def _word(directory: RunDirectory) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return word if isinstance(word, str) else None
-
-
-def _is_free(directory: RunDirectory) -> bool:
-    """Whether nothing was trained here."""
-    used = any(path.stat().st_size for path in ledger_files(directory.ledger))
-    return not used and not CheckpointStore(directory.checkpoints).steps()
 
 
 @contextlib.contextmanager
@@ -248,7 +264,7 @@ def mirroring_beside(
     """
     begun: list[Mirroring] = []
     is_asked = asked.recipe.checkpoint.mirror is not None
-    if is_asked and (choice := _to_send(directory, opening, collectives)) is not None:
+    if is_asked and (choice := _to_send(directory, asked, opening, collectives)) is not None:
         collectives.on_first(lambda: begun.append(_begin(directory, asked, choice, looked)))
     try:
         if is_asked and opening.completed:
@@ -259,11 +275,12 @@ def mirroring_beside(
             each.close()
 
 
-def _to_send(directory: RunDirectory, opening: Opening, collectives: Collectives) -> Choice | None:
+def _to_send(directory: RunDirectory, asked: Asked, opening: Opening, collectives: Collectives) -> Choice | None:
     """The checkpoint that is sent first, if it is not there; None if there is nothing to be sent at all."""
     if not opening.completed:
         return opening.choice
-    newest = collectives.on_first(lambda: CheckpointStore(directory.checkpoints).newest_whole()[0])
+    store = CheckpointStore(directory.checkpoints)
+    newest = on_first_however_long(collectives, asked.recipe, lambda: store.newest_whole()[0], name="verify")
     return None if newest is None else Choice(newest, step_of(newest) or 0)
 
 

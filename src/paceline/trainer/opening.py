@@ -142,7 +142,7 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
         RunDirectoryError: If the directory holds something else, or a run that this recipe does not continue.
         CheckpointError: If there are checkpoints but none is whole.
     """
-    if not directory.exists() or _never_trained(directory):
+    if not directory.exists() or never_trained(directory):
         return _begin(directory, asked)
     check_same_run(directory, asked)
     notices = _notices(directory, read_plan(directory), asked)
@@ -203,7 +203,7 @@ def _is_ours(name: str) -> bool:
     return name in ours or name.startswith(begun)
 
 
-def _never_trained(directory: RunDirectory) -> bool:
+def never_trained(directory: RunDirectory) -> bool:
     """A run that failed before its first step leaves nothing that its successor would have to respect."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
     return not used and not CheckpointStore(directory.checkpoints).steps()

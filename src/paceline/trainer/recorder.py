@@ -43,7 +43,7 @@ class Recorder:
         self._keeps_answers = writer is not None
 
     def write_step(self, run: Run) -> None:
-        """Write a step record: the one place of the loop where the host waits for the device."""
+        """Write a step record: where the host waits for the device, as a plain step does not."""
         with run.clock.span("logging"):
             self._write_step(run)
 

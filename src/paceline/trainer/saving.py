@@ -152,10 +152,12 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
 
 
 def _note_best(run: Run, store: CheckpointStore, best: Mapping[str, Any]) -> list[int]:
-    """Name the best step that has a checkpoint in best.json; returns it as the one to protect."""
-    if not best:
-        store.forget_best()
+    """Name the best step that has a checkpoint in best.json; returns it as the one to protect.
+
+    Without one nothing is named: what the file still says may be of steps that were gone back on, and are done again.
+    """
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
+        store.forget_best()
         return []
     store.write_best(best["step"], best["metric"], best["value"], weights=best["weights"])
     return [best["step"]]

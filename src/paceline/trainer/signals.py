@@ -8,7 +8,8 @@ import threading
 import time
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+from paceline.world import STOP_SIGNALS
+
 # A launcher and a terminal may both deliver one request; a second one counts only after this.
 _SAME_REQUEST_SECONDS = 1.0
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,14 @@ from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.trainer.build import Setting, build_run
-from paceline.trainer.copies import check_all_go_on, check_begun, fill_from_mirror, goes_on, mirroring_beside
+from paceline.trainer.copies import (
+    check_all_go_on,
+    check_begun,
+    fill_from_mirror,
+    goes_on,
+    mirroring_beside,
+    on_first_however_long,
+)
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.kept_memory import memory_kept
@@ -212,7 +220,7 @@ def _opened(
             check_all_go_on(resumes, recipe, collectives)
             asked = _asked(prepared, options, launch)
             looked = fill_from_mirror(directory, asked, collectives, display.message)
-            opening = collectives.on_first(lambda: open_directory(directory, asked))
+            opening = on_first_however_long(collectives, recipe, partial(open_directory, directory, asked), name="open")
             check_begun(resumes, recipe, opening)
             opening = replace(opening, notices=(*looked.notices, *opening.notices))
             with mirroring_beside(directory, asked, opening, looked, collectives, display.message) as mirroring:

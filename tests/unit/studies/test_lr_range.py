@@ -21,7 +21,7 @@ from paceline.recipe.load import load_recipe
 from paceline.studies.lr_range.report import sparkline, write_report
 from paceline.studies.lr_range.study import find_lr
 from paceline.studies.lr_range.sweep import Sweep, as_tested
-from paceline.trainer.signals import STOP_SIGNALS
+from paceline.world import STOP_SIGNALS
 
 # Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.
 SENSITIVE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -9,14 +10,21 @@ import re
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from rich.console import Console
 
 from paceline.recipe.phases import Epochs
 from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
-from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, SilentDisplay, choose_display
+from paceline.telemetry.display import (
+    Display,
+    LiveDisplay,
+    PlainDisplay,
+    SilentDisplay,
+    UnfailingDisplay,
+    choose_display,
+)
 from paceline.telemetry.progress import RunProgress
 
 RUN: dict[str, Any] = {
@@ -170,15 +178,52 @@ def test_a_step_without_drawing_costs_less_than_two_microseconds(name: str) -> N
     assert min(costs) < 2e-6
 
 
+def chosen(stream: TextIO) -> Display:
+    display = choose_display(stream)
+    assert isinstance(display, UnfailingDisplay)
+    return display.inner
+
+
 def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(choose_display(io.StringIO()), PlainDisplay)
+    assert isinstance(chosen(io.StringIO()), PlainDisplay)
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w") as terminal:
         monkeypatch.setenv("TERM", "xterm")
-        assert isinstance(choose_display(terminal), LiveDisplay)
+        assert isinstance(chosen(terminal), LiveDisplay)
         monkeypatch.setenv("TERM", "dumb")
-        assert isinstance(choose_display(terminal), PlainDisplay)
+        assert isinstance(chosen(terminal), PlainDisplay)
     os.close(leader)
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_display_that_cannot_be_written_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = FullDisk()
+    display = choose_display(stream)
+    display.start(**RUN)
+    for step in range(3):
+        display.advance(step)
+    display.record(EVALUATION)
+    display.status("reading")
+    display.message("more")
+    display.close()
+    assert capsys.readouterr().err == (
+        "paceline: progress cannot be shown any more (No space left on device); what is under way goes on.\n"
+    )
+    assert stream.getvalue() == "digits\n"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "é \\udce9"), ("ascii", "\\xe9 \\udce9")])
+@pytest.mark.parametrize("kind", [PlainDisplay, LiveDisplay])
+def test_what_an_encoding_lacks_is_shown_as_an_escape(kind: type[Any], encoding: str, shown: str) -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding)
+    kind(stream).message("é \udce9")
+    stream.flush()
+    assert written.getvalue().decode(encoding) == f"{shown}\n"
 
 
 LIVE = """

@@ -14,6 +14,7 @@ from PIL import Image
 
 import paceline
 from paceline.data.batch import Batch
+from paceline.data.image.pipeline import ImagePipeline
 from paceline.errors import DataError
 from paceline.insight.audit import audit_run
 
@@ -164,3 +165,37 @@ def test_a_broken_held_out_image_stops_the_run_too(train_photos: Callable[..., A
     (broken,) = spoil(photos / "val/cat/03.png")
     with pytest.raises(DataError, match=f"'{broken}' could not be read"):
         train_photos("run", {"evaluate.every": "3 steps"})
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_name_without_a_utf_8_form_is_told_as_others_are(
+    most: int, train_photos: Callable[..., Any], photos: Path, runs: Path, events: Callable[..., Any]
+) -> None:
+    broken = os.fsdecode(os.fsencode(photos / "train/dog") + b"/caf\xe9.png")
+    os.rename(photos / "train/dog/05.png", broken)
+    spoil(Path(broken))
+    if most:
+        result = train_photos("run", {"data.max_broken": most})
+        assert result.status == "completed"
+    else:
+        with pytest.raises(DataError, match=r"caf\udce9.png' could not be read"):
+            train_photos("run", {"data.max_broken": most})
+    (incident,) = events(runs / "run", "incident")
+    assert incident["path"] == broken
+
+
+def test_held_out_images_are_not_opened_where_nothing_is_evaluated(
+    train_photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither decoded into memory nor given loader processes, which would begin beside the threads of a run."""
+    opened: list[int] = []
+    backend = ImagePipeline._backend
+
+    def noting(self: ImagePipeline, *given: Any, training: bool) -> Any:
+        opened.append(training)
+        return backend(self, *given, training=training)
+
+    monkeypatch.setattr(ImagePipeline, "_backend", noting)
+    train_photos("run", {"data.backend": "pytorch", "data.workers": 1})
+    assert opened
+    assert all(opened)

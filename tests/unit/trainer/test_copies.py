@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,45 @@ def steps_at(address: str) -> list[int]:
 
 def incidents(events: Callable[..., Any], run_dir: Path) -> list[str]:
     return [f"{each['incident']}: {each['message']}" for each in events(run_dir, "incident")]
+
+
+class OneOfTwo(Collectives):
+    """The first of two processes, of which the other waits for nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(World(rank=0, world_size=2))
+        self.seconds: list[float] = []
+
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.seconds.append(time.perf_counter() - begun)
+
+
+def test_what_takes_longer_than_processes_wait_is_waited_for_in_parts() -> None:
+    """Reading a checkpoint of 100 GB takes longer than parallel.timeout, after which a collective fails."""
+    recipe = load_recipe("digits", ["parallel.timeout=1 seconds"]).recipe
+    collectives = OneOfTwo()
+
+    def read() -> str:
+        time.sleep(1.2)
+        return "whole"
+
+    assert copies.on_first_however_long(collectives, recipe, read, name="read") == "whole"
+    assert len(collectives.seconds) > 3
+    assert max(collectives.seconds) < 1
+
+
+def test_an_error_of_what_takes_long_reaches_the_caller() -> None:
+    def read() -> str:
+        raise CheckpointError("torn")
+
+    recipe = load_recipe("digits").recipe
+    for collectives in (OneOfTwo(), Collectives(World())):
+        with pytest.raises(CheckpointError, match="torn"):
+            copies.on_first_however_long(collectives, recipe, read, name="read")
 
 
 def test_a_mistaken_resume_deletes_no_copy(mirrored: Train, address: str, runs: Path) -> None:

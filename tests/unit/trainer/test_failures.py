@@ -17,7 +17,8 @@ from torch import nn
 import paceline
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError, TrainingError
-from paceline.trainer.signals import STOP_SIGNALS, StopRequest
+from paceline.trainer.signals import StopRequest
+from paceline.world import STOP_SIGNALS
 
 
 def spoiled_from(step: int) -> Callable[[Batch, torch.Tensor], torch.Tensor]:

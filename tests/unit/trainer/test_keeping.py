@@ -101,6 +101,26 @@ def test_going_back_before_the_best_forgets_it(scripted: Callable[..., Any], run
     assert kept(result.run_dir) == [1, 2, 3, 4]
 
 
+def test_a_best_step_without_a_checkpoint_is_not_named(scripted: Callable[..., Any], runs: Path) -> None:
+    """The best step before the checkpoint that a run goes back to was deleted, and what was best later is no more."""
+    overrides = {**SAVE, "checkpoint.keep": 2}
+    result = scripted("run", [50, 10, 60], overrides)
+    assert best(result.run_dir)["step"] == 3
+    assert kept(result.run_dir) == [2, 3]
+    checkpoints = runs / "run" / "checkpoints"
+    scripted("run", [50, 10, 20], overrides, resume=str(checkpoints / "step-00000002"))
+    assert not (checkpoints / "best.json").exists()
+
+
+def test_a_best_step_is_not_named_where_it_is_not_kept(scripted: Callable[..., Any], runs: Path) -> None:
+    overrides = {**SAVE, "checkpoint.keep": 1}
+    scripted("run", [50, 10], overrides)
+    assert kept(runs / "run") == [1, 2]
+    scripted("run", [50, 10, 20], {**overrides, "checkpoint.keep_best": False})
+    assert kept(runs / "run") == [3]
+    assert not (runs / "run" / "checkpoints" / "best.json").exists()
+
+
 def test_another_metric_begins_its_own_best(scripted: Callable[..., Any]) -> None:
     scripted("run", [1.0, 0.5], SAVE)
     values = {**SAVE, "evaluate.metric": "loss"}

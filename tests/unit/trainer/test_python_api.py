@@ -12,7 +12,7 @@ import torch
 
 import paceline
 from paceline.errors import TrainingError
-from paceline.trainer.signals import STOP_SIGNALS
+from paceline.world import STOP_SIGNALS
 
 
 def settings() -> dict[str, Any]:

@@ -41,8 +41,8 @@ from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, LostWorkerError, OneProcessError
+from paceline.world import STOP_SIGNALS
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _CHECK_SECONDS = 0.5
 _CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
 _LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer will not come back
@@ -220,9 +220,9 @@ class _Board:
 
     def enter(self, worker: int) -> None:
         """Settle in as worker number ``worker``; runs in its process."""
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         sys.excepthook = self._tell_unless_orphaned
         self._worker = worker
         self._pids[worker] = os.getpid()
@@ -364,7 +364,7 @@ def _close_all() -> None:
 @contextmanager
 def _forking() -> Iterator[None]:
     """Start workers so that no signal can hit them before they ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _quiet():
             yield

@@ -38,7 +38,8 @@ class ImagePipeline:
     """Training and evaluation batches of an image dataset.
 
     Back-ends with loader processes open in :meth:`start`, others when they are first needed: those that decode a
-    whole set would do it in vain for a run that turns out to be complete."""
+    whole set would do it in vain for a run that turns out to be complete. What :meth:`start` was not asked for is not
+    loaded either."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class ImagePipeline:
     ) -> None:
         self._splits = {True: train, False: evaluation}
         self._opened: dict[bool, Backend] = {}
+        self._wanted = {True: True, False: True}
         self._normalize = normalize
         self._placement = placement
         self._has_workers = has_workers
@@ -60,14 +62,15 @@ class ImagePipeline:
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         """Start the loader processes that these streams will need, if any."""
-        for needed, split in ((training, True), (evaluation, False)):
-            if needed and self._has_workers:
+        self._wanted = {True: training, False: evaluation}
+        for split, is_wanted in self._wanted.items():
+            if is_wanted and self._has_workers:
                 self._backend(training=split)
 
     def load(self, report: Progress) -> None:
         """Read now what is held in memory, and report how far it is."""
-        for split in (True, False):
-            if len(self._splits[split].source):
+        for split, is_wanted in self._wanted.items():
+            if is_wanted and len(self._splits[split].source):
                 self._backend(report, training=split)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
