@@ -117,13 +117,12 @@ SHA-256 compared before it is believed.""",
     "saving_step_milliseconds": """\
 [Decision 72](decisions/0072-where-others-are-ahead.md) says what a save is made of.""",
     "standstill_milliseconds": """\
-These rounds are from before bytes were written a mebibyte at a time. Paceline copies the state, and the steps after it
-share two cores with the thread that writes.""",
+Paceline copies the state, and the steps after it share two cores with the thread that writes.""",
     "pause_milliseconds": """\
-These rounds are from before bytes were written a mebibyte at a time. Paceline computes the SHA-256 of all that it
-writes, and it and the loops by hand see to it that the disk has it, which the others do not, so that a power cut may
-take the checkpoint ([decision 13](decisions/0013-checkpoints-are-written-beside-training.md)). That is not all of it:
-see the two loops by hand, and [decision 72](decisions/0072-where-others-are-ahead.md).""",
+Paceline computes the SHA-256 of all that it writes, and it and the loops by hand see to it that the disk has it, which
+the others do not, so that a power cut may take the checkpoint ([decision
+13](decisions/0013-checkpoints-are-written-beside-training.md)). [Decision
+72](decisions/0072-where-others-are-ahead.md) has the parts of a save.""",
 }
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import click
 
+# Where a command notes in click's context what it is to end with, before it tells of it: perhaps nobody reads that.
+EXIT_CODE = "paceline.exit_code"
+
 
 def program() -> str:
     """How to call Paceline again from here: by name if that finds it, else by the path it was called with."""
