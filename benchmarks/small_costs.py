@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from hardware import spread, write_result
@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader
 from paceline.data.order import epoch_order
 from paceline.data.random_draws import seed_of
 from paceline.models.small_resnet import small_resnet
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 ROUNDS = 9
 
@@ -118,9 +121,10 @@ def loaders_anew() -> dict[str, Any]:
     ``fork`` is what Linux's Python takes up to 3.13 and Paceline always; ``spawn`` is macOS's and Windows'.
     """
     found = {}
+    samples = cast("Dataset[torch.Tensor]", torch.zeros(8, 1))  # it has all that a loader asks for
     for how in ("fork", "spawn"):
         loaders = [
-            DataLoader(torch.zeros(8, 1), num_workers=2, multiprocessing_context=how, persistent_workers=is_kept)  # type: ignore[arg-type]
+            DataLoader(samples, num_workers=2, multiprocessing_context=how, persistent_workers=is_kept)
             for is_kept in (False, True)
         ]
         anew: list[float] = []
