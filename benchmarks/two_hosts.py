@@ -77,14 +77,14 @@ class TwoHosts:
         self._keeper: subprocess.Popen[bytes] | None = None
         self.launched: dict[str, Launch] = {}
         (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
-        if store == "store":
-            host = network.hosts[store]
-            self._keeper = subprocess.Popen([*host.before, sys.executable, "-c", _KEEPER])
-            _until(lambda: hosts.answers(host, PORT))
+        self._store = network.hosts[store] if store == "store" else None
 
     def __enter__(self) -> TwoHosts:
         """Start both, and wait until they have trained and saved."""
         try:
+            if (store := self._store) is not None:
+                self._keeper = subprocess.Popen([*store.before, sys.executable, "-c", _KEEPER])
+                _until(lambda: hosts.answers(store, PORT))
             self.start("host1")
             self.start("host2")
             self.seconds_to(2, after=0.0)

@@ -533,6 +533,25 @@ def test_a_reader_that_leaves_early_is_no_error(reader: str, read: str) -> None:
     assert done.stdout == f"{read}0\n"
 
 
+def test_a_verdict_that_nobody_reads_is_no_other(finished: Path, tmp_path: Path) -> None:
+    """`paceline audit … | true` ends with what was found, as a gate under `pipefail` relies on."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    [ledger] = run.glob("ledger/*.ids")
+    for content, code in ((ledger.read_bytes(), 0), (ledger.read_bytes()[:8] * 2 + ledger.read_bytes()[16:], 1)):
+        ledger.write_bytes(content)
+        command = shlex.join((sys.executable, "-m", "paceline", "audit", str(run)))
+        done = subprocess.run(
+            ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env={"PYTHONPATH": str(Path(package.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
+        )
+        assert (done.stdout, done.stderr) == (f"{code}\n", "")
+
+
 @pytest.mark.parametrize(
     ("more", "code", "status"), [((), 0, "completed"), (("train.until=2 steps",), 75, "stopped")], ids=["0", "75"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,27 @@ def test_patience_comes_to_an_end_if_the_recipe_says_so(
     copy = copying("s3://bucket/impatient", mirror_patience=TimeSpan(1, "seconds"))
     s3.share = 1.0
     copy.offer(saved(tmp_path, 1))
+    wait_until(lambda: copy.has_failed)
+
+
+def test_what_went_and_cannot_be_copied_has_not_failed(
+    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path
+) -> None:
+    """Between that and the next checkpoint nothing is tried: the address is given its patience anew."""
+    copy = copying("s3://bucket/gone", mirror_patience=TimeSpan(2, "seconds"))
+    s3.share = 1.0
+    what = saved(tmp_path, 1)
+    copy.offer(what)
+    wait_until(lambda: copy.is_failing)
+    shutil.rmtree(what.path)
+    s3.share = 0.0
+    assert copy.is_over(within_seconds=60)
+    assert copy.is_failing
+    time.sleep(2.5)
+    assert not copy.has_failed
+    s3.share = 1.0
+    copy.offer(saved(tmp_path, 2))
+    assert not copy.has_failed
     wait_until(lambda: copy.has_failed)
 
 

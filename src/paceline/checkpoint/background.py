@@ -61,6 +61,11 @@ class BackgroundWriter(Generic[T]):
         if self.has_failed and self._under_way is not None:
             self._under_way.result()
 
+    @property
+    def under_way(self) -> Future[T] | None:
+        """The save that nobody has waited for yet, if there is one."""
+        return self._under_way
+
     def wait(self, timeout_seconds: float | None = None) -> T | None:
         """Wait for the save under way and return its result, once; None if there is none.
 

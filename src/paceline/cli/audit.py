@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import print_json, print_table, verdict
 from paceline.units import format_count
 
 
@@ -22,9 +22,10 @@ def command(run: Path, as_json: bool) -> int:
     from paceline.insight.audit import audit_run
 
     audit = audit_run(run)
+    code = verdict(passed=audit.passed)
     if as_json:
         print_json(audit.to_json())
-        return 0 if audit.passed else 1
+        return code
     rows = [
         (
             one.epoch + 1,
@@ -51,7 +52,7 @@ def command(run: Path, as_json: bool) -> int:
             f"was used{', or found broken,' * any(one.broken for one in audit.epochs)} exactly once per "
             f"{'finished ' * any(not one.is_over for one in audit.epochs)}epoch, in the recipe's order."
         )
-    return 0 if audit.passed else 1
+    return code
 
 
 def _state(is_over: bool, is_complete: bool) -> str:

@@ -8,7 +8,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import print_json, print_table, verdict
 
 if TYPE_CHECKING:
     from paceline.studies.drill import DrillReport, Trial
@@ -50,11 +50,12 @@ def command(
     asked = Asked(recipe=recipe, overrides=overrides, processes=processes, steps=steps, only=names, keep=keep)
     with ends_in_order():
         report = drill(asked, lambda line: click.echo(line, err=True))
+    code = verdict(passed=report.passed)
     if as_json:
         print_json(report.to_json())
     else:
         _show(report)
-    return 0 if report.passed else 1
+    return code
 
 
 def _show(report: DrillReport) -> None:

@@ -16,7 +16,7 @@ from paceline.cli.options import (
     present_gpus,
     usable_gpus,
 )
-from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.cli.output import print_json, print_pairs, print_table, verdict
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.units import format_bytes, format_count
 
@@ -72,11 +72,12 @@ def command(
     # The user's code runs in this process, and may print.
     with contextlib.redirect_stdout(sys.stderr):
         found = estimate(asked)
+    code = verdict(passed=found.fits is not False)
     if as_json:
         print_json({"recipe": loaded.name, **found.to_json()})
     else:
         _show(loaded.name, found)
-    return 1 if found.fits is False else 0
+    return code
 
 
 def _processes(asked: int | None, loaded: LoadedRecipe, device: str | None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import FiniteRange, json_option
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import print_json, print_table, verdict
 from paceline.errors import LabError
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
@@ -133,15 +133,16 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
             writes = "" if found else f"`paceline labs start {lab.number}` writes it; or "
             raise LabError(f"there is no {file} here: {writes}{yours}.")
     verdicts = check_lab(lab, file, seconds=seconds)
-    done = sum(verdict.is_done for verdict in verdicts)
+    done = sum(each.is_done for each in verdicts)
+    code = verdict(passed=done == len(verdicts))
     if as_json:
         exercises = [{"name": each.name, "done": each.is_done, "missing": each.missing} for each in verdicts]
         print_json({"lab": lab.number, "file": str(file), "done": done, "exercises": exercises})
     else:
-        for verdict in verdicts:
-            click.echo(str(verdict))
+        for each in verdicts:
+            click.echo(str(each))
         click.echo(f"{done} of {len(verdicts)} done")
-    return 0 if done == len(verdicts) else 1
+    return code
 
 
 @command.command("slides", short_help="Make the slides of a lab.")
@@ -214,9 +215,10 @@ def grade(file: Path, as_json: bool) -> int:
     from paceline.labs.grading import grade as mark
 
     marks = mark(file, tell=lambda line: click.echo(line, err=True))
+    code = verdict(passed=marks.passed)
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
-        return 0 if marks.passed else 1
+        return code
     rows = [(one.title, f"{one.points:g}", f"{one.most:g}") for one in marks.criteria]
     print_table(("criterion", "points", "of"), [*rows, ("all", f"{marks.points:g}", f"{marks.most:g}")], indent="")
     said: dict[str, list[str]] = {}  # what is said of several is said once
@@ -226,4 +228,4 @@ def grade(file: Path, as_json: bool) -> int:
     for text, titles in said.items():
         click.echo(f"\n{'; '.join(titles)}: {text}")
     click.echo("\nPassed." if marks.passed else "\nNot passed.")
-    return 0 if marks.passed else 1
+    return code

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from paceline import __version__
-from paceline.cli.output import EXIT_CODE
+from paceline.cli.output import noted_exit_code
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
@@ -101,9 +101,9 @@ class _LazyGroup(click.Group):
         except BrokenPipeError as error:  # of which click would make exit code 1, without a word
             if not _is_reader_gone():
                 raise RuntimeError("a process that this one wrote to is gone") from error
-            # The reader of standard output went away (`| head`): no more can be said, and nothing went wrong.
+            # The reader of standard output went away (`| head`): no more can be said.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ctx.meta.get(EXIT_CODE, 0)
+            return noted_exit_code(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import print_json, print_table, verdict
 
 if TYPE_CHECKING:
     from paceline.formulas.convergence import Convergence
@@ -54,12 +54,13 @@ def command(targets: tuple[str, ...], output: Path | None, reference: Path | Non
     logs = _logs([Path(each) for each in targets if each not in overrides], overrides, output)
     check = check_convergence(logs, reference)
     passed = check.found is None or check.found.passed
+    code = verdict(passed=passed)
     if as_json:
         print_json({**check.to_json(), "note": NOT_A_RESULT})
     else:
         _show(check)
         click.echo(f"Each file is {NOT_A_RESULT}.")
-    return 0 if passed else 1
+    return code
 
 
 def _logs(targets: Sequence[Path], overrides: Sequence[str], output: Path | None) -> list[Path]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-# Where a command notes in click's context what it is to end with, before it tells of it: perhaps nobody reads that.
-EXIT_CODE = "paceline.exit_code"
+_EXIT_CODE = "paceline.exit_code"
 
 
 def program() -> str:
@@ -22,6 +21,22 @@ def program() -> str:
     if called.name != "paceline" or shutil.which("paceline") is not None:
         return "paceline"
     return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
+
+
+def ends_with(code: int) -> int:
+    """Note what the command under way is to end with, before it tells of it: its reader may leave (``| head``)."""
+    click.get_current_context().meta[_EXIT_CODE] = code
+    return code
+
+
+def verdict(*, passed: bool) -> int:
+    """Note that the command under way is to end with 0 or 1, before it says why."""
+    return ends_with(0 if passed else 1)
+
+
+def noted_exit_code(ctx: click.Context) -> int:
+    """What a command whose reader has left is to end with: nothing went wrong, unless it has noted something else."""
+    return int(ctx.meta.get(_EXIT_CODE, 0))
 
 
 def print_json(document: Any) -> None:

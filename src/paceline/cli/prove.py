@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json
+from paceline.cli.output import print_json, verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,11 +53,12 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         report = prove(asked, lambda line: click.echo(line, err=True))
+    code = verdict(passed=report.passed)
     if as_json:
         print_json(report.to_json())
     else:
         _show(report)
-    return 0 if report.passed else 1
+    return code
 
 
 def _show(report: ProveReport) -> None:

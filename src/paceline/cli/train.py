@@ -26,7 +26,7 @@ from paceline.cli.options import (
     until_override,
     usable_gpus,
 )
-from paceline.cli.output import EXIT_CODE, print_json, print_pairs, print_table, program
+from paceline.cli.output import ends_with, print_json, print_pairs, print_table, program
 from paceline.errors import PacelineError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, load_recipe, named_code, to_tree
@@ -151,7 +151,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     display = choose_display(sys.stderr if as_json else sys.stdout)
     options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)
     result = train_recipe(loaded, options)
-    code = click.get_current_context().meta[EXIT_CODE] = _STOPPED if result.status == "stopped" else 0
+    code = ends_with(_STOPPED if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:
             print_json({"run_dir": str(result.run_dir), **result.summary.to_json(), "band": _band_note(result)})

@@ -41,6 +41,16 @@ class Normalize:
         return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
 
 
+def as_they_are(inputs: Nested) -> Nested:
+    """For :func:`to_device`: inputs that the network takes as they come."""
+    return inputs
+
+
+def pinned(batch: Batch, placement: Placement) -> Batch:
+    """Where batches go to a GPU, the same in page-locked memory: from other memory, a copy makes the host wait."""
+    return batch.pin_memory() if placement.device.type == "cuda" else batch
+
+
 def to_device(
     batches: Iterator[Batch],
     normalize: Callable[[Nested], Nested],

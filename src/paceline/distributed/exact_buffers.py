@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,19 @@ def buffers_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
             if id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield module, name, buffer
+
+
+@contextmanager
+def buffers_kept(network: nn.Module) -> Iterator[None]:
+    """After passes that are no steps, also after an error: every buffer is where it was, with what it was."""
+    places = [(*place, place[-1].clone()) for place in buffers_of(network)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in places:
+                put_back(module, name, buffer)
+                buffer.copy_(before)
 
 
 def put_back(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline.data.ahead import reading_threads
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import open_coco
 from paceline.data.boxes.objects import BoxDataset
@@ -22,7 +23,6 @@ from paceline.data.boxes.stand_in import REFERENCE, stand_in
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean
-from paceline.machine import available_cores
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, says_masks
@@ -40,7 +40,6 @@ _NOT_SHARDED = (
     "does not go with task=detection: held-out pictures are passed one by one, not as many by each process, and each "
     "pass would gather all processes' weights"
 )
-_MOST_THREADS = 16
 _MASK = 0.5  # a pixel is an object's from this probability on
 
 
@@ -207,13 +206,9 @@ class Detection(Task):
 
     def _choose_threads(self, world: World) -> tuple[int, str]:
         asked = self.recipe.data.workers
-        if asked != "auto":
-            return asked, "as the recipe says"
-        if self.dataset.name == "shapes":
+        if asked == "auto" and self.dataset.name == "shapes":
             return 0, "nothing is read"
-        cores = available_cores()
-        threads = max(1, min(cores // world.local_world_size - 1, _MOST_THREADS))
-        return threads, f"threads that read: {cores} cores for {world.local_world_size} process(es), one for training"
+        return reading_threads(asked, world)
 
     def _unused(self, *, is_generated: bool) -> dict[str, str]:
         found = all_but(_USED, "pictures with boxes are shown as data.boxes says")

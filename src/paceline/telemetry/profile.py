@@ -232,12 +232,17 @@ class ProfilingClock(StepClock):
 
     def close(self) -> None:
         """End a profile under way without writing it: the run has ended before its last step."""
-        self._step.close()
-        if self._state == "warm":
-            self._tool.begin()  # torch's cannot end what has not begun
         if self._state in ("warm", "recording"):
-            self._tool.end()
-            self._finish("the run ended before the last of them")
+            problem = "the run ended before the last of them"
+            try:
+                self._step.close()
+                if self._state == "warm":
+                    self._tool.begin()  # torch's cannot end what has not begun
+                self._tool.end()
+            except RuntimeError as error:
+                # A device that has failed fails here again, and what it ended the run with first is to be told.
+                problem = f"{problem}, and so did its profiler ({error})"
+            self._finish(problem)
 
     def _settle(self) -> None:
         """The clock does it."""

@@ -41,6 +41,7 @@ from paceline.trainer.kept_answers import Keep
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
+from paceline.trainer.opening import RunLock
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
 from paceline.trainer.profiling import with_profile
@@ -62,6 +63,7 @@ class Setting:
     display: Display
     stop: StopRequest
     mirroring: Mirroring | None = None
+    lock: RunLock | None = None
     start_step: int = 0
     started: float = 0.0
 

@@ -80,9 +80,10 @@ class Mirroring:
     @property
     def has_failed(self) -> bool:
         """Whether copying has failed for longer than the recipe bears."""
-        since, mirror = self._failing_since, self._mirror
-        if self._patience is None or since is None:
-            return False
+        with self._changed:
+            since, mirror = self._failing_since, self._mirror
+            if self._patience is None or since is None or self._is_idle():
+                return False
         # A large upload that has begun again and gets on may take longer than the address may fail.
         since = max(since, since if mirror is None else mirror.moved_at)
         return time.monotonic() - since > self._patience.seconds
@@ -105,6 +106,9 @@ class Mirroring:
     def offer(self, what: Sendable) -> None:
         """Have a whole checkpoint copied next; of those that wait, only the best one is kept beside it. Never waits."""
         with self._changed:
+            if self._failing_since is not None and self._is_idle():
+                # What could not be copied went: since then nothing was tried, and so nothing has failed.
+                self._failing_since = time.monotonic()
             best = what.best.step if what.best is not None else None
             self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < what.step}
             self._waiting[what.step] = what

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,12 @@ class RunLock:
             ) from None
         except OSError:
             pass  # a file system without locks: the check is a courtesy
+
+    def outlast(self, under_way: Future[Any]) -> None:
+        """Keep others out until that is over too, should this be released before."""
+        # The system's lock is held as long as one descriptor of it is open.
+        another = os.dup(self._descriptor)
+        under_way.add_done_callback(lambda _: os.close(another))
 
     def release(self) -> None:
         """Let others in; a directory made for this run in which nothing was written goes again."""

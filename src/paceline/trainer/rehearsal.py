@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.data.batch import Batch
-from paceline.distributed.exact_buffers import buffers_of, put_back
+from paceline.distributed.exact_buffers import buffers_kept
 from paceline.distributed.strategy import Wish, refuse_unused
 from paceline.trainer.step import seed_forward
 from paceline.world import World
@@ -55,19 +53,15 @@ def claim_memory(run: Run) -> None:
 
 
 def _send_through(run: Run, first: Batch) -> None:
-    buffers = [(*place, place[-1].clone()) for place in buffers_of(run.network)]
-    run.pulse.enter("forward", samples=first.ids)
-    seed_forward(run.recipe.seed, first.slice, run.device)
-    with run.precision.autocast():
-        loss = run.task.loss(run.strategy.model, first)
-    run.pulse.enter("backward", last=True)
-    run.strategy.with_vote(loss * 0, Wish, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
-    try:
-        if run.strategy.is_rehearsed:
-            refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
-    finally:
-        run.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                put_back(module, name, buffer)
-                buffer.copy_(before)
+    with buffers_kept(run.network):
+        run.pulse.enter("forward", samples=first.ids)
+        seed_forward(run.recipe.seed, first.slice, run.device)
+        with run.precision.autocast():
+            loss = run.task.loss(run.strategy.model, first)
+        run.pulse.enter("backward", last=True)
+        run.strategy.with_vote(loss * 0, Wish, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
+        try:
+            if run.strategy.is_rehearsed:
+                refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
+        finally:
+            run.optimizer.zero_grad(set_to_none=True)

@@ -214,7 +214,7 @@ def _opened(
             memory_kept(prepared.device),
             contextlib.closing(prepared.pipeline),
             _joined(launch, prepared) as collectives,
-            _directory(options, loaded, collectives) as directory,
+            _directory(options, loaded, collectives) as (directory, lock),
         ):
             _check_agreement(prepared, collectives)
             check_all_go_on(resumes, recipe, collectives)
@@ -231,6 +231,7 @@ def _opened(
                     display=display,
                     stop=stop,
                     mirroring=mirroring,
+                    lock=lock,
                     start_step=opening.choice.step,
                     started=started,
                 )
@@ -286,7 +287,7 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Repor
             _load(run)
             result = _fit(run)
         except BaseException as error:
-            _wait_for_save(run, error)
+            _wait_for_save(run, error, setting.lock)
             _conclude_failed(run, error)
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
@@ -299,13 +300,16 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Repor
         return result
 
 
-def _wait_for_save(run: Run, error: BaseException) -> None:
+def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
     """The last good state may be on its way to the disk when an error ends the run."""
+    save = run.writer.under_way
     try:
         run.writer.wait(timeout_seconds=_PATIENCE_SECONDS)
     except TimeoutError:
         run.writer.given_up.set()
-        # A slow disk must not keep back the error; the save is finished when the interpreter ends.
+        # A slow disk must not keep back the error; the save goes on, at the latest as the interpreter ends.
+        if lock is not None and save is not None:
+            lock.outlast(save)
         return
     except Exception as lost:  # noqa: BLE001  # whatever it is, the error under way came first
         if lost is not error:
@@ -437,7 +441,9 @@ def _joined(launch: Launch, prepared: Prepared) -> Iterator[Collectives]:
 
 
 @contextlib.contextmanager
-def _directory(options: Options, loaded: LoadedRecipe, collectives: Collectives) -> Iterator[RunDirectory]:
+def _directory(
+    options: Options, loaded: LoadedRecipe, collectives: Collectives
+) -> Iterator[tuple[RunDirectory, RunLock | None]]:
     """The run directory, made if need be and held by the first rank; a new one that was not used goes again."""
     held: list[RunLock] = []
     timeout = loaded.recipe.parallel.timeout
@@ -453,7 +459,7 @@ def _directory(options: Options, loaded: LoadedRecipe, collectives: Collectives)
     root = collectives.on_first(take)
     try:
         check_visible(root, collectives, patience_seconds=min(60, timeout.seconds / 2))
-        yield RunDirectory(root)
+        yield RunDirectory(root), held[0] if held else None
     finally:
         for lock in held:
             lock.release()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.data.batch import Batch
-from paceline.distributed.exact_buffers import buffers_of, put_back
+from paceline.distributed.exact_buffers import buffers_kept
 from paceline.distributed.strategy import Replicas
 from paceline.errors import ModelError
 from paceline.records.events import MeasurementEvent
@@ -65,11 +65,7 @@ class Trial:
     @contextmanager
     def without_a_trace(self) -> Iterator[None]:
         """Put buffers and random states back to where they are now, also after an error."""
-        buffers = [(*place, place[-1].clone()) for place in buffers_of(self.run.network)]
-        with ExitStack() as undo:
-            undo.enter_context(_random_states_kept(self.run.device))
-            undo.callback(_restore, buffers)
-            undo.enter_context(self._replicas.aside())
+        with _random_states_kept(self.run.device), buffers_kept(self.run.network), self._replicas.aside():
             yield
 
     def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:
@@ -183,13 +179,6 @@ def _random_states_kept(device: torch.device) -> Iterator[None]:
         index = [device.index or 0]
         with torch.random.fork_rng(devices=index, device_type=device.type):
             yield
-
-
-def _restore(buffers: list[tuple[Any, ...]]) -> None:
-    with torch.no_grad():
-        for module, name, buffer, before in buffers:
-            put_back(module, name, buffer)
-            buffer.copy_(before)
 
 
 def _agree(run: Run, failure: str) -> None:

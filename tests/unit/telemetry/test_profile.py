@@ -145,9 +145,10 @@ def test_what_cannot_be_profiled_is_refused(asked: dict[str, Any], said: str, tr
 class Diary:
     """A tool that notes what it is told; what a GPU's tool would be told is the same."""
 
-    def __init__(self, *, seconds: float = 0.0) -> None:
+    def __init__(self, *, seconds: float = 0.0, device_fails: bool = False) -> None:
         self.lines: list[str] = []
         self.seconds = seconds
+        self.device_fails = device_fails
 
     def warm_up(self) -> None:
         time.sleep(self.seconds)
@@ -160,6 +161,8 @@ class Diary:
     def end(self) -> None:
         time.sleep(self.seconds)
         self.lines.append("end")
+        if self.device_fails:
+            raise RuntimeError("an illegal memory access was encountered")
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -207,6 +210,14 @@ def test_a_run_that_ends_inside_ends_the_tool(steps: int) -> None:
     assert tool.lines[-1] == "end"
     assert tool.lines.count("<step 3>") == tool.lines.count("</step 3>") == (steps > 1)
     assert [each.problem for each in done] == ["the run ended before the last of them"]
+
+
+def test_a_device_that_fails_does_not_hide_what_it_ended_the_run_with() -> None:
+    done = list[Profiled]()
+    watched_by(Diary(device_fails=True), 3, done)
+    [said] = done
+    assert said.problem is not None
+    assert said.problem.endswith("(an illegal memory access was encountered)")
 
 
 def test_the_time_of_the_tool_is_in_no_step() -> None:

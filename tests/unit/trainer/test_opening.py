@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.display import SilentDisplay
+from paceline.trainer import train
 from paceline.trainer.opening import RunLock
 from paceline.trainer.train import Options, train_recipe
 
@@ -318,6 +321,41 @@ def test_the_lock_is_released_after_a_failure(train_tiny: Train, tiny_task: Call
         RunLock(RunDirectory(runs / "run"))
     lock.release()
     RunLock(RunDirectory(runs / "run")).release()
+
+
+def test_a_save_that_outlasts_a_failed_run_keeps_the_directory(
+    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes long does not keep back the error; but nobody else writes there until it is done."""
+    goes_on = threading.Event()
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert threading.current_thread() is threading.main_thread() or goes_on.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(train, "_PATIENCE_SECONDS", 0.1)
+    try:
+        with pytest.raises(InterruptedError):
+            train_tiny("run", {"checkpoint.every": "2 steps"}, task=tiny_task(on_loss=cut_off_in(3)))
+        with pytest.raises(RunDirectoryError, match="another process is training in"):
+            RunLock(RunDirectory(runs / "run"))
+    finally:
+        goes_on.set()
+    deadline = time.monotonic() + 60
+    while not (is_free := _can_lock(runs / "run")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_free
+    assert checkpoints(runs / "run") == ["step-00000002"]
+
+
+def _can_lock(run: Path) -> bool:
+    try:
+        RunLock(RunDirectory(run)).release()
+    except RunDirectoryError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------ new runs

@@ -27,7 +27,7 @@ from paceline.data.boxes.showing import Target, TrainingView, with_something
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Placement
-from paceline.data.prefetch import to_device
+from paceline.data.prefetch import pinned, to_device
 from paceline.data.slices import SampleSlice
 from paceline.recipe.boxes import Boxes
 from paceline.world import World
@@ -131,7 +131,7 @@ class BoxPipeline:
             slice=piece,
             broken=tuple(each for each in found if isinstance(each, BrokenSample)),
         )
-        return batch.pin_memory() if self._placement.device.type == "cuda" else batch
+        return pinned(batch, self._placement)
 
     def _read(self, sample: int, *, training: bool) -> Read:
         source = self._sources[training]

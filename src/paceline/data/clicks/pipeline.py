@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.data.ahead import made_ahead
 from paceline.data.batch import Batch, Progress
 from paceline.data.clicks.source import ClickSource, HeldRows, held
-from paceline.data.nested import Nested
 from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
 from paceline.data.pipeline import Placement
-from paceline.data.prefetch import to_device
+from paceline.data.prefetch import as_they_are, pinned, to_device
 from paceline.data.slices import SampleSlice
 from paceline.world import World
 
@@ -66,14 +66,11 @@ class ClickPipeline:
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         source = self._source(training=training)
-        batches: Iterator[Batch] = (batch_of(source, piece) for piece in slices)
-        if not isinstance(source, HeldRows):
-            batches = _read_ahead(batches)
-        if self._placement.device.type == "cuda":
-            # From page-locked memory, or the copy would wait for the device.
-            batches = (batch.pin_memory() for batch in batches)
+        # Pages of a mapped file may have to come from a disk.
+        batches = made_ahead(partial(batch_of, source), slices, threads=0 if isinstance(source, HeldRows) else 1)
+        batches = (pinned(batch, self._placement) for batch in batches)
         moving = self._moving if training else nullcontext
-        return to_device(batches, _as_they_are, self._placement, moving=moving)
+        return to_device(batches, as_they_are, self._placement, moving=moving)
 
     def _source(self, *, training: bool) -> ClickSource:
         self._sources[training] = held(self._sources[training])
@@ -85,16 +82,3 @@ def batch_of(source: ClickSource, piece: SampleSlice) -> Batch:
     rows = source.read(piece.ids)
     inputs = {"dense": torch.from_numpy(rows.dense), "categories": torch.from_numpy(rows.categories)}
     return Batch(inputs, torch.from_numpy(rows.labels.astype(np.float32)), piece.ids, piece)
-
-
-def _as_they_are(inputs: Nested) -> Nested:
-    return inputs
-
-
-def _read_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Have the next batch read while one is computed on: pages of a mapped file may have to come from a disk."""
-    with ThreadPoolExecutor(1, thread_name_prefix="click rows") as pool:
-        ready = pool.submit(next, batches, None)
-        while (batch := ready.result()) is not None:
-            ready = pool.submit(next, batches, None)
-            yield batch

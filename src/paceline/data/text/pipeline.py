@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Progress
-from paceline.data.nested import Nested
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Placement
-from paceline.data.prefetch import to_device
+from paceline.data.prefetch import as_they_are, pinned, to_device
 from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import TokenCorpus
 from paceline.data.text.masking import Masking
@@ -77,14 +76,15 @@ class TextPipeline:
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
         slices = geometry.stream(first, last, world)
-        read = (self._pinned(self._read(self._train, each)) for each in slices)
-        return to_device(read, _as_it_is, self._placement, moving=self._moving)
+        read = (pinned(self._read(self._train, each), self._placement) for each in slices)
+        return to_device(read, as_they_are, self._placement, moving=self._moving)
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         """This process's part of the evaluation samples."""
         slices = evaluation_slices(len(self._evaluation.table), batch_size, world)
-        read = (self._pinned(self._with_bytes(self._read(self._evaluation, each))) for each in slices)
-        return to_device(read, _as_it_is, self._placement)
+        read = (self._with_bytes(self._read(self._evaluation, each)) for each in slices)
+        read = (pinned(batch, self._placement) for batch in read)
+        return to_device(read, as_they_are, self._placement)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """The document that a sample begins in, and where."""
@@ -120,11 +120,3 @@ class TextPipeline:
         counts = [self._tokenizer.bytes_of(row[row != NOTHING]) for row in asked]
         inputs = {**batch.inputs, "bytes": torch.tensor(counts, dtype=torch.int64)}
         return Batch(inputs, batch.targets, batch.ids, batch.slice)
-
-    def _pinned(self, batch: Batch) -> Batch:
-        # From other memory, a copy to the device would make the host wait.
-        return batch.pin_memory() if self._placement.device.type == "cuda" else batch
-
-
-def _as_it_is(inputs: Nested) -> Nested:
-    return inputs
