@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from paceline.recipe.phases import Epochs
 from paceline.telemetry.progress import RunProgress, describe
 
 if TYPE_CHECKING:
@@ -27,20 +26,8 @@ _REFRESH_SECONDS = 0.25
 class Display(Protocol):
     """What the trainer tells the person watching."""
 
-    def start(
-        self,
-        *,
-        total_steps: int,
-        start_step: int,
-        epochs: Epochs,
-        title: str,
-        lines: Sequence[str] = (),
-        unit: str = "samples",
-    ) -> None:
-        """Begin: show the title and the lines (the plan, in words), then progress from ``start_step`` on.
-
-        ``unit`` is what samples are called: ``images``.
-        """
+    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
+        """Begin: show the title and the lines (the plan, in words), then ``progress``, which the display moves on."""
         ...
 
     def advance(self, step: int) -> None:
@@ -84,22 +71,9 @@ class UnfailingDisplay:
         self.inner = inner
         self._is_lost = False
 
-    def start(
-        self,
-        *,
-        total_steps: int,
-        start_step: int,
-        epochs: Epochs,
-        title: str,
-        lines: Sequence[str] = (),
-        unit: str = "samples",
-    ) -> None:
+    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
         """Show title and lines."""
-        self._try(
-            lambda: self.inner.start(
-                total_steps=total_steps, start_step=start_step, epochs=epochs, title=title, lines=lines, unit=unit
-            )
-        )
+        self._try(lambda: self.inner.start(progress, title, lines))
 
     def advance(self, step: int) -> None:
         """Hand the step on."""
@@ -144,16 +118,7 @@ class UnfailingDisplay:
 class SilentDisplay:
     """Shows nothing: for every rank but the first, and for studies that draw their own."""
 
-    def start(
-        self,
-        *,
-        total_steps: int,
-        start_step: int,
-        epochs: Epochs,
-        title: str,
-        lines: Sequence[str] = (),
-        unit: str = "samples",
-    ) -> None:
+    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
         """Show nothing."""
 
     def advance(self, step: int) -> None:
@@ -186,18 +151,9 @@ class PlainDisplay:
         self._progress: RunProgress | None = None
         self._due = float("inf")
 
-    def start(
-        self,
-        *,
-        total_steps: int,
-        start_step: int,
-        epochs: Epochs,
-        title: str,
-        lines: Sequence[str] = (),
-        unit: str = "samples",
-    ) -> None:
+    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
         """Show title and lines."""
-        self._progress = RunProgress(total_steps, start_step, epochs, unit)
+        self._progress = progress
         for text in (title, *lines):
             self.message(text)
         self._due = time.perf_counter() + self._interval
@@ -256,22 +212,13 @@ class LiveDisplay:
         self._due = 0.0
         self._status = ""
 
-    def start(
-        self,
-        *,
-        total_steps: int,
-        start_step: int,
-        epochs: Epochs,
-        title: str,
-        lines: Sequence[str] = (),
-        unit: str = "samples",
-    ) -> None:
+    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
         """Show title and lines, and draw the bars below them."""
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.text import Text
 
-        self._progress = RunProgress(total_steps, start_step, epochs, unit)
+        self._progress = progress
         console = self._open_console()
         console.print(Text(title, style="bold"))
         for text in lines:

@@ -32,6 +32,7 @@ from paceline.records.summary import Summary
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
+from paceline.telemetry.progress import RunProgress
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.copies import (
     check_all_go_on,
@@ -356,12 +357,9 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[s
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(
-        total_steps=plan.total_steps,
-        start_step=run.progress.step,
-        epochs=plan.epochs,
+        RunProgress(plan.total_steps, run.progress.step, plan.epochs, plan.sample_name),
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
-        unit=plan.sample_name,
     )
 
 

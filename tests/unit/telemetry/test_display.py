@@ -27,13 +27,12 @@ from paceline.telemetry.display import (
 )
 from paceline.telemetry.progress import RunProgress
 
-RUN: dict[str, Any] = {
-    "total_steps": 100,
-    "start_step": 0,
-    "epochs": Epochs.cut(40, [(0, 1, 1)]),
-    "title": "digits",
-    "lines": ["a plan"],
-}
+
+def start(display: Display) -> None:
+    progress = RunProgress(100, 0, Epochs.cut(40, [(0, 1, 1)]), "images")
+    display.start(progress, title="digits", lines=["a plan"])
+
+
 STEP = StepEvent(
     step=20,
     epoch=1,
@@ -56,7 +55,7 @@ EVALUATION = EvaluationEvent(
 def test_an_evaluation_without_a_finite_figure_says_so() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream, interval_seconds=60)
-    display.start(**RUN, unit="images")
+    start(display)
     display.record(EVALUATION | {"loss": None, "top1_accuracy": None, "top5_accuracy": None})
     display.close()
     assert "validation (ema): no finite figure" in stream.getvalue()
@@ -65,7 +64,7 @@ def test_an_evaluation_without_a_finite_figure_says_so() -> None:
 def test_plain_lines_per_interval_and_per_evaluation() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream, interval_seconds=0.05)
-    display.start(**RUN, unit="images")
+    start(display)
     for step in range(1, 21):
         display.advance(step)
     display.record(STEP)
@@ -87,7 +86,7 @@ def test_plain_lines_per_interval_and_per_evaluation() -> None:
 def test_a_long_preparation_is_told_now_and_then() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream, interval_seconds=0.05)
-    display.start(**RUN)
+    start(display)
     display.status("reading images: 256 of 60000")
     time.sleep(0.06)
     display.status("reading images: 512 of 60000")
@@ -99,7 +98,7 @@ def test_a_long_preparation_is_told_now_and_then() -> None:
 
 def test_a_long_preparation_stands_where_the_figures_will_be() -> None:
     display = LiveDisplay(io.StringIO())
-    display.start(**RUN)
+    start(display)
 
     def drawn() -> str:
         console = Console(file=io.StringIO(), width=200)
@@ -166,7 +165,7 @@ def test_a_step_without_drawing_costs_less_than_two_microseconds(name: str) -> N
         "live": LiveDisplay(io.StringIO()),
     }
     display = displays[name]
-    display.start(**RUN)
+    start(display)
     costs = []
     for _ in range(20):
         begun = time.perf_counter()
@@ -203,7 +202,7 @@ class FullDisk(io.StringIO):
 def test_a_display_that_cannot_be_written_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     stream = FullDisk()
     display = choose_display(stream)
-    display.start(**RUN)
+    start(display)
     for step in range(3):
         display.advance(step)
     display.record(EVALUATION)
@@ -230,9 +229,10 @@ LIVE = """
 import sys, time
 from paceline.recipe.phases import Epochs
 from paceline.telemetry.display import choose_display
-epochs = Epochs.cut(10, [(0, 1, 1)])
+from paceline.telemetry.progress import RunProgress
 display = choose_display(sys.stdout)
-display.start(total_steps=30, start_step=10, epochs=epochs, title="digits", lines=["a plan [of two]"])
+progress = RunProgress(30, 10, Epochs.cut(10, [(0, 1, 1)]), "samples")
+display.start(progress, title="digits", lines=["a plan [of two]"])
 for step in range(11, 31):
     time.sleep(0.02)
     display.record({"event": "step", "step": step, "loss": 1 / step, "lr": 0.05, "data_wait_fraction": 0.5})
