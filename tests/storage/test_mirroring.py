@@ -107,6 +107,7 @@ def test_what_went_and_cannot_be_copied_has_not_failed(
     s3.share = 0.0
     assert copy.is_over(within_seconds=60)
     assert copy.is_failing
+    assert "step-00000001" in copy.lacks  # it is not there, and never will be
     time.sleep(2.5)
     assert not copy.has_failed
     s3.share = 1.0

@@ -66,15 +66,14 @@ class BackgroundWriter(Generic[T]):
         """The save that nobody has waited for yet, if there is one."""
         return self._under_way
 
-    def wait(self, timeout_seconds: float | None = None) -> T | None:
+    def wait(self) -> T | None:
         """Wait for the save under way and return its result, once; None if there is none.
 
         Raises:
             Exception: What the save raised.
-            TimeoutError: If it takes longer than that; it goes on.
         """
         under_way, self._under_way = self._under_way, None
-        return None if under_way is None else under_way.result(timeout_seconds)
+        return None if under_way is None else under_way.result()
 
     def close(self) -> None:
         """End the thread; waits for a save under way, and raises what it raised."""

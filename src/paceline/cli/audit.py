@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_table
 from paceline.units import format_count
 
 
@@ -22,7 +22,7 @@ def command(run: Path, as_json: bool) -> int:
     from paceline.insight.audit import audit_run
 
     audit = audit_run(run)
-    code = verdict(passed=audit.passed)
+    code = concluded(passed=audit.passed)
     if as_json:
         print_json(audit.to_json())
         return code

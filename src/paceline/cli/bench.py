@@ -18,7 +18,7 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
-from paceline.cli.output import print_json, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_table
 from paceline.errors import did_you_mean
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
@@ -146,7 +146,7 @@ def measure(ctx: click.Context, /, recipe: str, overrides: tuple[str, ...], as_j
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         report, extra = make(recipe, overrides, chosen)
     written = [] if chosen["output"] is None else [*report.write(chosen["output"]), *extra]
-    code = verdict(passed=report.measured_any)
+    code = concluded(passed=report.measured_any)
     if as_json:
         print_json(report.to_json())
     else:
@@ -264,7 +264,7 @@ def compare_command(a: Path, b: Path, tolerance: float, confidence: float, as_js
     from paceline.insight.benchmark_comparison import compare
 
     found = compare(a, b, tolerance=tolerance / 100, confidence=confidence / 100)
-    code = verdict(passed=not found.regressed)
+    code = concluded(passed=not found.regressed)
     if as_json:
         print_json(found.to_json())
     else:

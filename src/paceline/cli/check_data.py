@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json, verdict
+from paceline.cli.output import concluded, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,7 @@ def command(source: str, overrides: tuple[str, ...], workers: int | None, limit:
     # A recipe may name code of the user's, which may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr), _progress() as progress:
         report = check_data(asked, progress)
-    code = verdict(passed=report.passed)
+    code = concluded(passed=report.passed)
     if as_json:
         print_json(report.to_json())
     else:

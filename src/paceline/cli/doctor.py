@@ -11,7 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, refuse_idle
-from paceline.cli.output import print_json, verdict
+from paceline.cli.output import concluded, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ def command(
         if measured:
             diagnosis = measure(diagnosis, Pace(rounds=rounds), lambda line: click.echo(line, err=True))
         made = None if improved is None else write_improved(improved, diagnosis, measured=measured)
-    code = verdict(passed=diagnosis.is_healthy)
+    code = concluded(passed=diagnosis.is_healthy)
     if as_json:
         print_json(diagnosis.to_json() | _applied(made))
     else:

@@ -8,7 +8,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_table
 
 if TYPE_CHECKING:
     from paceline.studies.drill import DrillReport, Trial
@@ -50,7 +50,7 @@ def command(
     asked = Asked(recipe=recipe, overrides=overrides, processes=processes, steps=steps, only=names, keep=keep)
     with ends_in_order():
         report = drill(asked, lambda line: click.echo(line, err=True))
-    code = verdict(passed=report.passed)
+    code = concluded(passed=report.passed)
     if as_json:
         print_json(report.to_json())
     else:

@@ -16,7 +16,7 @@ from paceline.cli.options import (
     present_gpus,
     usable_gpus,
 )
-from paceline.cli.output import print_json, print_pairs, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_pairs, print_table
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.units import format_bytes, format_count
 
@@ -72,7 +72,7 @@ def command(
     # The user's code runs in this process, and may print.
     with contextlib.redirect_stdout(sys.stderr):
         found = estimate(asked)
-    code = verdict(passed=found.fits is not False)
+    code = concluded(passed=found.fits is not False)
     if as_json:
         print_json({"recipe": loaded.name, **found.to_json()})
     else:

@@ -22,7 +22,7 @@ from paceline.cli.options import (
     processes_option,
     usable_gpus,
 )
-from paceline.cli.output import print_json, print_pairs, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_pairs, print_table
 from paceline.formulas.lr_range import MEDIAN, NAMES
 from paceline.recipe.load import load_recipe
 from paceline.units import format_count
@@ -112,7 +112,7 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_j
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         found = range_test(loaded, sweep, say=lambda line: click.echo(line, err=True))
-    code = verdict(passed=found.suggestion(chosen["suggestion"]).lr is not None)
+    code = concluded(passed=found.suggestion(chosen["suggestion"]).lr is not None)
     if is_first_process():
         written = _write(found, chosen)
         if as_json:

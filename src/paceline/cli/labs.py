@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import FiniteRange, json_option
-from paceline.cli.output import print_json, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_table
 from paceline.errors import LabError
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
@@ -134,7 +134,7 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
             raise LabError(f"there is no {file} here: {writes}{yours}.")
     verdicts = check_lab(lab, file, seconds=seconds)
     done = sum(each.is_done for each in verdicts)
-    code = verdict(passed=done == len(verdicts))
+    code = concluded(passed=done == len(verdicts))
     if as_json:
         exercises = [{"name": each.name, "done": each.is_done, "missing": each.missing} for each in verdicts]
         print_json({"lab": lab.number, "file": str(file), "done": done, "exercises": exercises})
@@ -215,7 +215,7 @@ def grade(file: Path, as_json: bool) -> int:
     from paceline.labs.grading import grade as mark
 
     marks = mark(file, tell=lambda line: click.echo(line, err=True))
-    code = verdict(passed=marks.passed)
+    code = concluded(passed=marks.passed)
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
         return code

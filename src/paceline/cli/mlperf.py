@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_table
 
 if TYPE_CHECKING:
     from paceline.formulas.convergence import Convergence
@@ -54,7 +54,7 @@ def command(targets: tuple[str, ...], output: Path | None, reference: Path | Non
     logs = _logs([Path(each) for each in targets if each not in overrides], overrides, output)
     check = check_convergence(logs, reference)
     passed = check.found is None or check.found.passed
-    code = verdict(passed=passed)
+    code = concluded(passed=passed)
     if as_json:
         print_json({**check.to_json(), "note": NOT_A_RESULT})
     else:

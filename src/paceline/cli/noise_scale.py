@@ -24,7 +24,7 @@ from paceline.cli.options import (
     study_processes_option,
     usable_gpus,
 )
-from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.cli.output import concluded, print_json, print_pairs, print_table
 from paceline.recipe.load import load_recipe
 from paceline.units import format_count
 
@@ -82,11 +82,12 @@ def command(
     elif scratch is None:
         raise click.UsageError("noise-scale starts its ranks itself: run it alone, with --processes N.")
     report = _measure(target, overrides, steps, scratch)
+    code = concluded(passed=report.has_figure)
     if is_first_process():
-        _tell(report, output, as_json=as_json)
         if not report.has_figure:
             click.echo("paceline: no noise scale was found at any of the weights; give more --steps.", err=True)
-    return 0 if report.has_figure else 1
+        _tell(report, output, as_json=as_json)
+    return code
 
 
 def _measure(target: str, overrides: tuple[str, ...], steps: int, scratch: Path | None) -> NoiseReport:

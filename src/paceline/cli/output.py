@@ -29,7 +29,7 @@ def ends_with(code: int) -> int:
     return code
 
 
-def verdict(*, passed: bool) -> int:
+def concluded(*, passed: bool) -> int:
     """Note that the command under way is to end with 0 or 1, before it says why."""
     return ends_with(0 if passed else 1)
 

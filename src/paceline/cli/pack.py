@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, verdict
+from paceline.cli.output import concluded, print_json
 from paceline.machine import available_cores
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -164,7 +164,7 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
         damage = _verify(destination or Path(source), options.workers) if verify else []
     if verify:
         document |= {"destination": str(destination or source), "verified": not damage, "damage": damage}
-    code = verdict(passed=not damage)
+    code = concluded(passed=not damage)
     if as_json:
         print_json(document)
     else:

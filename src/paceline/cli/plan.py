@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import FiniteRange, json_option, overrides_argument
-from paceline.cli.output import print_json, print_pairs, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_pairs, print_table
 from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 from paceline.units import TimeSpan
 
@@ -88,7 +88,7 @@ def command(
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         plan = plan_training(wanted, lambda line: click.echo(line, err=True))
-    code = verdict(passed=plan.chosen is not None)
+    code = concluded(passed=plan.chosen is not None)
     if as_json:
         print_json(plan.to_json())
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.output import print_json
+from paceline.cli.output import concluded, print_json
 
 _ENDINGS = (".tsv", ".txt", ".gz", ".jsonl")
 _ARCHIVE = ".tar.gz"
@@ -40,10 +40,11 @@ def answer_clicks(
         raise click.UsageError(
             f"--{idle[0]} is for images, and these weights are about lines of samples: leave it out."
         )
-    failed = False
+    code = 0
     rows = []
     for each in (answer for source in sources for answer in predictor.predict(source)):
-        failed = failed or each.error is not None
+        if each.error is not None:
+            code = concluded(passed=False)
         if as_json:
             rows.append(dataclasses.asdict(each))
         elif each.probability is None:
@@ -52,7 +53,7 @@ def answer_clicks(
             click.echo(f"{each.path}:{each.line}  {100 * each.probability:.1f} %")
     if as_json:
         print_json(rows)
-    return 1 if failed else 0
+    return code
 
 
 def _holds_lines(path: Path) -> bool:

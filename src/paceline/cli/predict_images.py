@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.output import print_json
+from paceline.cli.output import concluded, print_json
 from paceline.loading import loading
 
 if TYPE_CHECKING:
@@ -105,25 +105,27 @@ def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
 
 
 def _to_screen(answers: Iterable[Answer]) -> int:
-    failed = False
+    code = 0
     for answer in answers:
-        failed = failed or answer.error is not None
+        if answer.error is not None:
+            code = concluded(passed=False)
         click.echo(f"{answer.path}  {answer.described()}")
-    return 1 if failed else 0
+    return code
 
 
 def _to_screen_as_json(answers: Iterable[Answer]) -> int:
     """One list, printed row by row: thousands of answers need no memory."""
     from paceline.records.run_directory import encode_json
 
-    failed, before = False, "["
+    code, before = 0, "["
     for answer in answers:
-        failed = failed or answer.error is not None
+        if answer.error is not None:
+            code = concluded(passed=False)
         row = json.dumps(json.loads(encode_json(answer.row())), indent=2)
         click.echo(f"{before}\n{textwrap.indent(row, '  ')}", nl=False)
         before = ","
     click.echo("[]" if before == "[" else "\n]")
-    return 1 if failed else 0
+    return code
 
 
 def _to_file(answers: Iterator[Answer], output: Path, *, boxes: bool, as_json: bool) -> int:
@@ -140,8 +142,9 @@ def _to_file(answers: Iterator[Answer], output: Path, *, boxes: bool, as_json: b
                 if not as_json:
                     click.echo(f"{each.path}  {each.described()}")
             file.write(each.row() for each in batch)
+    code = concluded(passed=not unreadable)
     if as_json:
         print_json({"output": str(output), "images": images, "unreadable": unreadable})
     else:
         click.echo(f"{images:,} images, {len(unreadable):,} of them unreadable: {output}")
-    return 1 if unreadable else 0
+    return code

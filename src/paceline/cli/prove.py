@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json, verdict
+from paceline.cli.output import concluded, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         report = prove(asked, lambda line: click.echo(line, err=True))
-    code = verdict(passed=report.passed)
+    code = concluded(passed=report.passed)
     if as_json:
         print_json(report.to_json())
     else:

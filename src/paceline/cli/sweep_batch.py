@@ -11,7 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json, print_table, verdict
+from paceline.cli.output import concluded, print_json, print_table
 from paceline.units import Duration
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def command(recipe: str, overrides: tuple[str, ...], batch_sizes: tuple[int, ...
         from paceline.studies.batch_sweep.page import write_sweep
 
         written = write_sweep(output, report)
-    code = verdict(passed=any(run.reached for run in report.runs))
+    code = concluded(passed=any(run.reached for run in report.runs))
     if as_json:
         print_json(report.to_json())
     else:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from paceline.data.nested import Nested, mapped
 from paceline.data.slices import SampleIds, SampleSlice
 
@@ -49,9 +52,14 @@ class Batch:
         return len(self.ids) if self.slice.weight is None else self.slice.weight
 
     def pin_memory(self) -> Batch:
-        """Move the tensors to page-locked memory (called by torch's DataLoader)."""
-        inputs, targets = (mapped(lambda tensor: tensor.pin_memory(), each) for each in (self.inputs, self.targets))
+        """Move the tensors to page-locked memory (called by torch's DataLoader); those that cannot be are left."""
+        inputs, targets = (mapped(_pinned, each) for each in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    can_be = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if can_be else tensor
 
 
 class Backend(Protocol):

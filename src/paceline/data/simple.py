@@ -56,7 +56,7 @@ class SimplePipeline:
         """Nothing: there are no loader processes, and threads begin with the first batch."""
 
     def load(self, report: Progress) -> None:
-        """Nothing is held in memory."""
+        """Nothing: the function has what it needs."""
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""

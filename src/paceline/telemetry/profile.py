@@ -241,7 +241,7 @@ class ProfilingClock(StepClock):
                 self._tool.end()
             except RuntimeError as error:
                 # A device that has failed fails here again, and what it ended the run with first is to be told.
-                problem = f"{problem}, and so did its profiler ({error})"
+                problem = f"{problem}, and the profiler could not be ended ({error})"
             self._finish(problem)
 
     def _settle(self) -> None:

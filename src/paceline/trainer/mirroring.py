@@ -64,6 +64,7 @@ class Mirroring:
         self._hiccups, self._last_hiccup = 0, ""
         self._mirror: Mirror | None = None
         self._failing_since: float | None = None
+        self._patient_since: float | None = None
         self._failure = ""
         self._stands_still = ""
         self._is_closed = False
@@ -81,7 +82,7 @@ class Mirroring:
     def has_failed(self) -> bool:
         """Whether copying has failed for longer than the recipe bears."""
         with self._changed:
-            since, mirror = self._failing_since, self._mirror
+            since, mirror = self._patient_since, self._mirror
             if self._patience is None or since is None or self._is_idle():
                 return False
         # A large upload that has begun again and gets on may take longer than the address may fail.
@@ -99,16 +100,16 @@ class Mirroring:
         with self._changed:
             if self._stands_still:
                 return self._stands_still
-            if not self._waiting and self._under_way is None:
-                return ""
+            if self._is_idle():
+                return self._failure
             return self._failure or "it was still being copied"
 
     def offer(self, what: Sendable) -> None:
         """Have a whole checkpoint copied next; of those that wait, only the best one is kept beside it. Never waits."""
         with self._changed:
-            if self._failing_since is not None and self._is_idle():
+            if self._patient_since is not None and self._is_idle():
                 # What could not be copied went: since then nothing was tried, and so nothing has failed.
-                self._failing_since = time.monotonic()
+                self._patient_since = time.monotonic()
             best = what.best.step if what.best is not None else None
             self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < what.step}
             self._waiting[what.step] = what
@@ -153,8 +154,8 @@ class Mirroring:
                 self._mirror = self._mirror or self._open(self._retries)
                 self._mirror.send(what, self._root)
                 self._mirror.prune(keep=self._keep)
-            except CheckpointError:
-                self._done()  # it went, or was replaced: a newer one waits, or will
+            except CheckpointError as error:
+                self._done(why_not=str(error))  # it went, or was replaced: a newer one waits, or will
             except (TakenError, RunDirectoryError) as error:
                 self._stand_still(str(error))
                 return
@@ -174,16 +175,16 @@ class Mirroring:
             self._under_way = step
             return self._waiting.pop(step)
 
-    def _done(self) -> None:
+    def _done(self, *, why_not: str = "") -> None:
         with self._changed:
-            self._under_way = None
+            self._under_way, self._failure = None, why_not
             self._changed.notify_all()
 
     def _failed(self, what: Sendable, reason: str) -> None:
         with self._changed:
             self._failure = reason
             if self._failing_since is None:
-                self._failing_since = time.monotonic()
+                self._failing_since = self._patient_since = time.monotonic()
                 message = f"checkpoints are not copied for now, and training goes on: {reason}"
                 self._news.append(News("mirror", message))
             newer = [each for step, each in self._waiting.items() if step > what.step]
@@ -199,7 +200,7 @@ class Mirroring:
                 self._news.append(
                     News("mirror_back", f"checkpoints are copied to {self._address} again, after {seconds}")
                 )
-            self._failing_since, self._failure = None, ""
+            self._failing_since = self._patient_since = None
 
     def _stand_still(self, reason: str) -> None:
         with self._changed:

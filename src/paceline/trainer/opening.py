@@ -123,7 +123,8 @@ class RunLock:
         except BlockingIOError:
             os.close(self._descriptor)
             raise RunDirectoryError(
-                f"another process is training in '{directory.root}'; wait for it, stop it, or choose another --run-dir."
+                f"another process is training in '{directory.root}', or a run that failed still saves there; wait for "
+                "it, stop it, or choose another --run-dir."
             ) from None
         except OSError:
             pass  # a file system without locks: the check is a courtesy

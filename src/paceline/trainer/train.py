@@ -304,14 +304,14 @@ def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Repor
 def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
     """The last good state may be on its way to the disk when an error ends the run."""
     save = run.writer.under_way
-    try:
-        run.writer.wait(timeout_seconds=_PATIENCE_SECONDS)
-    except TimeoutError:
+    if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
+        # A slow disk must not keep back the error; the save goes on, and is waited for when the interpreter ends.
         run.writer.given_up.set()
-        # A slow disk must not keep back the error; the save goes on, at the latest as the interpreter ends.
-        if lock is not None and save is not None:
+        if lock is not None:
             lock.outlast(save)
         return
+    try:
+        run.writer.wait()
     except Exception as lost:  # noqa: BLE001  # whatever it is, the error under way came first
         if lost is not error:
             error.add_note(f"(the checkpoint under way was not written either: {lost})")

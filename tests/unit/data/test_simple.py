@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.simple import SimplePipeline
@@ -67,6 +68,21 @@ def test_threads_make_the_same_batches_in_the_same_order_before_they_are_asked_f
     ]
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_stop_iteration_in_what_makes_a_batch_is_no_end(threads: int) -> None:
+    """Or an evaluation would score a part of the samples, and say nothing."""
+
+    def read_until_stopped(part: SampleSlice, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if 5 in part.ids:
+            next(iter(()))
+        return torch.tensor(part.ids), torch.tensor(part.ids)
+
+    at_hand = Placement(device=torch.device("cpu"))
+    pipeline = SimplePipeline(read_until_stopped, evaluation_samples=20, placement=at_hand, threads=threads)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(pipeline.evaluation_batches(2, World()))
+
+
 def test_what_a_thread_raises_comes_where_its_batch_would() -> None:
     def read_until_broken(part: SampleSlice, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if 5 in part.ids:
@@ -88,3 +104,12 @@ def test_a_stream_that_is_left_leaves_no_thread() -> None:
     assert any(each.name.startswith("reader") for each in threading.enumerate())
     del batches
     assert not any(each.name.startswith("reader") for each in threading.enumerate())
+
+
+def test_what_cannot_be_page_locked_stays_where_it_is() -> None:
+    """A task may hold a small set on the device, or give sparse tensors."""
+    held = {"there": torch.empty(2, 3, device="meta"), "sparse": torch.eye(2).to_sparse()}
+    part = next(iter(StepGeometry(seed=0, samples=2, global_batch_size=2, logical_ranks=1).stream(0, 1, World())))
+    pinned = Batch(held, [1, 2], part.ids, part).pin_memory().inputs
+    assert pinned["there"] is held["there"]
+    assert pinned["sparse"] is held["sparse"]

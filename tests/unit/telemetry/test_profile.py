@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,16 +175,18 @@ class Diary:
         self.lines.append(title)
 
 
-def watched_by(tool: Diary, steps: int, done: list[Profiled]) -> ProfilingClock:
-    """A clock over so many steps, of which the third and the fourth are to be profiled."""
+def watched_by(tool: Diary, steps: int, done: list[Profiled], *, fails: bool = False) -> ProfilingClock:
+    """A clock over so many steps, of which the third and the fourth are to be profiled; then the run may fail."""
     assignment = Assignment(first=2, end=4, position=lambda: len(taken), folder=lambda _: Path(), report=done.append)
     clock, taken = ProfilingClock(build_step_clock("cpu"), tool, assignment), list[int]()
     clock.start()
-    for step in range(steps):
-        with clock.span("forward"):
-            taken.append(step)
-        clock.end_step(samples=1)
-    clock.close()
+    with closing(clock):
+        for step in range(steps):
+            with clock.span("forward"):
+                taken.append(step)
+            clock.end_step(samples=1)
+        if fails:
+            raise ZeroDivisionError
     return clock
 
 
@@ -214,7 +216,8 @@ def test_a_run_that_ends_inside_ends_the_tool(steps: int) -> None:
 
 def test_a_device_that_fails_does_not_hide_what_it_ended_the_run_with() -> None:
     done = list[Profiled]()
-    watched_by(Diary(device_fails=True), 3, done)
+    with pytest.raises(ZeroDivisionError):
+        watched_by(Diary(device_fails=True), 3, done, fails=True)
     [said] = done
     assert said.problem is not None
     assert said.problem.endswith("(an illegal memory access was encountered)")

@@ -9,8 +9,6 @@ others. What is drawn for a sample happens on the device (`showing.py`).
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.ahead import begun_ahead
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.boxes.objects import BoxDataset, BoxSource, Objects
 from paceline.data.boxes.showing import Target, TrainingView, with_something
@@ -106,20 +105,13 @@ class BoxPipeline:
             for piece in slices:
                 yield self._batch(piece, map(read, piece.ids.tolist()))
             return
-        pool, coming = self._pool, iter(slices)
-        waiting: deque[tuple[SampleSlice, list[Future[Read]]]] = deque()
-        try:
-            while True:
-                for piece in itertools.islice(coming, 1 + self._ahead - len(waiting)):
-                    waiting.append((piece, [pool.submit(read, sample) for sample in piece.ids.tolist()]))
-                if not waiting:
-                    return
-                piece, samples = waiting.popleft()
-                yield self._batch(piece, (each.result() for each in samples))
-        finally:
-            for _, samples in waiting:
-                for each in samples:
-                    each.cancel()
+        pool = self._pool
+
+        def begin(piece: SampleSlice) -> tuple[SampleSlice, list[Future[Read]]]:
+            return piece, [pool.submit(read, sample) for sample in piece.ids.tolist()]
+
+        for piece, samples in begun_ahead(begin, slices, ahead=self._ahead, give_up=_cancel):
+            yield self._batch(piece, (each.result() for each in samples))
 
     def _batch(self, piece: SampleSlice, samples: Iterable[Read]) -> Batch:
         found = list(samples)
@@ -147,6 +139,11 @@ class BoxPipeline:
         except BrokenImageError as error:
             return BrokenSample(sample, error.path, error.reason)
         return as_tensor(pixels), target_of(objects.learnable(height, width) if training else objects)
+
+
+def _cancel(begun: tuple[SampleSlice, list[Future[Read]]]) -> None:
+    for each in begun[1]:
+        each.cancel()
 
 
 def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
