@@ -516,40 +516,34 @@ def test_what_comes_next_works_for_code_of_ones_own(
         assert paceline(*command.partition("paceline ")[2].split()).code == 0, command
 
 
-@pytest.mark.parametrize(("reader", "read"), [("head -1", "small_resnet\n"), ("true", "")])
-def test_a_reader_that_leaves_early_is_no_error(reader: str, read: str) -> None:
-    """`paceline models | head -1`, and a reader that is gone before the first word."""
-    command = f"{sys.executable} -m paceline models | {reader}; echo ${{PIPESTATUS[0]}}"
-    source = str(Path(package.__file__).parents[1])
+def _piped_into(reader: str, *arguments: str, folder: Path) -> tuple[str, str]:
+    """What `paceline … | reader` prints, paceline's exit code after it, and what it says on standard error."""
+    command = shlex.join((sys.executable, "-m", "paceline", *arguments))
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-c", f"{command} | {reader}; echo ${{PIPESTATUS[0]}}"],
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
-        env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin"},
+        timeout=120,
+        cwd=folder,
+        env={"PYTHONPATH": str(Path(package.__file__).parents[1]), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )
-    assert done.stderr == ""
-    assert done.stdout == f"{read}0\n"
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("reader", "read"), [("head -1", "small_resnet\n"), ("true", "")])
+def test_a_reader_that_leaves_early_is_no_error(reader: str, read: str, tmp_path: Path) -> None:
+    """`paceline models | head -1`, and a reader that is gone before the first word."""
+    assert _piped_into(reader, "models", folder=tmp_path) == (f"{read}0\n", "")
 
 
 def test_a_verdict_that_nobody_reads_is_no_other(finished: Path, tmp_path: Path) -> None:
     """`paceline audit … | true` ends with what was found, as a gate under `pipefail` relies on."""
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    [ledger] = run.glob("ledger/*.ids")
+    shutil.copytree(finished, tmp_path / "run")
+    [ledger] = tmp_path.glob("run/ledger/*.ids")
     for content, code in ((ledger.read_bytes(), 0), (ledger.read_bytes()[:8] * 2 + ledger.read_bytes()[16:], 1)):
         ledger.write_bytes(content)
-        command = shlex.join((sys.executable, "-m", "paceline", "audit", str(run)))
-        done = subprocess.run(
-            ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-            env={"PYTHONPATH": str(Path(package.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
-        )
-        assert (done.stdout, done.stderr) == (f"{code}\n", "")
+        assert _piped_into("true", "audit", "run", folder=tmp_path) == (f"{code}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -559,19 +553,9 @@ def test_a_run_goes_on_when_its_reader_leaves(
     more: tuple[str, ...], code: int, status: str, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     """`paceline train … | head -1` trains to its end, and ends with the exit code that it would have had."""
-    train = shlex.join((sys.executable, "-m", "paceline", "train", "digits", *tiny, *more, "--run-dir", "run"))
-    source = str(Path(package.__file__).parents[1])
-    done = subprocess.run(
-        ["bash", "-c", f"{train} | true; echo ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout == f"{code}\n", done.stderr
-    assert done.stderr == ("paceline: progress cannot be shown any more (Broken pipe); what is under way goes on.\n")
+    shown, told = _piped_into("true", "train", "digits", *tiny, *more, "--run-dir", "run", folder=tmp_path)
+    assert shown == f"{code}\n", told
+    assert told == "paceline: progress cannot be shown any more (Broken pipe); what is under way goes on.\n"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
 
 
