@@ -55,8 +55,10 @@ Not the same are things a trainer chooses for itself. Paceline keeps freed memor
 69](decisions/0069-freed-memory-is-kept.md)), lets DDP copy and broadcast less ([decision
 3](decisions/0003-what-rides-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
 smaller scale where the crop is to become much smaller ([recipes](recipes.md)), and shifts and flips images that are
-held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)), where the others are given
-torchvision's transforms, which do it image by image, in one loader process beside the training.
+held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)). Its first step comes sooner
+since its optimizer loads no compiler ([decision 73](decisions/0073-optimizers-load-no-compiler.md)) and libraries are
+loaded without a search for garbage ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)). The
+others are given torchvision's transforms, image by image, of those in memory in one loader process beside the training.
 
 "By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options. In the rows of loop overhead it is the column to
@@ -70,7 +72,8 @@ one with many.
 ## Ratios to Paceline
 
 Time, or memory, that each takes over what Paceline takes, the median of the rounds: above 1 it takes more, below 1 it
-takes less and stands in **bold**. In *italics* the rounds do not agree: in some it took more, in some less.
+takes less and stands in **bold**. In *italics* the rounds do not agree: in some it took more, in some less. What a save
+costs in all can be less than nothing in some round, so there is no ratio: it stands below.
 """
 _AHEAD = """\
 Whoever takes less in the median of the rounds: of the ratios within a round, with the least and the most, or, where a
@@ -305,7 +308,8 @@ def _facts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if len({each[key] for each in every}) > 1:
             sys.exit(f"the result files differ in {key}: measure them on machines that are alike")
     cpus = " and ".join(dict.fromkeys(each["cpu"] for each in every))
-    return {**every[0], "cpu": cpus, "date": max(each["date"] for each in every)}
+    dates = sorted({each["date"] for each in every})
+    return {**every[0], "cpu": cpus, "date": " to ".join(dict.fromkeys((dates[0], dates[-1])))}
 
 
 def _plain(unit: str) -> str:

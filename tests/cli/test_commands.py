@@ -537,6 +537,11 @@ def test_a_reader_that_leaves_early_is_no_error(reader: str, read: str, tmp_path
     assert _piped_into(reader, "models", folder=tmp_path) == (f"{read}0\n", "")
 
 
+@pytest.mark.parametrize("arguments", [("doctor", "digits"), ("roofline", "digits", "--device", "a100")], ids=" ".join)
+def test_a_table_that_nobody_reads_is_no_failure(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    assert _piped_into("true", *arguments, folder=tmp_path)[0] == "0\n"
+
+
 def test_a_verdict_that_nobody_reads_is_no_other(finished: Path, tmp_path: Path) -> None:
     """`paceline audit … | true` ends with what was found, as a gate under `pipefail` relies on."""
     shutil.copytree(finished, tmp_path / "run")

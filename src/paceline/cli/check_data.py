@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import concluded, print_json
+from paceline.cli.output import concluded, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,9 +94,8 @@ def _progress() -> Iterator[Progress]:
 
 
 def _show(report: DataReport) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console(soft_wrap=True)
     _show_subject(console, report)
     for finding in report.findings:
         _show_finding(console, finding, report.root)

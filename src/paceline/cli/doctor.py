@@ -11,7 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, refuse_idle
-from paceline.cli.output import concluded, print_json
+from paceline.cli.output import concluded, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,9 +103,8 @@ def command(
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console(soft_wrap=True)
     console.print(
         f"{diagnosis.recipe} on {diagnosis.device}{'' if diagnosis.is_here else ' (not here: predictions)'}: "
         f"{diagnosis.precision}, {diagnosis.global_batch} samples a step"

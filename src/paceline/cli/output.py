@@ -8,9 +8,12 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _EXIT_CODE = "paceline.exit_code"
 
@@ -37,6 +40,18 @@ def concluded(*, passed: bool) -> int:
 def noted_exit_code(ctx: click.Context) -> int:
     """What a command whose reader has left is to end with: nothing went wrong, unless it has noted something else."""
     return int(ctx.meta.get(_EXIT_CODE, 0))
+
+
+def open_console(*, soft_wrap: bool = False) -> Console:
+    """A console of rich's on standard output; a reader that has left ends the command as ``click.echo`` would."""
+    from rich.console import Console
+
+    class StandardOutput(Console):
+        def on_broken_pipe(self) -> None:
+            # By itself it exits with 1, which is the verdict of a command that judges.
+            raise BrokenPipeError
+
+    return StandardOutput(highlight=False, soft_wrap=soft_wrap)
 
 
 def print_json(document: Any) -> None:

@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import concluded, print_json
+from paceline.cli.output import concluded, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,9 +62,8 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
 
 
 def _show(report: ProveReport) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = open_console()
     if not console.is_terminal:
         console.width = _NARROWEST
     console.print(_table(report))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import print_json
+from paceline.cli.output import open_console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,9 +56,8 @@ def command(recipe: str, overrides: tuple[str, ...], device: str | None, top: in
 
 
 def _show(report: RooflineReport, top: int) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = open_console()
     if not console.is_terminal:
         console.width = _NARROWEST
     for line in report.headline():

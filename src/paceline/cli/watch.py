@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import FiniteRange, json_option
-from paceline.cli.output import print_json
+from paceline.cli.output import open_console, print_json
 
 if TYPE_CHECKING:
     from paceline.insight.watched import WatchedRun
@@ -84,12 +84,11 @@ def _print(watched: list[WatchedRun], interval: float) -> None:
 
 
 def _draw(watched: list[WatchedRun], interval: float) -> None:
-    from rich.console import Console
     from rich.live import Live
 
     from paceline.insight.watch_screen import screen, table
 
-    console = Console(highlight=False)
+    console = open_console()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
         def show() -> None:

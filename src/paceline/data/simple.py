@@ -17,7 +17,8 @@ from paceline.data.slices import SampleSlice
 from paceline.world import World
 
 Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested]]
-"""Makes inputs and targets of the samples ``slice.ids``; the second argument says whether they are for training."""
+"""Makes inputs and targets of the samples ``slice.ids``, which are numbered from 0 among those for training, or among
+those held out; the second argument says which."""
 
 
 class SimplePipeline:
@@ -83,4 +84,10 @@ class SimplePipeline:
         return to_device(batches, as_they_are, self._placement, moving=self._moving if training else nullcontext)
 
     def _batch(self, part: SampleSlice, *, training: bool) -> Batch:
-        return pinned(Batch(*self._read(part, training), part.ids, part), self._placement)
+        try:
+            inputs, targets = self._read(part, training)
+        except Exception as error:
+            of = "training" if training else "held-out"
+            error.add_note(f"(while a batch of these {of} samples was made: {', '.join(map(str, part.ids))})")
+            raise
+        return pinned(Batch(inputs, targets, part.ids, part), self._placement)

@@ -93,8 +93,9 @@ def test_what_a_thread_raises_comes_where_its_batch_would() -> None:
     pipeline = SimplePipeline(read_until_broken, evaluation_samples=20, placement=at_hand, threads=2)
     batches = pipeline.evaluation_batches(2, World())
     assert [next(batches).ids.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(OSError, match="sample 5"):
+    with pytest.raises(OSError, match="sample 5") as caught:
         next(batches)
+    assert caught.value.__notes__ == ["(while a batch of these held-out samples was made: 4, 5)"]
 
 
 def test_a_stream_that_is_left_leaves_no_thread() -> None:

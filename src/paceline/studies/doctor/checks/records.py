@@ -14,6 +14,12 @@ _WAITS = 0.1
 _SKIPPED = 0.01
 
 
+_QUICKER_IMAGES = (
+    "data.workers=auto, packed data (paceline pack), or data.backend=dali; paceline check-data says what makes "
+    "decoding slow"
+)
+
+
 def data_wait(subject: Subject) -> Iterator[Finding]:
     """Steps that waited for their batch."""
     found = [event["data_wait_fraction"] for event in _of(subject, "step") if event.get("data_wait_fraction")]
@@ -26,8 +32,7 @@ def data_wait(subject: Subject) -> Iterator[Finding]:
         why="The device is idle while it waits.",
         source=TUNING,
         advice=Advice(
-            words="data.workers=auto, packed data (paceline pack), or data.backend=dali; paceline check-data says what "
-            "makes decoding slow"
+            words=_QUICKER_IMAGES if "data.backend" not in subject.plan.unused else "data.workers=auto or more"
         ),
         expected=f"up to {1 / (1 - middle):.2f} times as fast, as measured in the run",
         speedup=(1.0, 1 / (1 - middle)),
