@@ -94,7 +94,6 @@ def _progress() -> Iterator[Progress]:
 
 
 def _show(report: DataReport) -> None:
-
     console = open_console(soft_wrap=True)
     _show_subject(console, report)
     for finding in report.findings:

@@ -103,7 +103,6 @@ def command(
 
 
 def _show(diagnosis: Diagnosis) -> None:
-
     console = open_console(soft_wrap=True)
     console.print(
         f"{diagnosis.recipe} on {diagnosis.device}{'' if diagnosis.is_here else ' (not here: predictions)'}: "

@@ -62,7 +62,6 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
 
 
 def _show(report: ProveReport) -> None:
-
     console = open_console()
     if not console.is_terminal:
         console.width = _NARROWEST

@@ -56,7 +56,6 @@ def command(recipe: str, overrides: tuple[str, ...], device: str | None, top: in
 
 
 def _show(report: RooflineReport, top: int) -> None:
-
     console = open_console()
     if not console.is_terminal:
         console.width = _NARROWEST

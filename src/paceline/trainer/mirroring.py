@@ -110,6 +110,8 @@ class Mirroring:
             if self._patient_since is not None and self._is_idle():
                 # What could not be copied went: since then nothing was tried, and so nothing has failed.
                 self._patient_since = time.monotonic()
+            if self._failing_since is None:
+                self._failure = ""  # said why an older one is not there
             best = what.best.step if what.best is not None else None
             self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < what.step}
             self._waiting[what.step] = what

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.data.batch import Batch
 from paceline.distributed.exact_buffers import buffers_kept
 from paceline.distributed.strategy import Wish, refuse_unused
@@ -59,7 +61,7 @@ def _send_through(run: Run, first: Batch) -> None:
         with run.precision.autocast():
             loss = run.task.loss(run.strategy.model, first)
         run.pulse.enter("backward", last=True)
-        run.strategy.with_vote(loss * 0, Wish, is_last=True).backward()  # type: ignore[no-untyped-call]  # torch
+        torch.autograd.backward(run.strategy.with_vote(loss * 0, Wish, is_last=True))
         try:
             if run.strategy.is_rehearsed:
                 refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
