@@ -400,7 +400,7 @@ def test_all_checkpoints_are_damaged(
     assert {**everything_in(tmp_path), "run/.lock": b""} == {**before, "run/.lock": b""}
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "plan.json", "summary.json", "events.jsonl"])
+@pytest.mark.parametrize("name", ["recipe.yaml", "plan.json", "events.jsonl"])
 def test_a_damaged_record(
     paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str
 ) -> None:

@@ -87,9 +87,9 @@ def _ask(remote: Remote, commit: Commit, accept: Callable[[Path], None]) -> None
 
 def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path) -> None:
     store = CheckpointStore(root / "checkpoints")
-    for path in (root / "ledger").glob("rank-*.ids"):
-        if f"ledger/{path.name}" not in commit.records:
-            path.unlink()
+    for path in (*(root / "ledger").glob("rank-*.ids"), root / "run.json"):
+        if str(path.relative_to(root)) not in commit.records:
+            path.unlink(missing_ok=True)
     # The recipe makes a run of a directory.
     for name in sorted(commit.records, key=lambda each: each == "recipe.yaml"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

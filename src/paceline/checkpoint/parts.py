@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ def write_parts(
     offsets = {key: {"saved_offsets": _offsets_of(each)} for key, each in mine.items()}
     values = {key: each.tensor if isinstance(each, Part) else each for key, each in mine.items()}
     folder = directory / component
-    os.makedirs(folder, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     file = folder / f"part-{rank:05d}.safetensors"
     facts = write_tensor_file(file, values, {**header, _OFFSETS: json.dumps(offsets)})
     sync_directory(folder)

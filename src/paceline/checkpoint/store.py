@@ -174,10 +174,14 @@ class CheckpointStore:
             found = {step_of(path) for path in self._entries() if path.is_dir()}
         return sorted(step for step in found if step is not None)
 
-    def newest_whole(self) -> tuple[Path | None, list[DamagedCheckpoint]]:
-        """Return the newest checkpoint that verifies, and the newer ones that do not, newest first."""
+    def newest_whole(self, *, without: Collection[int] = ()) -> tuple[Path | None, list[DamagedCheckpoint]]:
+        """Return the newest checkpoint that verifies, and the newer ones that do not, newest first.
+
+        Args:
+            without: Steps that are not looked at.
+        """
         damaged: list[DamagedCheckpoint] = []
-        for step in reversed(self.steps()):
+        for step in sorted(set(self.steps()).difference(without), reverse=True):
             path = self.directory / _name(step)
             try:
                 with reporting_disk_errors("find the checkpoint", path):
@@ -189,20 +193,20 @@ class CheckpointStore:
                 return path, damaged
         return None, damaged
 
-    def set_aside(self, damaged: DamagedCheckpoint) -> Path:
-        """Rename a damaged checkpoint to ``step-N.damaged``: kept to look at, but no checkpoint any more.
+    def set_aside(self, damaged: DamagedCheckpoint, ending: str = "damaged") -> Path:
+        """Rename a checkpoint that cannot be used to ``step-N.damaged``: kept to look at, but no checkpoint any more.
 
         Raises:
             CheckpointError: If it is not in this store, or cannot be renamed.
         """
         if damaged.path.parent != self.directory or step_of(damaged.path) is None:
             raise CheckpointError(f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.")
-        base = f"{damaged.path.name.removesuffix(_REPLACED)}.damaged"
+        base = f"{damaged.path.name.removesuffix(_REPLACED)}.{ending}"
         target, count = self.directory / base, 1
         while target.exists():
             count += 1
             target = self.directory / f"{base}-{count}"
-        with reporting_disk_errors("set aside the damaged checkpoint", damaged.path):
+        with reporting_disk_errors("set aside the checkpoint", damaged.path):
             os.rename(damaged.path, target)
             sync_directory(self.directory)
         return target

@@ -1,6 +1,7 @@
 """Was each training sample used exactly once per epoch, and in the order the recipe determines?
 
-Two independent proofs from the run directory alone. *Counting*: over all ranks' ledgers, every sample of a
+Independent proofs from the run directory alone. *Records*: the events reach to the run's end, and up to each checkpoint
+from which the run was resumed. *Counting*: over all ranks' ledgers, every sample of a
 finished epoch was used once (or was found broken once). *Order*: the samples of every step are those that the
 pure function of (seed, epoch, step) gives. Where steps are balanced by the samples' lengths, these lie in the run
 directory too.
@@ -22,7 +23,7 @@ from paceline.errors import RunDirectoryError
 from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
 from paceline.records.ledger_count import EpochCount, LedgerSummary, count_epochs
 from paceline.records.lengths import read_lengths
-from paceline.records.reader import read_plan, read_recipe, read_summary
+from paceline.records.reader import read_events, read_plan_to_resume, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.world import World
 
@@ -74,7 +75,7 @@ def audit_run(run_dir: Path) -> Audit:
         RunDirectoryError: If the directory holds no run that has stopped.
     """
     directory = existing_run(run_dir)
-    plan, recipe = read_plan(directory), read_recipe(directory)
+    plan, recipe = read_plan_to_resume(directory), read_recipe(directory)
     geometry = _geometry(plan, recipe, None)
     if not directory.summary.is_file():
         raise RunDirectoryError(
@@ -90,9 +91,10 @@ def audit_run(run_dir: Path) -> Audit:
     epochs: tuple[EpochCount, ...] = ()
     objections: list[str] = []
     try:
+        objections += _missing_events(directory.events, summary.step)
         counted = count_epochs(directory.ledger, geometry.samples, epochs_over=geometry.epochs.completed(steps))
         epochs = counted.epochs
-        objections = [*_wrong_counts(epochs)]
+        objections += _wrong_counts(epochs)
         # What each sample was used for can be counted without its length; in which order cannot be told.
         ordered = _geometry(plan, recipe, _lengths(directory, plan))
         objections += _wrong_order(directory.ledger, ordered, steps)
@@ -106,6 +108,22 @@ def audit_run(run_dir: Path) -> Audit:
         objections=tuple(objections),
         left_out=_left_out(plan),
     )
+
+
+def _missing_events(events: Path, steps: int) -> Iterator[str]:
+    if not events.exists():
+        yield f"there is no {events.name}."
+        return
+    saved, last = set(), 0
+    for event in read_events(events):
+        if event["event"] == "checkpoint":
+            saved.add(event["checkpoint"])
+        # The event of a checkpoint is on the disk before the checkpoint is.
+        elif event["event"] == "resume" and event["checkpoint"].removesuffix(".replaced") not in saved:
+            yield f"{events.name} lacks records before the resume from {event['checkpoint']}: it ended at step {last}."
+        last = event["step"]
+    if last < steps:
+        yield f"{events.name} ends at step {last}, and the run at step {steps}."
 
 
 def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:

@@ -15,7 +15,7 @@ class AppendFile:
     """A file that is only appended to; what is written is buffered until :meth:`flush`.
 
     Args:
-        path: The file, made with its folder if need be.
+        path: The file, made if need be with its folder, whose parent is there.
         buffering: Bytes of the buffer; -1 for the system's choice.
 
     Raises:
@@ -25,7 +25,7 @@ class AppendFile:
     def __init__(self, path: Path, *, buffering: int = -1) -> None:
         self._path = path
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=buffering)
             sync_directory(path.parent)
         except OSError as error:

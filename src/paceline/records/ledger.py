@@ -90,20 +90,21 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
 
 
 def truncate_ledgers(directory: Path, step: int) -> int:
-    """Cut from every rank's file what came after ``step``, and torn ends; return how many bytes went.
+    """Cut from every rank's file what came after ``step``, and torn ends; return how many samples are left.
 
     Call it in one process, before any rank opens its file.
 
     Raises:
         RunDirectoryError: If a file is damaged before its end, or the disk refuses.
     """
-    removed = 0
+    samples = 0
     for path in ledger_files(directory):
         keep = 0
         for end, entry in _records(path):
             if entry.step > step:
                 break
             keep = end
+            samples += entry.ids.size + entry.broken.size
         try:
             size = path.stat().st_size
             if keep < size:
@@ -112,8 +113,7 @@ def truncate_ledgers(directory: Path, step: int) -> int:
                     os.fsync(file.fileno())
         except OSError as error:
             raise cannot("truncate", path, error) from error
-        removed += size - keep
-    return removed
+    return samples
 
 
 def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:

@@ -65,8 +65,32 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.plan)
 
 
+# What a run's continuation, and its audit, are compared with.
+_NEEDED = {"strategy": str, "data": dict, "total_steps": int, "train_samples": int, "global_batch_size": int}
+
+
+def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
+    """Read ``plan.json`` where its main numbers are needed.
+
+    Raises:
+        RunDirectoryError: If it is missing, damaged, or lacks one of them.
+    """
+    plan = read_plan(run)
+    for key, kind in _NEEDED.items():
+        if not isinstance(plan.get(key), kind):
+            raise RunDirectoryError(
+                f"'{run.plan}' is damaged: found {key}={plan.get(key)!r}, expected {kind.__name__}. Restore it from a "
+                "copy, or start the run in another directory."
+            )
+    return plan
+
+
 def read_environment(run: RunDirectory) -> dict[str, Any]:
-    """Read ``environment.json``, or return nothing where there is none: no number depends on it."""
+    """Read ``environment.json``, or return nothing where there is none: no number depends on it.
+
+    Raises:
+        RunDirectoryError: If it is damaged.
+    """
     return read_json(run.environment) if run.environment.is_file() else {}
 
 
@@ -92,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunDirectoryError(f"'{path}' is damaged: {error}.") from error
     return _mapping(document, path)
 

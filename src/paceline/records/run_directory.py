@@ -6,14 +6,15 @@ word for it. Where it matters that a loss was infinite or not a number, an incid
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,20 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The layout of one run's files under ``root``."""
+    """The layout of one run's files under ``root``.
+
+    Attributes:
+        root: The directory.
+        open_folders: Descriptors of the folders that :meth:`check_in_place` watches.
+    """
 
     root: Path
+    open_folders: Mapping[Path, int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def identity(self) -> Path:
+        """Which run this is, written once at its start."""
+        return self.root / "run.json"
 
     @property
     def recipe(self) -> Path:
@@ -128,6 +140,39 @@ class RunDirectory:
     def exists(self) -> bool:
         """True if a run has been started here."""
         return self.recipe.is_file()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[RunDirectory]:
+        """Hold the root and the folder of checkpoints open, for :meth:`check_in_place`.
+
+        An open descriptor keeps the inode's number from being reused, or changed by a network file system.
+        """
+        with contextlib.ExitStack() as held:
+            folders = {}
+            for path in (self.root, self.checkpoints):
+                if path.is_dir():
+                    folders[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                    held.callback(os.close, folders[path])
+            yield replace(self, open_folders=folders)
+
+    def check_in_place(self) -> None:
+        """See to it that the held folders still have their names.
+
+        Raises:
+            RunDirectoryError: If one was moved, removed, replaced or unmounted.
+        """
+        for path, folder in self.open_folders.items():
+            try:
+                is_same = os.path.samestat(os.stat(path), os.fstat(folder))
+            except (FileNotFoundError, NotADirectoryError):
+                is_same = False
+            except OSError as error:
+                raise cannot("look at", path, error, what="folder") from error
+            if not is_same:
+                raise RunDirectoryError(
+                    f"'{path}' was moved, removed or unmounted while the run trained; nothing more is saved. Bring "
+                    "it back, or give its new place to --run-dir, and run the same command again."
+                )
 
 
 def existing_run(path: Path) -> RunDirectory:

@@ -92,6 +92,10 @@ class Summary:
         ledger = known.get("ledger")
         try:
             known["ledger"] = None if ledger is None else LedgerFacts(**ledger)
-            return cls(**known)
+            summary = cls(**known)
         except TypeError as error:
             raise RunDirectoryError(f"summary.json is damaged: {error}.") from error
+        for name, kind in (("step", int), ("samples", int), ("metrics", Mapping), ("details", Mapping)):
+            if not isinstance(found := getattr(summary, name), kind):
+                raise RunDirectoryError(f"summary.json is damaged: found {name}={found!r}.")
+        return summary

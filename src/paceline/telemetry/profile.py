@@ -77,7 +77,8 @@ class TorchTool:
 
     def write(self, folder: Path, title: str) -> None:
         """Write ``trace-rank0.json.gz`` and ``operators-rank0.md``."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         table = operator_table(self._profile, title, memory=self._memory)
         (folder / f"operators-rank{self._rank}.md").write_text(table, encoding="utf-8")
         # A reader sees a whole trace or none; the name's end asks for compression.

@@ -111,7 +111,7 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(exist_ok=True)
         # The name that TensorBoard looks for; files of one second are told apart by process and number.
         number = sum(1 for _ in self._directory.iterdir())
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"

@@ -64,6 +64,7 @@ class Setting:
     stop: StopRequest
     mirroring: Mirroring | None = None
     lock: RunLock | None = None
+    identity: str = ""
     start_step: int = 0
     started: float = 0.0
 
@@ -92,6 +93,7 @@ def build_run(setting: Setting) -> Run:
     run = Run(
         recipe=recipe,
         recipe_sha256=recipe_digest(recipe),
+        identity=setting.identity,
         plan=plan,
         world=prepared.world,
         device=device,

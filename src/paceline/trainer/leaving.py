@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from paceline.errors import RunDirectoryError
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.mlperf_log import write_mlperf_log
 
@@ -22,6 +23,10 @@ def leave_pages(run: Run, report: Reporter | None) -> None:
     """
     if not run.world.is_first:
         return
+    try:
+        run.directory.check_in_place()
+    except RunDirectoryError:
+        return  # told already; nothing is written under the old name
     asked = run.recipe.telemetry
     if asked.mlperf:
         _leave(run, "the log in MLPerf's format", write_mlperf_log)

@@ -215,7 +215,7 @@ class Mirroring:
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:
     """The records that belong to the state of this moment, once they are flushed: by name, and how long they are."""
     growing = [directory.events, *ledger_files(directory.ledger)]
-    small = (directory.recipe, directory.plan, directory.environment, directory.sample_lengths)
+    small = (directory.recipe, directory.identity, directory.plan, directory.environment, directory.sample_lengths)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
     return sizes, tuple(each.name for each in small if each.is_file())
 

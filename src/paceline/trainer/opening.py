@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,25 @@ from paceline.checkpoint.restore import Choice
 from paceline.checkpoint.store import CheckpointStore, step_of
 from paceline.data.balance import SampleLengths
 from paceline.errors import RunDirectoryError
-from paceline.recipe.load import differences, stored_recipe, to_yaml
+from paceline.recipe.load import stored_recipe, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
+from paceline.records.identity import had_checkpoint, read_identity
 from paceline.records.ledger import ledger_files
 from paceline.records.lengths import write_lengths
-from paceline.records.reader import read_environment, read_events, read_plan, read_recipe, read_summary
-from paceline.records.run_directory import RunDirectory, sync_directory, write_json, write_text
-from paceline.telemetry.trackers import TRACKERS
-from paceline.trainer.saving import prepare_resume
-
-# What may differ between a run and its continuation: none of it changes which samples a step sees.
-_FREE = ("train.duration", "train.until", "evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size")
-_FREE_DATA = (
-    "data.path",
-    "data.workers",
-    "data.prefetch",
-    "data.max_broken",
-    "train.precision",
-    "train.nonfinite",
-    "train.max_nonfinite",
-    "model.channels_last",
-    "model.compile",
-    "model.compile_mode",
-    "model.compile_backend",
-    "model.activation_checkpointing",
-    "distillation.teacher",
+from paceline.records.reader import (
+    read_environment,
+    read_events,
+    read_json,
+    read_plan_to_resume,
+    read_recipe,
+    read_summary,
 )
+from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
+from paceline.telemetry.trackers import TRACKERS
+from paceline.trainer.resuming import fixed_differences, prepare_resume, settle_identity
+
 # Numbers of the plan that must be the same for the run to go on with the same arithmetic and samples.
 _FIXED_NUMBERS = {
     "precision": "train.precision",
@@ -104,9 +95,11 @@ class Opening:
         completed: True if there is nothing left to do.
         notices: What the user should know.
         resumes: How often the run was resumed before.
+        identity: The run's, which its checkpoints carry; empty if it is completed.
     """
 
     choice: Choice
+    identity: str = ""
     completed: bool = False
     resumes: int = 0
     notices: tuple[str, ...] = ()
@@ -117,7 +110,11 @@ class RunLock:
 
     def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
         self._root, self._is_new = directory.root, is_new
-        self._descriptor = os.open(directory.root / ".lock", os.O_CREAT | os.O_RDWR)
+        path = directory.root / ".lock"
+        try:
+            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise cannot("open", path, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -137,9 +134,11 @@ class RunLock:
 
     def release(self) -> None:
         """Let others in; a directory made for this run in which nothing was written goes again."""
-        if self._is_new and os.listdir(self._root) == [".lock"]:
-            (self._root / ".lock").unlink()
-            self._root.rmdir()
+        # A directory that has gone must not hide why the run ends.
+        with contextlib.suppress(OSError):
+            if self._is_new and os.listdir(self._root) == [".lock"]:
+                (self._root / ".lock").unlink()
+                self._root.rmdir()
         os.close(self._descriptor)
 
 
@@ -148,12 +147,20 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
 
     Raises:
         RunDirectoryError: If the directory holds something else, or a run that this recipe does not continue.
-        CheckpointError: If there are checkpoints but none is whole.
+        CheckpointError: If there are, or were, checkpoints but none is whole.
     """
+    try:
+        return _open(directory, asked)
+    except OSError as error:
+        raise cannot("use", Path(error.filename or directory.root), error) from error
+
+
+def _open(directory: RunDirectory, asked: Asked) -> Opening:
+    _check_links(directory)
     if not directory.exists() or never_trained(directory):
         return _begin(directory, asked)
     check_same_run(directory, asked)
-    notices = _notices(directory, read_plan(directory), asked)
+    notices = _notices(directory, read_plan_to_resume(directory), asked)
     wanted = _wanted(directory, asked.resume)
     if asked.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
@@ -164,12 +171,67 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
         return Opening(choice=Choice(None, 0), completed=True)
     # Before the records are cut back.
     resumes = _resumes(directory)
-    choice = prepare_resume(directory, wanted, asked.plan.total_steps)
+    choice = prepare_resume(directory, wanted, asked.recipe, asked.plan.total_steps)
+    return _take(directory, asked, Opening(choice=choice, notices=notices, resumes=resumes))
+
+
+def _take(directory: RunDirectory, asked: Asked, opening: Opening, *outdated: Path) -> Opening:
+    """Write what was asked, and leave nothing there that is no longer true."""
+    aside = tuple(_set_damaged_aside(directory))
     # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
-    _remove(directory.summary, directory.mlperf_log)
+    _remove(directory.summary, directory.mlperf_log, *outdated)
+    for folder in (directory.checkpoints, directory.ledger):
+        folder.mkdir(exist_ok=True)
+    identity = settle_identity(directory, opening.choice)
     sync_directory(directory.root)
     _write_what_was_asked(directory, asked)
-    return Opening(choice=choice, notices=notices, resumes=resumes)
+    choice = replace(opening.choice, incidents=(*opening.choice.incidents, *aside))
+    return replace(opening, choice=choice, identity=identity)
+
+
+def _check_links(directory: RunDirectory) -> None:
+    """Refuse links to nothing: what they lead to is on a disk that may come back, and must not be made anew.
+
+    Raises:
+        RunDirectoryError: Naming the first.
+    """
+    for path in (directory.checkpoints, directory.ledger, directory.events):
+        if path.is_symlink() and not path.exists():
+            raise RunDirectoryError(
+                f"'{path}' is a link to '{os.readlink(path)}', which is not there; nothing was changed. Mount its "
+                "disk, or correct the link."
+            )
+
+
+def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    """Rename outputs that no run depends on and that cannot be read; yields an incident for each."""
+    for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log):
+        why = _damage_of(directory, path)
+        if why is None:
+            continue
+        count = 1
+        while (target := path.with_name(f"{path.name}.damaged{'' if count == 1 else f'-{count}'}")).exists():
+            count += 1
+        path.rename(target)
+        yield "damaged_output", f"{path.name} was set aside as {target.name}: {why}"
+
+
+def _damage_of(directory: RunDirectory, path: Path) -> str | None:
+    """Why a file cannot be read as what its name says; None if it can, or is not there."""
+    if not path.exists():
+        return None
+    if not path.is_file():
+        return "it is not a file"
+    try:
+        if path == directory.summary:
+            read_summary(directory)
+        elif path.suffix == ".json":
+            read_json(path)
+        if path == directory.identity and read_identity(directory) is None:
+            return "it lacks 'id' or 'has_checkpoint'"
+    except RunDirectoryError as error:
+        return str(error)
+    return None
 
 
 def _resumes(directory: RunDirectory) -> int:
@@ -188,13 +250,9 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
         of_run = Path(asked.resume).parent.parent
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
-    of_evaluations = (directory.confusion, directory.examples)
     tracked = [directory.tracked(name) for name in TRACKERS]
-    _remove(directory.events, directory.summary, directory.mlperf_log, *of_evaluations, *tracked)
-    _write_what_was_asked(directory, asked)
-    directory.checkpoints.mkdir(exist_ok=True)
-    directory.ledger.mkdir(exist_ok=True)
-    return Opening(choice=Choice(None, 0))
+    outdated = (directory.events, directory.confusion, directory.examples, *tracked)
+    return _take(directory, asked, Opening(choice=Choice(None, 0)), *outdated)
 
 
 def _remove(*files: Path) -> None:
@@ -206,15 +264,15 @@ def _remove(*files: Path) -> None:
 
 def _is_ours(name: str) -> bool:
     """What a launch may have left before there was a run: one that was killed while it opened it, or a batch job."""
-    ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", ".lock")
-    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", "slurm-")
+    ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", "run.json", ".lock")
+    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", ".run", "slurm-")
     return name in ours or name.startswith(begun)
 
 
 def never_trained(directory: RunDirectory) -> bool:
     """A run that failed before its first step leaves nothing that its successor would have to respect."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
-    return not used and not CheckpointStore(directory.checkpoints).steps()
+    return not used and not CheckpointStore(directory.checkpoints).steps() and not had_checkpoint(directory)
 
 
 def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:
@@ -241,20 +299,14 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
     where = f"'{directory.root}'" if address is None else address
     elsewhere = "in another --run-dir" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(read_recipe(directory), str(directory.recipe))
-    changed = {
-        key: values
-        for key, values in differences(stored, asked.recipe).items()
-        if not key.startswith(_FREE) and key not in _FREE_DATA
-    }
-    if changed:
-        listed = "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:4])
+    if listed := fixed_differences(stored, asked.recipe):
         if address is not None:
             raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Begin {elsewhere}.")
         raise RunDirectoryError(
             f"{where} holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own recipe: "
             f"paceline train {directory.recipe} --run-dir {directory.root}"
         )
-    plan = read_plan(directory)
+    plan = read_plan_to_resume(directory)
     fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
         if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
@@ -304,7 +356,7 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
         if before != now:
             pairs = ", otherwise mixed" * (number == "logical_ranks" and _mixes(asked.recipe))
             notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")
-    before, now = read_environment(directory).get("torch"), asked.device_facts["torch"]
+    before, now = _torch_before(directory), asked.device_facts["torch"]
     if before is not None and before != now:
         notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
     if asked.plan.strategy == "exact" != plan["strategy"]:
@@ -320,6 +372,13 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
         before, now = plan["total_steps"], asked.plan.total_steps
         notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
     return tuple(notices)
+
+
+def _torch_before(directory: RunDirectory) -> Any:
+    try:
+        return read_environment(directory).get("torch")
+    except RunDirectoryError:
+        return None
 
 
 def _mixes(recipe: Recipe) -> bool:
@@ -339,10 +398,10 @@ def _wanted(directory: RunDirectory, resume: str) -> Path | None:
 
 
 def _is_complete(directory: RunDirectory, asked: Asked) -> bool:
-    if not directory.summary.is_file():
+    if not directory.summary.is_file() or _damage_of(directory, directory.summary) is not None:
         return False
     summary = read_summary(directory)
-    if summary.status != "completed" or asked.plan.total_steps > read_plan(directory)["total_steps"]:
+    if summary.status != "completed" or asked.plan.total_steps > read_plan_to_resume(directory)["total_steps"]:
         return False
     if summary.details.get("ending") != "patience":
         return True

@@ -61,6 +61,7 @@ class Run:
         components: What a checkpoint holds, by name.
         writer: Writes checkpoints, on the first rank, or its part of them.
         cadence: Knows when one is due by the clock.
+        identity: Of this run among all others.
         saved_position: Position of the newest checkpoint; -1 before the first.
         file_metadata: What each weights file says about itself.
         mirroring: Copies checkpoints to an address, on the first rank; None if the recipe asks for no copy.
@@ -69,6 +70,7 @@ class Run:
 
     recipe: Recipe
     recipe_sha256: str
+    identity: str
     plan: Plan
     world: World
     device: torch.device

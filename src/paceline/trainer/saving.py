@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import __version__
 from paceline.checkpoint.mirror import Sendable
-from paceline.checkpoint.restore import Choice, choose
-from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, Together, read_components, read_manifest
-from paceline.errors import CheckpointError, RunDirectoryError
-from paceline.records.evaluation_files import forget_evaluations_after
+from paceline.checkpoint.restore import Choice
+from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, Together, read_components
+from paceline.errors import CheckpointError
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
-from paceline.records.ledger import truncate_ledgers
-from paceline.records.run_directory import RunDirectory
-from paceline.records.writer import truncate_after
+from paceline.records.identity import Identity, write_identity
 from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_weights
 from paceline.trainer.window import check_finite
@@ -33,12 +30,14 @@ def save_checkpoint(run: Run) -> None:
 
     Raises:
         CheckpointError: On every rank, if the save before this one has failed.
+        RunDirectoryError: On every rank, if the run directory was moved or removed.
     """
     if run.saved_position == run.progress.position:
         return
     begun = time.perf_counter()
     with run.clock.paused():
         finish_saving(run)
+        run.collectives.on_first(run.directory.check_in_place)
         run.strategy.sync_buffers(list(run.models().values()))
         name = f"step-{run.progress.step:08d}"
         report_mirror(run)
@@ -124,6 +123,7 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
     step, best = progress.step, dict(progress.best)
     facts = {
         "version": __version__,
+        "run": run.identity,
         "recipe_sha256": run.recipe_sha256,
         "world_size": plan.world_size,
         "position": progress.position,
@@ -139,7 +139,9 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
 
     def write() -> SavedCheckpoint:
         begun = time.perf_counter()
+        run.directory.check_in_place()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, together=together)
+        write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
         protect = [*_note_best(run, store, best), *(run.mirroring.needed if run.mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
         if run.mirroring is not None:
@@ -163,41 +165,26 @@ def _note_best(run: Run, store: CheckpointStore, best: Mapping[str, Any]) -> lis
     return [best["step"]]
 
 
-def prepare_resume(directory: RunDirectory, wanted: Path | None, total_steps: int) -> Choice:
-    """On the first rank: choose the checkpoint to go on from, and cut the records back to it.
-
-    Raises:
-        CheckpointError: If there are checkpoints and none is whole, or the one asked for is not.
-        RunDirectoryError: If the run has gone further than it is asked to go.
-    """
-    store = CheckpointStore(directory.checkpoints)
-    choice = choose(store, wanted=wanted)
-    if choice.lost_everything:
-        raise CheckpointError(
-            f"no checkpoint in {directory.checkpoints} is whole: {choice.damaged[0].reason} "
-            "To begin again, start in another run directory."
-        )
-    position = -1 if choice.path is None else int(read_manifest(choice.path).facts["position"])
-    if position > total_steps:
-        raise RunDirectoryError(
-            f"the run in '{directory.root}' stands at step {position}, beyond the {total_steps} steps of "
-            "train.duration; give a longer one, or go back with --resume and one of its checkpoints."
-        )
-    for damaged in choice.damaged:
-        store.set_aside(damaged)
-    if choice.path is not None:
-        store.discard_after(choice.step)
-    truncate_after(directory.events, position)
-    truncate_ledgers(directory.ledger, max(position, 0))
-    forget_evaluations_after(directory, position)
-    return choice
-
-
 def restore(run: Run, choice: Choice, *, resumes: int) -> None:
     """Put the run where the checkpoint left it, on every rank alike; ``resumes`` is how often that was done before."""
-    if choice.path is None:
-        return
-    states = read_components(choice.path, chunks=run.components.chunks())
+    if choice.path is not None:
+        _restore(run, choice.path, resumes=resumes)
+    for kind, message in choice.incidents:
+        run.recorder.write(IncidentEvent(**run.progress.here, incident=kind, message=message))
+    if choice.path is not None:
+        run.recorder.write(
+            ResumeEvent(
+                **run.progress.here,
+                checkpoint=choice.path.name,
+                resumes=run.progress.resumes,
+                world_size=run.plan.world_size,
+            )
+        )
+    run.recorder.flush()
+
+
+def _restore(run: Run, checkpoint: Path, *, resumes: int) -> None:
+    states = read_components(checkpoint, chunks=run.components.chunks())
     run.components.restore(states)
     # The checkpoint knows none that came after it.
     run.progress.resumes = max(run.progress.resumes, resumes) + 1
@@ -205,15 +192,3 @@ def restore(run: Run, choice: Choice, *, resumes: int) -> None:
     # A kill between a save and its best.json would have left an older name there.
     store = CheckpointStore(run.directory.checkpoints)
     run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))
-    for damaged in choice.damaged:
-        message = f"checkpoint {damaged.path.name} is damaged and was set aside: {damaged.reason}"
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="damaged_checkpoint", message=message))
-    run.recorder.write(
-        ResumeEvent(
-            **run.progress.here,
-            checkpoint=choice.path.name,
-            resumes=run.progress.resumes,
-            world_size=run.plan.world_size,
-        )
-    )
-    run.recorder.flush()

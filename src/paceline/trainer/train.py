@@ -224,15 +224,19 @@ def _opened(
             opening = on_first_however_long(collectives, recipe, partial(open_directory, directory, asked), name="open")
             check_begun(resumes, recipe, opening)
             opening = replace(opening, notices=(*looked.notices, *opening.notices))
-            with mirroring_beside(directory, asked, opening, looked, collectives, display.message) as mirroring:
+            with (
+                directory.held() if launch.world.is_first else contextlib.nullcontext(directory) as held,
+                mirroring_beside(held, asked, opening, looked, collectives, display.message) as mirroring,
+            ):
                 setting = Setting(
                     prepared=prepared,
                     collectives=collectives,
-                    directory=directory,
+                    directory=held,
                     display=display,
                     stop=stop,
                     mirroring=mirroring,
                     lock=lock,
+                    identity=opening.identity,
                     start_step=opening.choice.step,
                     started=started,
                 )
@@ -385,6 +389,7 @@ def _plan_in_words(run: Run) -> tuple[str, str]:
 
 def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
+    run.collectives.on_first(run.directory.check_in_place)
     run.collectives.barrier()
     sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
     summary = run.collectives.on_first(lambda: summarise(run, status, ending, sha256))
@@ -404,6 +409,7 @@ def _conclude_failed(run: Run, error: BaseException) -> None:
         sha256 = {} if run.strategy.is_sharded else digests(run)
         summary = summarise(run, "failed", "error", sha256)
         _write_finish(run, summary, message=message)
+        run.directory.check_in_place()
         write_json(run.directory.summary, summary.to_json())
 
 
