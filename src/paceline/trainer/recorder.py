@@ -118,6 +118,7 @@ class Recorder:
         failure = evaluation.kept.failure
         if not failure:
             try:
+                run.directory.check_in_place()
                 write_kept(run.directory, evaluation.kept, where)
             except (OSError, RunDirectoryError) as error:
                 failure = str(error)

@@ -1,0 +1,305 @@
+"""A run directory that is not as the run left it: parts lost, moved, damaged, or of another run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint import manifest
+from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
+from paceline.insight.audit import audit_run
+from paceline.records.identity import read_identity
+from paceline.records.run_directory import RunDirectory
+
+Train = Callable[..., Any]
+LONGER = {"train.duration": "12 steps"}
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def make_older(run: Path) -> None:
+    """Make a run as an earlier version left it: without an identity."""
+    (run / "run.json").unlink()
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        found = manifest.read_manifest(checkpoint)
+        facts = {key: value for key, value in found.facts.items() if key != "run"}
+        (checkpoint / manifest.FILE_NAME).write_bytes(manifest.to_bytes(replace(found, facts=facts)))
+
+
+@pytest.fixture
+def whole(train_tiny: Train) -> str:
+    """The weights of a run that nothing was done to."""
+    sha256: str = train_tiny("whole", LONGER).summary.weights_sha256
+    return sha256
+
+
+def incidents(run: Path) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == "incident"]
+
+
+# --------------------------------------------------------------------------------------- checkpoints that are gone
+
+
+def link_to_nothing(folder: Path) -> None:
+    folder.symlink_to(folder.parent.parent / "not-mounted")
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    "leave", [lambda _: None, Path.mkdir, link_to_nothing], ids=["removed", "emptied", "unmounted"]
+)
+def test_without_its_checkpoints_nothing_is_begun_again(
+    train_tiny: Train, runs: Path, whole: str, leave: Callable[[Path], None], older: bool
+) -> None:
+    run = train_tiny("run").run_dir
+    if older:
+        make_older(run)
+    checkpoints, disk = run / "checkpoints", runs / "disk"
+    checkpoints.rename(disk)
+    leave(checkpoints)
+    before = fingerprint(run)
+    for resume in ("auto", "never"):
+        with pytest.raises((CheckpointError, RunDirectoryError), match="checkpoints"):
+            train_tiny("run", LONGER, resume=resume)
+    assert fingerprint(run) == before
+    if checkpoints.is_symlink():
+        checkpoints.unlink()
+    elif checkpoints.exists():
+        checkpoints.rmdir()
+    disk.rename(checkpoints)
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert audit_run(run).passed
+
+
+def test_with_ledger_and_events_gone_too_nothing_is_begun_again(train_tiny: Train) -> None:
+    run = train_tiny("run").run_dir
+    for name in ("checkpoints", "ledger"):
+        shutil.rmtree(run / name)
+    (run / "events.jsonl").unlink()
+    before = fingerprint(run)
+    with pytest.raises(CheckpointError, match="holds none"):
+        train_tiny("run", LONGER)
+    assert fingerprint(run) == before
+
+
+def refuse_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if ".saving-" in str(source):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_failed_in_its_first_save_begins_again(
+    train_tiny: Train, runs: Path, whole: str, older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        refuse_renames(patched)
+        with pytest.raises(TrainingError, match="No space left"):
+            train_tiny("run", {"checkpoint.every": "4 steps", **LONGER})
+    events = (runs / "run/events.jsonl").read_text()
+    assert events.count('"event": "checkpoint"') == 1
+    if older:
+        (runs / "run/run.json").unlink()
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert audit_run(runs / "run").passed
+
+
+def test_a_kill_between_a_checkpoint_and_its_note_does_no_harm(train_tiny: Train, whole: str) -> None:
+    run = train_tiny("run").run_dir
+    document = json.loads((run / "run.json").read_text())
+    assert document["has_checkpoint"] is True
+    (run / "run.json").write_text(json.dumps({**document, "has_checkpoint": False}))
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert json.loads((run / "run.json").read_text()) == document
+
+
+# ------------------------------------------------------------------------------------------- moved in mid-run
+
+
+def move_all(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+
+
+def replace_all(run: Path) -> None:
+    move_all(run)
+    (run / "checkpoints").mkdir(parents=True)
+
+
+def move_checkpoints(run: Path) -> None:
+    (run / "checkpoints").rename(run.with_name("disk"))
+
+
+@pytest.mark.parametrize("strike", [move_all, replace_all, move_checkpoints])
+def test_a_run_that_is_moved_ends_and_stays_in_one_place(
+    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str, strike: Callable[[Path], None]
+) -> None:
+    def on_loss(batch: Any, _: Any) -> None:
+        if batch.slice.step == 6:
+            strike(runs / "run")
+
+    with pytest.raises(TrainingError, match=r"run.*was moved, removed or unmounted"):
+        train_tiny("run", {"checkpoint.every": "4 steps", **LONGER}, task=tiny_task(on_loss=on_loss))
+    left = {path.name for path in (runs / "run").rglob("*")} if (runs / "run").exists() else set()
+    if strike is move_checkpoints:
+        assert "checkpoints" not in left
+        (runs / "disk").rename(runs / "run/checkpoints")
+    else:
+        assert left <= {"checkpoints"}
+        shutil.rmtree(runs / "run", ignore_errors=True)
+        (runs / "moved").rename(runs / "run")
+    assert sorted(path.name for path in (runs / "run/checkpoints").glob("step-*")) == ["step-00000004"]
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert audit_run(runs / "run").passed
+
+
+def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(
+    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path
+) -> None:
+    def on_loss(*_: Any) -> None:
+        shutil.rmtree(runs / "run")
+        raise InterruptedError("the real error")
+
+    with pytest.raises(InterruptedError, match="the real error"):
+        train_tiny("run", task=tiny_task(on_loss=on_loss))
+    assert not (runs / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------ of another run
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Train, whole: str, older: bool) -> None:
+    other = train_tiny("other", {"seed": 5, "optimizer.lr": 0.2, **LONGER}).run_dir
+    run = train_tiny("run").run_dir
+    if older:
+        make_older(other)
+        make_older(run)
+    foreign = run / "checkpoints/step-00000012"
+    shutil.copytree(other / "checkpoints/step-00000012", foreign)
+    with pytest.raises(CheckpointError, match="another run"):
+        train_tiny("run", LONGER, resume=str(foreign))
+    assert train_tiny("run", {"train.duration": "13 steps", "train.until": "12 steps"}).summary.resumes == 1
+    assert (run / "checkpoints/step-00000012.foreign").is_dir()
+    (incident,) = incidents(run)
+    assert (incident["incident"], incident["step"]) == ("foreign_checkpoint", 8)
+    assert "step-00000012" in incident["message"]
+
+
+def test_the_same_recipe_in_another_run_is_another_run(train_tiny: Train, whole: str, runs: Path) -> None:
+    run = train_tiny("run").run_dir
+    shutil.copytree(runs / "whole/checkpoints/step-00000012", run / "checkpoints/step-00000012")
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert (run / "checkpoints/step-00000012.foreign").is_dir()
+
+
+def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: Train) -> None:
+    other, run = (train_tiny(name, {"seed": seed}).run_dir for seed, name in enumerate(("other", "run")))
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(other / "checkpoints", run / "checkpoints")
+    before = fingerprint(run)
+    with pytest.raises(CheckpointError, match="step-00000008 is a checkpoint of another run"):
+        train_tiny("run", {"seed": 1, **LONGER})
+    assert fingerprint(run) == before
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_copy_and_a_run_of_an_earlier_version_go_on(train_tiny: Train, runs: Path, whole: str, older: bool) -> None:
+    run = train_tiny("run").run_dir
+    if older:
+        make_older(run)
+    shutil.copytree(run, runs / "copy")
+    assert train_tiny("copy", LONGER).summary.weights_sha256 == whole
+    assert incidents(runs / "copy") == []
+    identity = read_identity(RunDirectory(runs / "copy"))
+    assert identity is not None
+    assert identity.has_checkpoint
+    assert manifest.read_manifest(runs / "copy/checkpoints/step-00000012").facts["run"] == identity.id
+
+
+# ------------------------------------------------------------------------------------------- lost records
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_lines(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: len(lines) // 2]))
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "ledger/rank-00000.ids"])
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b""), cut_in_half, cut_lines])
+def test_lost_records_are_told_and_objected_to(
+    train_tiny: Train, whole: str, name: str, spoil: Callable[[Path], None]
+) -> None:
+    run = train_tiny("run", {"telemetry.log_every": "1 steps"}).run_dir
+    if spoil is cut_lines and name != "events.jsonl":
+        spoil = cut_in_half
+    spoil(run / name)
+    assert not audit_run(run).passed
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    (incident,) = incidents(run)
+    assert (incident["incident"], incident["step"]) == ("missing_records", 8)
+    assert ("events.jsonl" if name == "events.jsonl" else "ledger") in incident["message"]
+    assert not audit_run(run).passed
+
+
+# ----------------------------------------------------------------------------------------- damaged files
+
+DAMAGE = {
+    "empty": lambda path: path.write_text(""),
+    "not JSON": lambda path: path.write_text("{"),
+    "another type": lambda path: path.write_text("[1]"),
+    "without its keys": lambda path: path.write_text('{"details": 1, "id": 1}'),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_outputs_are_set_aside(train_tiny: Train, whole: str, how: str) -> None:
+    run = train_tiny("run").run_dir
+    names = ["summary.json", "run.json", *(["environment.json"] if how != "without its keys" else [])]
+    for name in names:
+        DAMAGE[how](run / name)
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert sorted(each["message"].split()[0] for each in incidents(run)) == sorted(names)
+    assert all((run / f"{name}.damaged").exists() for name in names)
+    assert all(isinstance(json.loads((run / name).read_text()), dict) for name in names)
+    assert audit_run(run).passed
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"strategy": "single", "data": []}', None])
+def test_a_damaged_plan_is_one_sentence(train_tiny: Train, content: str | None) -> None:
+    run = train_tiny("run").run_dir
+    (run / "plan.json").unlink()
+    if content is None:
+        (run / "plan.json").mkdir()
+    else:
+        (run / "plan.json").write_text(content)
+    for use in (lambda: train_tiny("run", LONGER), lambda: audit_run(run)):
+        with pytest.raises(RunDirectoryError, match=r"plan\.json"):
+            use()
+
+
+def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Train, runs: Path) -> None:
+    (runs / "run/.lock").mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match=r"\.lock"):
+        train_tiny("run")
