@@ -27,8 +27,8 @@ DIGITS = (
 # One of each kind: `flipped-bit` and `lost-file` go the way of `torn-checkpoint`, a signal that of another.
 _OF_SEVERAL = "nothing,kill-rank-0,kill-launcher,SIGTERM-rank,hung-rank,stopped-rank,fewer-processes,more-processes"
 _OF_ONE = (
-    "kill-all,kill-in-save,SIGINT-group,disk-full,file-limit,read-only,torn-checkpoint,lost-manifest,"
-    "torn-events,torn-ledger,clock-jump"
+    "kill-all,kill-in-save,SIGINT-group,disk-full,file-limit,read-only,moved-directory,torn-checkpoint,"
+    "lost-manifest,no-checkpoints,foreign-checkpoint,cut-events,torn-events,torn-ledger,clock-jump"
 )
 # What depends on the machine or on the moment; everything else must be tried.
 _MAY_BE_SKIPPED = {

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore
-from paceline.studies.drill_ground import Again, Disturbed, Ground, SkippedError
+from paceline.records.writer import truncate_after
+from paceline.studies.drill_ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
 from paceline.studies.launches import Launch, last_step, said
 from paceline.world import STOP_SIGNALS
 
@@ -221,6 +222,7 @@ def _disks() -> Iterator[Fault]:
     yield Fault("disk-full", "the file system of the run is filled up (a small tmpfs; needs root)", _disk_full)
     yield Fault("file-limit", "the first rank may write no file larger than 4 KiB (RLIMIT_FSIZE)", _file_limit)
     yield Fault("read-only", "nothing can be written among the checkpoints any more", _read_only)
+    yield Fault("moved-directory", "the run directory is renamed while the run trains", _moved)
 
 
 def _disk_full(ground: Ground, name: str) -> Disturbed:
@@ -286,6 +288,22 @@ def _read_only(ground: Ground, name: str) -> Disturbed:
     return found
 
 
+def _moved(ground: Ground, name: str) -> Disturbed:
+    moved: list[Path] = []
+
+    def strike(_: Launch, run_dir: Path) -> None:
+        moved.append(run_dir.rename(run_dir.with_name(f"{run_dir.name}-moved")))
+
+    found = ground.disturb(name, strike)
+    _expect(found, _FAILED)
+    _expect_words(found, "was moved")
+    if found.run_dir.exists():
+        found.objections.append("something was written under the old name")
+    found.run_dir, found.step = moved[-1], last_step(moved[-1])
+    ground.recover(found)
+    return found
+
+
 @contextlib.contextmanager
 def _mounted(arguments: list[str], where: Path) -> Iterator[None]:
     _mount([*arguments, str(where)])
@@ -316,6 +334,9 @@ def _spoils() -> Iterator[Fault]:
     yield Fault("flipped-bit", "one bit of the newest checkpoint's largest file is another", partial(_spoilt, _flip))
     yield Fault("lost-file", "the newest checkpoint's largest file is gone", partial(_spoilt, _lose))
     yield Fault("lost-manifest", "the newest checkpoint's manifest is gone", partial(_spoilt, _lose_manifest))
+    yield Fault("no-checkpoints", "the checkpoints are gone at a restart, and back at the next", _no_checkpoints)
+    yield Fault("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign)
+    yield Fault("cut-events", "the second half of events.jsonl is gone", _cut_events)
     yield Fault("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl", _half_a_line))
     yield Fault("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger", _half_a_record))
 
@@ -357,6 +378,48 @@ def _lose(checkpoint: Path) -> None:
 
 def _lose_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
+
+
+def _no_checkpoints(ground: Ground, name: str) -> Disturbed:
+    """To begin again would cost everything: it must be refused, and leave the records as they are."""
+    found = ground.killed(name)
+    checkpoints, events = found.run_dir / "checkpoints", found.run_dir / "events.jsonl"
+    before = events.read_bytes()
+    away = checkpoints.rename(found.run_dir.with_name(f"{name}-away"))
+    _refused(ground, found, "checkpoints")
+    if events.read_bytes() != before:
+        found.objections.append("its events were changed")
+    away.rename(checkpoints)
+    ground.recover(found)
+    return found
+
+
+def _foreign(ground: Ground, name: str) -> Disturbed:
+    found = ground.killed(name)
+    foreign = CheckpointStore(ground.undisturbed / "checkpoints").path(ground.steps)
+    copy = Path(shutil.copytree(foreign, found.run_dir / "checkpoints" / foreign.name))
+    ground.recover(found)
+    if not list(copy.parent.glob(f"{copy.name}.foreign*")):
+        found.objections.append(f"{copy.name} is of another run, but was not set aside")
+    return found
+
+
+def _cut_events(ground: Ground, name: str) -> Disturbed:
+    """The run goes on without the lost records, and says so; everything else must be there."""
+    found = ground.killed(name)
+    events = found.run_dir / "events.jsonl"
+    whole = events.read_bytes()
+    half = whole[: whole.rfind(b"\n", 0, len(whole) // 2) + 1]
+    events.write_bytes(half)
+    ground.recover(found)
+    added, resumed_at = events.read_bytes().removeprefix(half), resumes(found.run_dir)
+    if b'"missing_records"' not in added or not audit_objections(found.run_dir):
+        found.objections.append("records are missing, and no incident or no objection of the audit says so")
+    events.write_bytes(whole)
+    truncate_after(events, resumed_at[-1])
+    with events.open("ab") as file:
+        file.write(added)
+    return found
 
 
 def _torn(where: str, part: Callable[[bytes], bytes], ground: Ground, name: str) -> Disturbed:
@@ -405,11 +468,7 @@ def _with_images(spoil: Callable[[Path], None], says: str, ground: Ground, name:
         spoil(path)
     found = ground.killed(name)
     again = Again(overrides=(f"data.path={folder}", "data.max_broken=0"))
-    with ground.begin(found.run_dir, again) as launch:
-        found.exit_code, found.message = launch.wait(), said(launch)
-    found.step = last_step(found.run_dir)
-    _expect(found, _REFUSED)
-    _expect_words(found, says)
+    _refused(ground, found, says, again)
     ground.recover(found)
     return found
 
@@ -478,6 +537,15 @@ def _more(ground: Ground, name: str) -> Disturbed:
     found = ground.killed(name)
     ground.recover(found, Again(processes=processes))
     return found
+
+
+def _refused(ground: Ground, found: Disturbed, says: str, again: Again | None = None) -> None:
+    """Start the run again, which must be refused."""
+    with ground.begin(found.run_dir, again) as launch:
+        found.exit_code, found.message = launch.wait(), said(launch)
+    found.step = last_step(found.run_dir)
+    _expect(found, _REFUSED)
+    _expect_words(found, says)
 
 
 def _expect(found: Disturbed, *codes: int) -> None:

@@ -232,7 +232,7 @@ class Ground:
             for kind in ("step", "evaluation")
             if _records(found.events, kind) != _records(wanted.events, kind)
         ]
-        return lost + _audit(run_dir)
+        return lost + audit_objections(run_dir)
 
 
 def resumes(run_dir: Path) -> list[int]:
@@ -247,7 +247,7 @@ def _records(events: Path, kind: str) -> list[dict[str, Any]]:
     return [without_clock(event) for event in read_events(events, kinds={kind})]
 
 
-def _audit(run_dir: Path) -> list[str]:
+def audit_objections(run_dir: Path) -> list[str]:
     """The audit's objections; by its command, as a user would ask for it."""
     command = [sys.executable, "-m", "paceline", "audit", str(run_dir), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

