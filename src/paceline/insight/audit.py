@@ -117,10 +117,12 @@ def _missing_events(events: Path, steps: int) -> Iterator[str]:
     saved, last = set(), 0
     for event in read_events(events):
         if event["event"] == "checkpoint":
-            saved.add(event["checkpoint"])
+            saved.add(event.get("checkpoint"))
         # The event of a checkpoint is on the disk before the checkpoint is.
-        elif event["event"] == "resume" and event["checkpoint"].removesuffix(".replaced") not in saved:
-            yield f"{events.name} lacks records before the resume from {event['checkpoint']}: it ended at step {last}."
+        elif (
+            event["event"] == "resume" and (name := str(event.get("checkpoint"))).removesuffix(".replaced") not in saved
+        ):
+            yield f"{events.name} lacks records before the resume from {name}: it ended at step {last}."
         last = event["step"]
     if last < steps:
         yield f"{events.name} ends at step {last}, and the run at step {steps}."

@@ -196,10 +196,10 @@ class IncidentEvent(Event):
     """Something went wrong that the run survives, or did not.
 
     Attributes:
-        incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``nonfinite_loss``,
-            ``nonfinite_gradient``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``, ``profile``,
-            ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``, ``mirror_retries``,
-            ``mirror_behind``.
+        incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``foreign_checkpoint``,
+            ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``, ``slow_rank``,
+            ``restart``, ``recompile``, ``slow_compile``, ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``,
+            ``mirror``, ``mirror_back``, ``mirror_retries``, ``mirror_behind``.
         message: One sentence for a person.
     """
 

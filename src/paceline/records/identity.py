@@ -29,10 +29,18 @@ class Identity:
 
 
 def read_identity(directory: RunDirectory) -> Identity | None:
-    """Return a run's identity; None where ``run.json`` is missing or damaged, as in runs of earlier versions."""
+    """Return a run's identity; None where ``run.json`` is missing, as in runs of earlier versions, or damaged.
+
+    Raises:
+        RunDirectoryError: If it cannot be read.
+    """
+    if not directory.identity.is_file():
+        return None
     try:
         document = read_json(directory.identity)
-    except RunDirectoryError:
+    except RunDirectoryError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
         return None
     found, has_checkpoint = document.get("id"), document.get("has_checkpoint")
     return Identity(found, has_checkpoint) if isinstance(found, str) and isinstance(has_checkpoint, bool) else None

@@ -156,7 +156,6 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
 
 
 def _open(directory: RunDirectory, asked: Asked) -> Opening:
-    _check_links(directory)
     if not directory.exists() or never_trained(directory):
         return _begin(directory, asked)
     check_same_run(directory, asked)
@@ -169,6 +168,7 @@ def _open(directory: RunDirectory, asked: Asked) -> Opening:
         )
     if wanted is None and _is_complete(directory, asked):
         return Opening(choice=Choice(None, 0), completed=True)
+    _check_links(directory)
     # Before the records are cut back.
     resumes = _resumes(directory)
     choice = prepare_resume(directory, wanted, asked.recipe, asked.plan.total_steps)
@@ -230,6 +230,8 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
         if path == directory.identity and read_identity(directory) is None:
             return "it lacks 'id' or 'has_checkpoint'"
     except RunDirectoryError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # the disk refused: that is no damage
         return str(error)
     return None
 
@@ -242,6 +244,7 @@ def _resumes(directory: RunDirectory) -> int:
 
 def _begin(directory: RunDirectory, asked: Asked) -> Opening:
     root = directory.root
+    _check_links(directory)
     if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
