@@ -41,6 +41,10 @@ class CheckpointError(PacelineError):
     """A checkpoint is missing, damaged, or does not belong to this run."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read now: a disk's error, or a link to a disk that is not mounted. It is not damaged."""
+
+
 class RunDirectoryError(PacelineError):
     """The run directory cannot be used for this run."""
 

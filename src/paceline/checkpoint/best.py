@@ -65,9 +65,10 @@ def read_best(directory: Path) -> Best | None:
     """
     path = directory / FILE_NAME
     with reporting_disk_errors("read", path):
-        if not path.exists():
+        try:
+            content = read_regular_file(path)
+        except FileNotFoundError:
             return None
-        content = read_regular_file(path)
     try:
         best = Best(**codec.decode(json.loads(content), {}))
         if type(best.step) is not int or type(best.value) not in (int, float) or type(best.metric) is not str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from paceline.errors import CheckpointError
 from paceline.records.run_directory import sync_directory
@@ -26,6 +29,9 @@ _ADVICE = {
     errno.EROFS: "Choose a run directory on a file system that can be written.",
 }
 
+# A file is missing, or not what it should be. Any other error is the disk's, and says nothing about the file.
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
+_PAUSES_SECONDS = (0.1, 0.4, 1.5)
 
 # Of so many bytes at most the device is still to be heard: a save is seen to get on, however slow the disk, and the
 # pages that it fills do not crowd out those of the data.
@@ -34,6 +40,9 @@ _PIECE_BYTES = 64 * 2**20
 # (docs/decisions/0013, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class FileFacts:
@@ -41,6 +50,28 @@ class FileFacts:
 
     size_bytes: int
     sha256: str
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether the disk, or the system, refused to read: this says nothing about what the file holds."""
+    return error.errno not in _NOT_THERE
+
+
+def patient(read: Callable[P, T]) -> Callable[P, T]:
+    """Make a reader try again, after short pauses, where the disk refuses."""
+
+    @wraps(read)
+    def read_patiently(*args: P.args, **kwargs: P.kwargs) -> T:
+        for pause in _PAUSES_SECONDS:
+            try:
+                return read(*args, **kwargs)
+            except OSError as error:
+                if not is_refusal(error):
+                    raise
+                time.sleep(pause)
+        return read(*args, **kwargs)
+
+    return read_patiently
 
 
 @contextmanager
@@ -87,6 +118,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     return FileFacts(size, digest.hexdigest())
 
 
+@patient
 def hash_file(path: Path) -> FileFacts:
     """Read a file in pieces and return its facts; memory use does not depend on its size."""
     with open(path, "rb") as file:
@@ -95,11 +127,12 @@ def hash_file(path: Path) -> FileFacts:
 
 
 def size_of(directory: Path) -> int:
-    """What lies in a directory, while it may be written to and deleted from."""
+    """Return the size of a directory's files, while it may be written to and deleted from."""
     size = 0
-    for path in directory.rglob("*"):
-        with suppress(OSError):  # it has just gone
-            size += path.stat().st_size
+    for folder, _, files in os.walk(directory):  # which leaves out a folder that has just gone
+        for name in files:
+            with suppress(OSError):
+                size += os.stat(os.path.join(folder, name)).st_size
     return size
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.checkpoint.durable import hash_file, reporting_disk_errors
 from paceline.checkpoint.mirror import Commit, Piece, in_line
 from paceline.checkpoint.store import CheckpointStore, verify
-from paceline.errors import CheckpointError, StorageError
+from paceline.errors import CheckpointError, StorageError, UnreadableError
 from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote
 from paceline.units import format_bytes
@@ -144,6 +144,8 @@ def _checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) -> None:
                 _download(remote, piece, target)
         try:
             verify(room)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             raise _DamagedError(str(error)) from None
         store.adopt(room, commit.step)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from paceline.checkpoint import codec
 from paceline.checkpoint.codec import TensorSpec
-from paceline.checkpoint.durable import FileFacts
+from paceline.checkpoint.durable import FileFacts, patient
 from paceline.checkpoint.parts import is_part_file
 from paceline.checkpoint.tensor_file import read_regular_file
 from paceline.errors import CheckpointError
@@ -102,7 +102,7 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: Naming the rule that is broken.
     """
     file = path / FILE_NAME
-    if os.stat(file).st_size > _SIZE_LIMIT_BYTES:
+    if patient(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
         raise ValueError(f"it is larger than {_SIZE_LIMIT_BYTES} bytes")
     try:
         content = json.loads(read_regular_file(file))

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.checkpoint.best import Best
+from paceline.checkpoint.durable import is_refusal
 from paceline.checkpoint.manifest import FILE_NAME as MANIFEST
 from paceline.checkpoint.reading import read_manifest
-from paceline.errors import CheckpointError, StorageError
+from paceline.errors import CheckpointError, StorageError, UnreadableError
 from paceline.storage.at_once import run_at_once
 from paceline.storage.remote import Remote
 
@@ -152,6 +153,7 @@ class Mirror:
 
         Raises:
             CheckpointError: If the checkpoint is not there any more.
+            UnreadableError: If it, or a record, cannot be read now.
             StorageError: If the address refuses, or another launch writes there.
         """
         if self._has(what):
@@ -385,4 +387,5 @@ def _reading(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise CheckpointError(f"cannot read {path} to copy it: {error.strerror or error}.") from error
+        kind = UnreadableError if is_refusal(error) else CheckpointError
+        raise kind(f"cannot read {path} to copy it: {error.strerror or error}.") from error

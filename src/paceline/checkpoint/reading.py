@@ -6,6 +6,7 @@ SHA-256, every tensor against the inventory. Reading a component checks the very
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,10 +20,10 @@ from torch import Tensor
 
 from paceline.checkpoint import codec, manifest, parts, tensor_file
 from paceline.checkpoint.codec import TensorSpec
-from paceline.checkpoint.durable import FileFacts, hash_file, reporting_disk_errors
+from paceline.checkpoint.durable import FileFacts, hash_file, is_refusal, patient
 from paceline.checkpoint.manifest import ComponentEntry, Manifest
 from paceline.checkpoint.parts import ChunkOf
-from paceline.errors import CheckpointError, did_you_mean
+from paceline.errors import CheckpointError, UnreadableError, did_you_mean
 
 _MARGIN = 3  # differing tensors named in a message before it says how many more there are
 
@@ -32,13 +33,14 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointError: If it is no checkpoint, or the manifest is missing, damaged or of another version.
+        UnreadableError: If it cannot be read now, as from every function here.
     """
     path = Path(path)
-    with reporting_disk_errors("read the checkpoint", path):
-        if not path.is_dir():
-            raise CheckpointError(_not_a_directory(path))
     with _naming(path, manifest.FILE_NAME):
-        return manifest.read_manifest(path)
+        if patient(path.is_dir)() or path.is_symlink():
+            return manifest.read_manifest(path)
+        hint = _not_a_directory(path)
+    raise CheckpointError(hint)
 
 
 def verify(path: Path) -> Manifest:
@@ -81,7 +83,7 @@ def check_sizes(path: Path) -> Manifest:
     for entry in found.components.values():
         for name, facts in entry.files.items():
             with _naming(path, name):
-                status = os.stat(path / name)
+                status = patient(os.stat)(path / name)
                 if not stat.S_ISREG(status.st_mode):
                     raise ValueError("it is not a regular file")
                 _compare_size(status.st_size, facts)
@@ -226,10 +228,22 @@ def _naming(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        for each in (path, path / name):
+            if each.is_symlink() and not each.exists():
+                raise UnreadableError(
+                    f"{each} is a link to {os.readlink(each)}, which is not there; mount its disk, or remove the link."
+                ) from error
         raise CheckpointError(f"{path} is not a whole checkpoint: {name} is missing.") from error
     except OSError as error:
         reason = error.strerror or str(error)
+        if is_refusal(error):
+            raise UnreadableError(
+                f"{path / name} cannot be read: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown error')}). "
+                "The checkpoint may be whole and was left alone; check the disk, then run the same command again."
+            ) from error
         raise CheckpointError(f"{path} is not a whole checkpoint: {name} cannot be read: {reason}.") from error
+    except UnreadableError:
+        raise
     except (ValueError, CheckpointError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {name}: {error}.") from error
 

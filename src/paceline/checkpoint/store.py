@@ -12,19 +12,20 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
 from paceline.checkpoint.best import Best, read_best, write_best
-from paceline.checkpoint.durable import make_directory, reporting_disk_errors, size_of
+from paceline.checkpoint.durable import make_directory, patient, reporting_disk_errors, size_of
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
 from paceline.checkpoint.shares import Together
 from paceline.checkpoint.writing import Contents, write_checkpoint, write_share
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UnreadableError
 from paceline.records.run_directory import sync_directory
 
 __all__ = [
@@ -37,12 +38,14 @@ __all__ = [
     "Together",
     "read_component",
     "read_components",
+    "read_in_place",
     "read_manifest",
     "step_of",
     "verify",
 ]
 
 State = Mapping[str, Any]
+T = TypeVar("T")
 
 _REPLACED = ".replaced"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -85,7 +88,7 @@ class CheckpointStore:
         path = self.directory / _name(step)
         aside = _aside(path)
         # Killed between the two renames of a replacement, the old checkpoint still stands under this name.
-        return aside if not path.exists() and aside.exists() else path
+        return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
 
     def save(
         self,
@@ -114,7 +117,7 @@ class CheckpointStore:
         target = self.directory / _name(step)
         contents = Contents.of(step, components, facts)
         with reporting_disk_errors(f"write the checkpoint of step {step} at", target):
-            if not replace and self.path(step).exists():
+            if not replace and os.path.lexists(self.path(step)):
                 raise CheckpointError(f"{self.path(step)} exists already; a checkpoint is replaced only on request.")
             temporary = self._make_room(step) if together is None else together.room
             try:
@@ -169,9 +172,9 @@ class CheckpointStore:
             write_share(contents, file_metadata, together)
 
     def steps(self) -> list[int]:
-        """Return the steps with a checkpoint of that name, ascending; none of them is verified."""
+        """Return the steps with a checkpoint of that name, or a link of that name, ascending; none is verified."""
         with reporting_disk_errors("list the checkpoints in", self.directory):
-            found = {step_of(path) for path in self._entries() if path.is_dir()}
+            found = {step_of(Path(entry)) for entry in self._entries() if entry.is_symlink() or entry.is_dir()}
         return sorted(step for step in found if step is not None)
 
     def newest_whole(self, *, without: Collection[int] = ()) -> tuple[Path | None, list[DamagedCheckpoint]]:
@@ -179,18 +182,37 @@ class CheckpointStore:
 
         Args:
             without: Steps that are not looked at.
+
+        Raises:
+            UnreadableError: If that cannot be found out now.
+        """
+        return self.read_newest(_verify_step, without=without)
+
+    def read_newest(
+        self, read: Callable[[Path], T], *, without: Collection[int] = ()
+    ) -> tuple[T | None, list[DamagedCheckpoint]]:
+        """Read the newest checkpoint that is whole, while another process may save, rename and prune.
+
+        Args:
+            read: Reads a checkpoint; raises a CheckpointError if it is damaged.
+            without: Steps that are not looked at.
+
+        Returns:
+            What was read, or None if no checkpoint is whole; and the newer ones that are damaged, newest first.
+
+        Raises:
+            UnreadableError: If one that may be whole cannot be read now.
         """
         damaged: list[DamagedCheckpoint] = []
         for step in sorted(set(self.steps()).difference(without), reverse=True):
-            path = self.directory / _name(step)
             try:
-                with reporting_disk_errors("find the checkpoint", path):
-                    path = self.path(step)
-                self._verify_step(path, step)
+                return read_in_place(partial(self.path, step), read), damaged
+            except UnreadableError:
+                raise
             except CheckpointError as error:
+                if not os.path.lexists(path := self.path(step)):
+                    return self.read_newest(read, without=without)  # it was pruned meanwhile, after a newer one was saved
                 damaged.append(DamagedCheckpoint(path, step, str(error)))
-            else:
-                return path, damaged
         return None, damaged
 
     def set_aside(self, damaged: DamagedCheckpoint, ending: str = "damaged") -> Path:
@@ -203,7 +225,7 @@ class CheckpointStore:
             raise CheckpointError(f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.")
         base = f"{damaged.path.name.removesuffix(_REPLACED)}.{ending}"
         target, count = self.directory / base, 1
-        while target.exists():
+        while os.path.lexists(target):
             count += 1
             target = self.directory / f"{base}-{count}"
         with reporting_disk_errors("set aside the checkpoint", damaged.path):
@@ -281,8 +303,14 @@ class CheckpointStore:
         """What all checkpoints take now, with those that are being written or deleted: it changes while they are."""
         return size_of(self.directory)
 
-    def _entries(self) -> list[Path]:
-        return list(self.directory.iterdir()) if self.directory.is_dir() else []
+    @patient
+    def _entries(self) -> list[os.DirEntry[str]]:
+        """List names with their kinds, which are those of one moment: to ask for a kind later would be too late."""
+        try:
+            with os.scandir(self.directory) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _make_room(self, step: int) -> Path:
         make_directory(self.directory)
@@ -294,13 +322,6 @@ class CheckpointStore:
     def _hidden(self, purpose: str, step: int) -> Path:
         return self.directory / f".{purpose}-{_name(step)}-{secrets.token_hex(4)}"
 
-    def _verify_step(self, path: Path, step: int) -> None:
-        found = verify(path)
-        if found.step != step:
-            raise CheckpointError(
-                f"{path} is not a whole checkpoint: manifest.json: it was saved at step {found.step}."
-            )
-
     def _looks_whole(self, step: int) -> bool:
         try:
             check_sizes(self.path(step))
@@ -310,7 +331,7 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, target: Path, *, replace: bool) -> None:
         aside = _aside(target)
-        moved = replace and target.exists()
+        moved = replace and os.path.lexists(target)
         if moved:
             os.rename(target, aside)
         try:
@@ -328,16 +349,17 @@ class CheckpointStore:
         hidden = self._hidden("deleting", step_of(target) or 0)
         with contextlib.suppress(OSError):
             os.rename(_aside(target), hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+            _remove(hidden)
 
     def _remove_leftovers(self) -> None:
         # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
-        for path in self._entries():
+        for path in map(Path, self._entries()):
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(path)
             elif path.name.endswith(_REPLACED) and step_of(path) is not None:
                 original = path.with_suffix("")
-                if original.exists():
+                if os.path.lexists(original):
                     self._forget_replaced(original)
 
     def _delete(self, steps: list[int]) -> None:
@@ -352,7 +374,47 @@ class CheckpointStore:
             # Names first, everywhere: a power cut must not bring back a name whose files are gone.
             sync_directory(self.directory)
             for path in hidden:
-                shutil.rmtree(path)
+                _remove(path)
+
+
+def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
+    """Read a checkpoint that another process may replace meanwhile: if it does, read what took its place.
+
+    Raises:
+        CheckpointError: As ``read`` does, of a checkpoint that was there all the time.
+    """
+    while True:
+        path = find()
+        before = _identity(path)
+        try:
+            return read(path)
+        except CheckpointError:
+            if (find(), _identity(path)) == (path, before):
+                raise
+
+
+def _verify_step(path: Path) -> Path:
+    found = verify(path)
+    if found.step != step_of(path):
+        raise CheckpointError(f"{path} is not a whole checkpoint: manifest.json: it was saved at step {found.step}.")
+    return path
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory, or a link, from another of that name; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; of one that lies elsewhere, only the link to it."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _name(step: int) -> str:
@@ -366,4 +428,4 @@ def _aside(path: Path) -> Path:
 
 
 def _both(path: Path) -> Iterator[Path]:
-    yield from (each for each in (_aside(path), path) if each.exists())
+    yield from (each for each in (_aside(path), path) if os.path.lexists(each))

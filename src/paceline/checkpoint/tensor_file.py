@@ -21,7 +21,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from paceline.checkpoint.codec import TensorSpec
-from paceline.checkpoint.durable import FileFacts, reporting_disk_errors, write_file
+from paceline.checkpoint.durable import FileFacts, patient, reporting_disk_errors, write_file
 from paceline.errors import CheckpointError
 
 HEADER_LIMIT_BYTES = 100_000_000
@@ -91,6 +91,7 @@ def parse_tensor_file(content: bytes) -> TensorFile:
     return TensorFile(tensors, metadata)
 
 
+@patient
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """List the tensors of a file, and what it says of itself, from its header alone.
 
@@ -108,6 +109,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     return {name: _spec(name, entry, raw) for name, entry in header.items() if name != "__metadata__"}, metadata
 
 
+@patient
 def read_regular_file(path: Path) -> bytes:
     """Read a whole file; a pipe or a device, which might never end, is refused as an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.checkpoint.best import read_best
 from paceline.checkpoint.durable import reporting_disk_errors
 from paceline.checkpoint.hub_folder import hub_weights_file, is_hub_folder, read_hub_folder
 from paceline.checkpoint.reading import check_sizes, read_weights_file
-from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.store import CheckpointStore, read_in_place
 from paceline.checkpoint.tensor_file import read_tensor_file
 from paceline.errors import CheckpointError
 from paceline.records.run_directory import RunDirectory, why_no_run
@@ -88,13 +88,18 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     check_target(target)
     if target.suffix == ".safetensors":
         return _asked(_from_file(target), weights)
-    if is_hub_folder(target):
+    with reporting_disk_errors("read", target):
+        is_hub, is_empty = is_hub_folder(target), target.is_dir() and not (target / "manifest.json").exists()
+    if is_hub:
         return _asked(_from_hub_folder(target), weights)
-    if target.is_dir() and not (target / "manifest.json").exists() and not _has_checkpoints(target):
+    if is_empty and not _has_checkpoints(target):
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
             raise CheckpointError(why_no_run(target, give=_GIVE))
         raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
-    return _from_checkpoint(_best_of(target), weights) if best else _newest(target, weights)
+    if not best:
+        return _newest(target, weights)
+    # Another one may become the best meanwhile, and this one be pruned.
+    return read_in_place(lambda: _best_of(target), partial(_from_checkpoint, weights=weights))
 
 
 def check_target(target: Path) -> None:
@@ -116,18 +121,22 @@ def check_target(target: Path) -> None:
 def _newest(target: Path, weights: str) -> SavedWeights:
     with reporting_disk_errors("look for checkpoints in", target):
         store = CheckpointStore(target / "checkpoints" if (target / "checkpoints").is_dir() else target)
-    steps = store.steps()
-    if not steps:
-        return _from_checkpoint(target, weights)
-    reasons = []
-    for step in reversed(steps):
+
+    def read(path: Path) -> SavedWeights | _NotHeldError:
         try:
-            return _from_checkpoint(store.path(step), weights)
-        except _NotHeldError:
-            raise
-        except CheckpointError as error:
-            reasons.append(str(error))
-    raise CheckpointError(f"No checkpoint in {store.directory} is whole: {reasons[0]} Give another run or checkpoint.")
+            return _from_checkpoint(path, weights)
+        except _NotHeldError as error:
+            return error
+
+    saved, damaged = store.read_newest(read)
+    if isinstance(saved, _NotHeldError):
+        raise saved
+    if saved is None and not damaged:
+        return read_in_place(lambda: target, partial(_from_checkpoint, weights=weights))
+    if saved is None:
+        reason = damaged[0].reason
+        raise CheckpointError(f"No checkpoint in {store.directory} is whole: {reason} Give another run or checkpoint.")
+    return saved
 
 
 class _NotHeldError(CheckpointError):

@@ -208,7 +208,7 @@ def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) ->
         return found.commits
     path = Path(resume)
     step = step_of(path)
-    if step is None or path.resolve().parent != directory.checkpoints.resolve() or not never_trained(directory):
+    if step is None or path.parent.resolve() != directory.checkpoints.resolve() or not never_trained(directory):
         return ()
     wanted = tuple(each for each in found.commits if each.step == step)
     if not wanted:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.checkpoint.mirror import Mirror, Sendable, TakenError
 from paceline.checkpoint.store import CheckpointStore
-from paceline.errors import CheckpointError, RunDirectoryError, StorageError, TrainingError
+from paceline.errors import CheckpointError, RunDirectoryError, StorageError, TrainingError, UnreadableError
 from paceline.recipe.running import Checkpoint
 from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
@@ -156,6 +156,9 @@ class Mirroring:
                 self._mirror = self._mirror or self._open(self._retries)
                 self._mirror.send(what, self._root)
                 self._mirror.prune(keep=self._keep)
+            except UnreadableError as error:
+                self._failed(what, str(error))
+                self._retries.given_up.wait(_PAUSE_SECONDS)
             except CheckpointError as error:
                 self._done(why_not=str(error))  # it went, or was replaced: a newer one waits, or will
             except (TakenError, RunDirectoryError) as error:

@@ -392,7 +392,7 @@ def _wanted(directory: RunDirectory, resume: str) -> Path | None:
     if resume in ("auto", "never"):
         return None
     path = Path(resume)
-    if path.resolve().parent != directory.checkpoints.resolve() or step_of(path) is None:
+    if path.parent.resolve() != directory.checkpoints.resolve() or step_of(path) is None:
         raise RunDirectoryError(
             f"--resume={resume} is no checkpoint of the run in '{directory.root}'; give one of its "
             "checkpoints/step-*, or start a new run from its weights with model.initialize_from."

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint.restore import choose
 from paceline.checkpoint.store import CheckpointStore, read_component
-from paceline.errors import CheckpointError
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import CheckpointError, UnreadableError
 
 PROGRAM = Path(__file__).with_name("disk_trials.py")
 
@@ -205,3 +208,70 @@ def test_a_directory_that_cannot_be_entered_is_not_an_empty_one(tmp_path: Path) 
         if os.getuid() == 0:
             os.seteuid(0)
         store.directory.chmod(0o755)
+
+
+@pytest.fixture
+def as_user() -> Iterator[CheckpointStore]:
+    """Two checkpoints, and this process without root's right to read everything."""
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory(prefix="checkpoint-unreadable-") as directory:
+        store = CheckpointStore(Path(directory) / "checkpoints")
+        for step in (1, 2):
+            store.save(step, STATE, {})
+        if is_root:
+            for path in (Path(directory), *Path(directory).rglob("*")):
+                os.chown(path, 65534, -1)
+            os.seteuid(65534)
+        try:
+            yield store
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "manifest.json", "."])
+def test_a_read_error_is_not_damage(as_user: CheckpointStore, name: str) -> None:
+    store, file = as_user, as_user.path(2) / name
+    mode = file.stat().st_mode
+    file.chmod(0)
+    for attempt in (
+        store.newest_whole,
+        lambda: choose(store),
+        lambda: choose(store, wanted=store.path(2)),
+    ):
+        with pytest.raises(UnreadableError, match=r"step-00000002/.* cannot be read: Permission denied \(EACCES\)"):
+            attempt()
+    if name != "model.json":
+        with pytest.raises(CheckpointError, match=r"Permission denied \(EACCES\)"):
+            read_weights(store.directory)
+        with pytest.raises(CheckpointError, match=r"Permission denied \(EACCES\)"):
+            read_weights(store.path(2))
+    if name in ("manifest.json", "."):
+        assert store.prune(keep=1) == []
+    file.chmod(mode)
+    assert store.newest_whole() == (store.path(2), [])
+
+
+def test_a_read_error_that_passes_goes_unnoticed(as_user: CheckpointStore) -> None:
+    file = as_user.path(2) / "model.safetensors"
+    file.chmod(0)
+    mended = threading.Timer(0.3, file.chmod, (0o644,))
+    mended.start()
+    assert as_user.newest_whole() == (as_user.path(2), [])
+    mended.join()
+
+
+def test_without_free_file_descriptors_nothing_is_damaged(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, STATE, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        with pytest.raises(UnreadableError, match=r"manifest\.json cannot be read: Too many open files \(EMFILE\)"):
+            choose(store, wanted=store.path(1))
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            store.newest_whole()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -22,7 +22,8 @@ from paceline.checkpoint.store import (
     step_of,
     verify,
 )
-from paceline.errors import CheckpointError
+from paceline.checkpoint.weights import read_weights
+from paceline.errors import CheckpointError, UnreadableError
 
 
 def store_with(directory: Path, *steps: int) -> CheckpointStore:
@@ -276,3 +277,54 @@ def test_best_with_entries_of_other_types_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text(json.dumps({"step": "1", "metric": "loss", "value": 1.0}))
     with pytest.raises(CheckpointError, match="other types"):
         CheckpointStore(tmp_path).read_best()
+
+
+def link_elsewhere(store: CheckpointStore, *steps: int) -> Path:
+    """Move checkpoints to another disk, and leave links."""
+    disk = store.directory.parent / "disk"
+    disk.mkdir(exist_ok=True)
+    for step in steps:
+        path = store.path(step)
+        shutil.move(path, disk / path.name)
+        path.symlink_to(disk / path.name)
+    return disk
+
+
+def test_links_are_followed_when_read_and_unlinked_when_deleted(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 1, 2, 3, 4)
+    disk = link_elsewhere(store, 1, 2, 3, 4)
+    assert store.newest_whole() == (store.path(4), [])
+    assert float(read_weights(store.directory).state["w"][0]) == 4
+    assert store.prune(keep=3) == [1]
+    assert store.discard_after(3) == [4]
+    store.save(3, {"model": {"w": torch.ones(3)}}, {}, replace=True)
+    assert not store.path(3).is_symlink()
+    spoil(store.path(2))
+    store.set_aside(DamagedCheckpoint(store.path(2), 2, ""))
+    assert names(store.directory) == ["step-00000002.damaged", "step-00000003"]
+    assert names(disk) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_not_damaged(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 1, 2, 3, 4)
+    disk = link_elsewhere(store, 1, 3, 4).rename(tmp_path / "unmounted")
+    for attempt in (store.newest_whole, lambda: read_weights(store.directory)):
+        with pytest.raises(
+            UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which is not there"
+        ):
+            attempt()
+    assert store.steps() == [1, 2, 3, 4]
+    assert store.prune(keep=1) == [1]
+    assert store.discard_after(3) == [4]
+    store.save(3, {"model": {"w": torch.ones(3)}}, {}, replace=True)
+    assert names(store.directory) == ["step-00000002", "step-00000003"]
+    assert names(disk) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
+def test_a_file_behind_a_link_that_leads_nowhere_is_not_damaged(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 1, 2)
+    file = store.path(2) / "model.safetensors"
+    file.unlink()
+    file.symlink_to(tmp_path / "disk" / "model.safetensors")
+    with pytest.raises(UnreadableError, match=r"model\.safetensors is a link to"):
+        store.newest_whole()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.data.batch import Batch
-from paceline.errors import TrainingError
+from paceline.errors import TrainingError, UnreadableError
 
 EVERY_THIRD = {"checkpoint.every": "3 steps", "evaluate.every": "off", "checkpoint.keep": 9}
 
@@ -150,3 +151,36 @@ def test_after_a_full_disk_the_run_goes_on_to_the_same_end(
     again = train_tiny("run", EVERY_THIRD)
     assert again.summary.resumes == 1
     assert again.summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_checkpoints_that_were_moved_to_another_disk_are_resumed_from_and_pruned(
+    train_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    plain = train_tiny("plain", EVERY_THIRD)
+    result = train_tiny("run", {**EVERY_THIRD, "train.until": "6 steps"})
+    for step in saved(result.run_dir):
+        path = result.run_dir / "checkpoints" / f"step-{step:08d}"
+        path.symlink_to(shutil.move(path, tmp_path))
+    resumed = train_tiny("run", EVERY_THIRD, resume=str(result.run_dir / "checkpoints" / "step-00000003"))
+    assert resumed.summary.weights_sha256 == plain.summary.weights_sha256
+    assert saved(result.run_dir) == [3, 6, 8]
+    assert (result.run_dir / "checkpoints" / "step-00000003").is_symlink()
+    train_tiny("run", {**EVERY_THIRD, "checkpoint.keep": 1, "train.duration": "9 steps"})
+    assert saved(result.run_dir) == [9]
+    assert (tmp_path / "step-00000003" / "manifest.json").is_file()
+
+
+def test_a_checkpoint_that_cannot_be_read_stops_the_next_start_and_changes_nothing(
+    train_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_dir = train_tiny("run", {**EVERY_THIRD, "train.until": "6 steps"}).run_dir
+    newest = run_dir / "checkpoints" / "step-00000006"
+    newest.symlink_to(shutil.move(newest, tmp_path))
+    unmounted = (tmp_path / newest.name).rename(tmp_path / "unmounted")
+    before = (run_dir / "events.jsonl").read_bytes()
+    with pytest.raises(UnreadableError, match="step-00000006 is a link to"):
+        train_tiny("run", EVERY_THIRD)
+    assert (run_dir / "events.jsonl").read_bytes() == before
+    assert saved(run_dir) == [3, 6]
+    unmounted.rename(tmp_path / newest.name)
+    assert train_tiny("run", EVERY_THIRD).summary.status == "completed"

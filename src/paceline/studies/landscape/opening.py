@@ -22,7 +22,7 @@ from paceline.data.image.source import SampleSource, SubsetSource
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
-from paceline.errors import CheckpointError, DataError, PacelineError
+from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
 from paceline.recipe.load import Overrides, refuse_foreign_code
 from paceline.recipe.plan import resolve_channels_last, resolve_threads
 from paceline.recipe.rates import lr_factor
@@ -127,9 +127,13 @@ def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
     weights: list[Tensor] = []
     # Up to the weights that are looked at, which may be the best and not the newest.
     for step in (each for each in store.steps() if each <= opened.steps):
-        with contextlib.suppress(CheckpointError):
+        try:
             weights.append(_vector(opened, read_weights(store.path(step), opened.saved.weights)))
             steps.append(step)
+        except UnreadableError:
+            raise
+        except CheckpointError:
+            continue
     if len(weights) < LEAST:
         raise CheckpointError(
             f"{opened.target} has {len(weights)} whole checkpoint(s), and a trajectory needs {LEAST}; train with "
