@@ -303,13 +303,19 @@ def test_nodes_come_and_go(
 
 
 @pytest.mark.thorough
-def test_a_run_directory_that_not_all_see_is_refused(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
-    """Two hosts without a file system in common are two directories of one name."""
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_run_directory_that_not_all_see_is_refused(
+    studio: Path, start: Callable[..., Any], tmp_path: Path, is_copied: bool
+) -> None:
+    """Two hosts without a file system in common are two directories of one name, even if one is a copy of the other."""
     command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.timeout=20 seconds")
     hosts = []
     for rank in ("0", "1"):
         host = tmp_path / f"host-{rank}"
         host.mkdir()
+        if is_copied:
+            (host / "run").mkdir()
+            (host / "run" / ".lock").write_text("0123456789abcdef")
         meeting = {"PACELINE_RENDEZVOUS": f"file://{tmp_path}/meeting", "RANK": rank, "WORLD_SIZE": "2"}
         variables = meeting | {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
         hosts.append(start(*command, "--run-dir", "run", where=host, variables=variables))

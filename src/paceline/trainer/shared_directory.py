@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.distributed.collectives import Collectives
 from paceline.errors import LaunchError
+from paceline.records.run_directory import cannot
 
 
 def check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
@@ -18,11 +19,12 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 
     Raises:
         LaunchError: On every process, naming the first that does not see it.
+        RunDirectoryError: On every process, if the first cannot write there.
     """
     if collectives.world.world_size == 1:
         return
     mark = root / ".lock"
-    written = collectives.on_first(lambda: _word_of(mark))
+    written = collectives.on_first(lambda: _write_word(mark))
     deadline = time.monotonic() + patience_seconds
     while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -35,10 +37,13 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
         )
 
 
-def _word_of(mark: Path) -> str:
-    """The word in a run directory that no other directory has."""
-    if not (word := mark.read_text()):
-        mark.write_text(word := secrets.token_hex(8))
+def _write_word(mark: Path) -> str:
+    """Write a word that is new at every launch: an older one may have been copied along with the directory."""
+    word = secrets.token_hex(8)
+    try:
+        mark.write_text(word)
+    except OSError as error:
+        raise cannot("write", mark, error) from error
     return word
 
 
