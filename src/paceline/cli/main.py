@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from paceline import __version__
 from paceline.cli.output import noted_exit_code
+from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
@@ -95,6 +96,13 @@ class _LazyGroup(click.Group):
             )
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError:  # `paceline --help | true`
+            lead_nowhere(sys.stdout)
+            raise click.exceptions.Exit from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -102,7 +110,7 @@ class _LazyGroup(click.Group):
             if not _is_reader_gone():
                 raise RuntimeError("a process that this one wrote to is gone") from error
             # The reader of standard output went away (`| head`): no more can be said.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            lead_nowhere(sys.stdout)
             return noted_exit_code(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -128,7 +136,8 @@ def _is_reader_gone() -> bool:
 
 def main() -> None:
     """Run the command line and exit."""
-    sys.exit(run(sys.argv[1:]))
+    hold_streams()
+    sys.exit(with_output(run(sys.argv[1:])))
 
 
 def run(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
+from paceline.cli.streams import make_optional
 from paceline.errors import PacelineError
 from paceline.loading import loading
 
@@ -76,6 +78,7 @@ def command(target: Path, host: str, port: int, allow_host: tuple[str, ...], as_
       paceline serve model.onnx --port 9000 --max-batch 64
       curl -F images=@cat.jpg -F images=@dog.jpg "http://127.0.0.1:8000/predict?top_k=3"
     """
+    make_optional(sys.stdout)
     server = _library()
     with loading():
         from paceline.distributed.device import choose_device

@@ -27,6 +27,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import ends_with, print_json, print_pairs, print_table, program
+from paceline.cli.streams import make_optional
 from paceline.errors import PacelineError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, load_recipe, named_code, to_tree
@@ -86,6 +87,8 @@ def command(
       paceline train cifar10 data.path=~/cifar10 --run-dir runs/cifar
       paceline train image_folder data.path=photos train.duration="30 epochs" --processes 2
     """
+    if not plan_only:
+        make_optional(sys.stdout)
     overrides += until_override()
     loaded = load_recipe(recipe, overrides)
     if plan_only:

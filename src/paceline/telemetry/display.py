@@ -51,8 +51,10 @@ class Display(Protocol):
         ...
 
 
-def choose_display(stream: TextIO) -> Display:
+def choose_display(stream: TextIO | None) -> Display:
     """Return live bars if the stream is a terminal that can draw them, else plain lines; neither can fail a run."""
+    if stream is None:  # it was closed when Python started
+        return SilentDisplay()
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return UnfailingDisplay(LiveDisplay(stream))
     return UnfailingDisplay(PlainDisplay(stream))

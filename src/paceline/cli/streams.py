@@ -1,0 +1,100 @@
+"""Standard streams that are closed, full or gone: what is under way continues, and the exit code says what was lost."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import TextIO
+
+_READ, _WRITE = os.O_RDONLY, os.O_WRONLY
+
+
+class StandardStream(io.TextIOWrapper):
+    """A standard stream that fails nobody: once it cannot be written, it says so on standard error and leads nowhere.
+
+    Attributes:
+        is_lost: Whether something could not be written.
+        is_optional: Whether the command succeeds without it. If not, a reader that leaves (``| head``) ends it.
+    """
+
+    is_lost = False
+    is_optional = False
+
+    def write(self, text: str) -> int:
+        """Write, as far as that is possible."""
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, as far as that is possible."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        if error.errno == errno.EPIPE and not self.is_optional:
+            raise error
+        self.is_lost = True
+        lead_nowhere(self)
+        if self is not sys.stderr:
+            why = error.strerror or str(error)
+            told = f"progress cannot be shown any more ({why}); what is under way goes on."
+            sys.stderr.write(f"paceline: {told if self.is_optional else f'cannot write standard output: {why}.'}\n")
+
+
+def lead_nowhere(stream: TextIO) -> None:
+    """Drop what is still written to a stream."""
+    nowhere = os.open(os.devnull, _WRITE)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def hold_streams() -> None:
+    """Take over the standard streams of this process.
+
+    A closed one is opened, else the next file would get its number: standard output so that writing to it fails, and
+    standard error to lead nowhere.
+    """
+    held = []
+    for number, stream, mode in ((0, sys.stdin, _READ), (1, sys.stdout, _READ), (2, sys.stderr, _WRITE)):
+        descriptor = number if stream is not None else os.open(os.devnull, mode)
+        os.set_inheritable(descriptor, True)  # noqa: FBT003  # for the ranks of a run
+        held.append(descriptor)
+    sys.stdin = sys.stdin or open(held[0], closefd=False)  # noqa: SIM115  # it stays open
+    sys.stderr, sys.stdout = _taken(sys.stderr, held[2]), _taken(sys.stdout, held[1])
+    make_optional(sys.stderr)
+
+
+def _taken(stream: TextIO | None, descriptor: int) -> TextIO:
+    binary = open(descriptor, "wb", closefd=False)  # noqa: SIM115  # it stays open
+    if not isinstance(stream, io.TextIOWrapper):
+        return StandardStream(binary, encoding="utf-8", errors="backslashreplace")
+    return StandardStream(
+        binary,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def make_optional(stream: TextIO) -> None:
+    """Let the command under way succeed without a stream: a run's exit code says how the run ended."""
+    if isinstance(stream, StandardStream):
+        stream.is_optional = True
+
+
+def with_output(code: int) -> int:
+    """Return the exit code of a command that ends now: what it could not print is a failure, unless it is optional."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        lead_nowhere(sys.stdout)
+    lost = isinstance(sys.stdout, StandardStream) and sys.stdout.is_lost and not sys.stdout.is_optional
+    return code or int(lost)

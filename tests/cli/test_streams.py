@@ -1,0 +1,92 @@
+"""Standard streams that are closed, full or gone: a run continues, and a command that only prints says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+def _in_shell(*arguments: str, streams: str, folder: Path) -> tuple[int, str]:
+    """Exit code and standard error of ``paceline ARGUMENTS`` with streams as a shell gives them."""
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$@" {streams}', "bash", sys.executable, "-m", "paceline", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["recipes", "--help", "recipes --json"])
+@pytest.mark.parametrize(("streams", "why"), [(">/dev/full", "No space left"), (">&-", "Bad file descriptor")])
+def test_a_command_that_cannot_print_fails_with_one_sentence(
+    arguments: str, streams: str, why: str, tmp_path: Path
+) -> None:
+    code, told = _in_shell(*arguments.split(), streams=streams, folder=tmp_path)
+    assert code == 1
+    assert len(told.splitlines()) == 1
+    assert "standard output" in told
+    assert why in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "streams", "code"),
+    [
+        ("recipes", ">&- 2>&-", 1),
+        ("recipes", ">/dev/full 2>/dev/full", 1),
+        ("recipes", "2>&1 | true", 0),
+        ("--help", "| true", 0),
+        ("no-such", "2>/dev/full", 2),
+        ("no-such", "2>&-", 2),
+    ],
+)
+def test_the_exit_code_is_right_where_nothing_can_be_said(
+    arguments: str, streams: str, code: int, tmp_path: Path
+) -> None:
+    assert _in_shell(*arguments.split(), streams=streams, folder=tmp_path) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("more", "streams", "code"),
+    [
+        ((), "<&- >&- 2>&-", 0),
+        (("train.until=2 steps", "--json"), ">/dev/full", 75),
+        (("train.until=2 steps",), "2>&1 >/dev/full | true", 75),
+    ],
+)
+def test_a_run_ends_as_if_its_streams_were_there(
+    more: tuple[str, ...], streams: str, code: int, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    found, told = _in_shell("train", "digits", *tiny, *more, "--run-dir", "run", streams=streams, folder=tmp_path)
+    assert found == code, told
+    assert "Traceback" not in told
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == ("stopped" if code else "completed")
+
+
+@pytest.mark.thorough
+def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path) -> None:
+    command = ("train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
+    assert _in_shell(*command, streams=">&- 2>/dev/full", folder=tmp_path) == (0, "")
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_closed_stream_shares_its_number_with_no_file(tmp_path: Path) -> None:
+    """What writes to number 1 or 2, as C libraries do, would otherwise write into a file of the run."""
+    program = "import os; from paceline.cli.streams import hold_streams; hold_streams(); os._exit(os.open('file', 65))"
+    done = subprocess.run(
+        ["bash", "-c", f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'],
+        cwd=tmp_path,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+    )
+    assert done.returncode > 2
