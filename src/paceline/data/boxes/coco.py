@@ -19,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.boxes.objects import BoxDataset, Objects
-from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.boxes.outlines import mask_of, outline_fault
+from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
+_SHOWN = 5  # faults in a message
 _MOST = 2**31  # pixels; what is beyond is no place in a picture, and too large for an array of numbers
 
 
@@ -68,7 +70,7 @@ class CocoSource:
         return decode(self.path(sample), 3, turned=False)
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """What the annotations say of it; raises BrokenImageError if a mask cannot be drawn."""
+        """What the annotations say of it."""
         found, at = self._found, int(self._samples[sample])
         rows = slice(int(found.bounds[at]), int(found.bounds[at + 1]))
         drawn = None
@@ -77,32 +79,12 @@ class CocoSource:
             height, width = map(int, found.sizes[at])
             drawn = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
             for index, outline in enumerate(found.outlines[rows]):
-                try:
-                    drawn[index] = mask_of(outline, height, width)
-                except Exception as error:  # whatever the library finds in such a file
-                    reason = f"the mask of its object {index + 1} cannot be drawn ({error})"
-                    raise BrokenImageError(self.path(sample), reason) from error
+                drawn[index] = mask_of(outline, height, width)
         return Objects(boxes=found.boxes[rows], labels=found.labels[rows], crowd=found.crowd[rows], masks=drawn)
 
     def path(self, sample: int) -> str:
         """The picture's file."""
         return os.path.join(self._folder, self._found.names[int(self._samples[sample])])
-
-
-def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
-    """Draw polygons or run lengths, uint8 [H, W] of 0 and 1."""
-    from pycocotools import mask
-
-    if isinstance(outline, list):
-        runs = mask.merge(mask.frPyObjects(outline, height, width))
-    elif isinstance(outline["counts"], list):
-        runs = mask.frPyObjects(outline, height, width)
-    else:
-        runs = outline
-    drawn: NDArray[np.uint8] = mask.decode(runs)
-    if drawn.shape != (height, width):
-        raise ValueError(f"it is {drawn.shape[1]}x{drawn.shape[0]} pixels large, the picture {width}x{height}")
-    return drawn
 
 
 def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
@@ -154,7 +136,7 @@ def read_annotations(
         note: Given the file's content, for its digest.
 
     Raises:
-        DataError: If it is malformed; names the first fault.
+        DataError: If it is malformed; names the first faults and says how many there are.
     """
     try:
         content = file.read_bytes()
@@ -162,42 +144,60 @@ def read_annotations(
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
     note(content)
-    fault = _Fault(file)
+    faults = _Faults(file)
     if not isinstance(tree, dict):
-        raise fault("it is no mapping of images, annotations and categories")
-    lists = {name: tree.get(name) for name in ("images", "categories", "annotations")}
-    for name, value in lists.items():
-        if not isinstance(value, list):
-            raise fault(f"it has no list '{name}'")
-    images, classes = _images(tree["images"], fault), _classes(tree["categories"], fault)
-    rows = list(_rows(tree["annotations"], images, classes, fault))
-    if masks:
-        _check_outlines([row[-1] for row in rows], fault)
+        raise faults.error("it is no mapping of images, annotations and categories")
+    for name in ("images", "categories", "annotations"):
+        if not isinstance(tree.get(name), list):
+            raise faults.error(f"it has no list '{name}'")
+    images, classes = _images(tree["images"], faults), _classes(tree["categories"], faults)
+    faults.check()
+    rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
+    faults.check()
     return _arranged(images, classes, rows, masks=masks), classes
 
 
-class _Fault:
-    """Makes the error for what is wrong in a file."""
+class _Faults:
+    """Counts what is wrong in a file, and keeps the first few for the message."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._first: list[str] = []
+        self._count = 0
 
-    def __call__(self, said: str) -> DataError:
+    def __call__(self, said: str) -> None:
+        self._count += 1
+        if self._count <= _SHOWN:
+            self._first.append(said)
+
+    def error(self, said: str) -> DataError:
         return DataError(f"{self._file}: {said}; {_HOW}.")
 
+    def check(self) -> None:
+        """Raise DataError if there was any."""
+        if self._count > _SHOWN:
+            raise self.error(f"{self._count:,} faults, first {_SHOWN}: {'; '.join(self._first)}")
+        if self._count:
+            raise self.error("; ".join(self._first))
 
-def _images(entries: list[Any], fault: _Fault) -> dict[int, tuple[str, int, int]]:
+
+def _images(entries: list[Any], fault: _Faults) -> dict[int, tuple[str, int, int]]:
     """File name, height and width by the image's number, ascending."""
-    found = {}
+    found: dict[int, tuple[str, int, int]] = {}
+    names: set[str] = set()
     for position, each in enumerate(entries):
         if not _is_image(each):
-            raise fault(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
+            fault(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
+            continue
         number, name = each["id"], each["file_name"]
         if number in found:
-            raise fault(f"images[{position}] has the id {_shown(number)}, which another one has")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
+            fault(f"images[{position}] has the id {_shown(number)}, which another one has")
+        elif name in names:
+            fault(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
+        elif Path(name).is_absolute() or ".." in Path(name).parts:
+            fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
         found[number] = (name, each["height"], each["width"])
+        names.add(name)
     return dict(sorted(found.items()))
 
 
@@ -215,54 +215,60 @@ def _is_file_name(name: Any) -> bool:
     return name.encode("utf-8", "ignore").decode() == name
 
 
-def _classes(entries: list[Any], fault: _Fault) -> dict[int, str]:
+def _classes(entries: list[Any], fault: _Faults) -> dict[int, str]:
     found: dict[int, str] = {}
     for position, each in enumerate(entries):
         number, name = (each.get("id"), each.get("name")) if isinstance(each, dict) else (None, None)
         if type(number) is not int or not isinstance(name, str):
-            raise fault(f"categories[{position}] must have id and name, and is {_shown(each)}")
+            fault(f"categories[{position}] must have id and name, and is {_shown(each)}")
+            continue
         if number in found:
-            raise fault(f"categories[{position}] has the id {_shown(number)}, which another one has")
+            fault(f"categories[{position}] has the id {_shown(number)}, which another one has")
+        elif name in found.values():
+            fault(f"categories[{position}] has the name {_shown(name)}, which another one has")
         found[number] = name
     return dict(sorted(found.items()))
 
 
 def _rows(
-    entries: list[Any], images: dict[int, Any], classes: dict[int, str], fault: _Fault
+    entries: list[Any], images: dict[int, Any], classes: dict[int, str], fault: _Faults, *, masks: bool
 ) -> Iterator[tuple[int, int, list[float], bool, Any]]:
-    """Image, class, box, whether it is a crowd, and outline of each annotation."""
+    """Image, class, box, whether it is a crowd, and outline of each annotation that has no fault."""
+    known: set[Any] = set()
     for position, each in enumerate(entries):
-        if not isinstance(each, dict):
-            raise fault(f"annotations[{position}] is no mapping but {_shown(each)}")
-        image, kind = each.get("image_id"), each.get("category_id")
-        box: Any = each.get("bbox")
-        if type(image) is not int or image not in images:
-            raise fault(f"annotations[{position}] has the image_id {_shown(image)}, which no image has")
-        if type(kind) is not int or kind not in classes:
-            raise fault(f"annotations[{position}] has the category_id {_shown(kind)}, which no category has")
-        if not _is_box(box):
-            raise fault(
-                f"annotations[{position}] has the bbox {_shown(box)}, which must be left, top, width and height in "
-                "pixels, none of the last two negative"
-            )
-        crowd = each.get("iscrowd", 0)
-        if crowd not in (0, 1):
-            raise fault(f"annotations[{position}] has the iscrowd {_shown(crowd)}, which must be 0 or 1")
-        yield image, kind, box, bool(crowd), each.get("segmentation")
+        number = each.get("id") if isinstance(each, dict) else None
+        has_number = type(number) in (int, str)
+        said = _annotation_fault(each, images, classes, masks=masks)
+        if said is None and has_number and number in known:
+            said = "has the id of another one"
+        if said is not None:
+            fault(f"annotations[{position}]{f' (id {_shown(number)})' * has_number} {said}")
+            continue
+        if has_number:
+            known.add(number)
+        yield each["image_id"], each["category_id"], each["bbox"], bool(each.get("iscrowd")), each.get("segmentation")
 
 
-def _check_outlines(outlines: list[Any], fault: _Fault) -> None:
-    """Find out whether each object has something to draw a mask of; whether it can be drawn is seen when it is."""
-    for position, each in enumerate(outlines):
-        if isinstance(each, dict):
-            is_drawn = isinstance(each.get("counts"), list | str) and isinstance(each.get("size"), list)
-        else:
-            is_drawn = isinstance(each, list) and bool(each) and all(isinstance(part, list) and part for part in each)
-        if not is_drawn:
-            raise fault(
-                f"annotations[{position}] has the segmentation {_shown(each)}, and masks are drawn of polygons or run "
-                "lengths; without masks (data.boxes.masks=false, and a network for boxes alone) it is not asked for"
-            )
+def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str], *, masks: bool) -> str | None:
+    """Say what is wrong with an annotation; None if nothing is."""
+    if not isinstance(each, dict):
+        return f"is no mapping but {_shown(each)}"
+    image, kind, crowd = each.get("image_id"), each.get("category_id"), each.get("iscrowd", 0)
+    if type(image) is not int or image not in images:
+        return f"has the image_id {_shown(image)}, which no image has"
+    if type(kind) is not int or kind not in classes:
+        return f"has the category_id {_shown(kind)}, which no category has"
+    box = each.get("bbox")
+    if not _is_box(box):
+        return f"has the bbox {_shown(box)}, which must be left, top, width and height; the last two not negative"
+    if crowd not in (0, 1):
+        return f"has the iscrowd {_shown(crowd)}, which must be 0 or 1"
+    outline = each.get("segmentation")
+    _, height, width = images[image]
+    said = outline_fault(outline, height, width) if masks else None
+    if said is not None:
+        return f"has the segmentation {_shown(outline)}: {said} (data.boxes.masks=false reads no masks)"
+    return None
 
 
 def _is_box(box: Any) -> bool:
@@ -280,6 +286,8 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
     order = np.argsort(owner, kind="stable")
     boxes = np.array([row[2] for row in rows], dtype=np.float64).reshape(-1, 4)[order]
     boxes[:, 2:] += boxes[:, :2]
+    # A network sees single precision, in which a tiny box at a far corner has no extent.
+    boxes = boxes.astype(np.float32).astype(np.float64)
     return Annotations(
         names=[name for name, _, _ in images.values()],
         sizes=np.array([size for _, *size in images.values()], dtype=np.int64).reshape(-1, 2),

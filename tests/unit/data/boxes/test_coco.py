@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.boxes.coco import open_coco
+from paceline.data.boxes.outlines import mask_of, outline_fault
 from paceline.errors import DataError
 
 SQUARE = [[2, 2, 6, 2, 6, 8, 2, 8]]
@@ -166,6 +170,10 @@ BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
         ({"images": [IMAGE | {"file_name": 3}]}, r"images\[0\] must have"),
         ({"images": [IMAGE | {"height": 10**30}]}, r"images\[0\] must have"),
         ({"images": [IMAGE | {"width": 0}]}, r"images\[0\] must have"),
+        ({"images": [IMAGE, IMAGE | {"id": 11}]}, r"images\[1\] \(id 11\) has the file_name 'a.png'"),
+        ({"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}, r"categories\[1\] has the name 'x'"),
+        ({"annotations": [BOX | {"id": 5}, BOX | {"id": 5}]}, r"annotations\[1\] \(id 5\)"),
+        ({"annotations": [BOX | {"id": 5, "bbox": None}]}, r"annotations\[0\] \(id 5\) has the bbox None"),
     ],
 )
 def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> None:
@@ -183,6 +191,105 @@ def test_an_object_without_a_mask_to_draw_is_named_before_training(root: Path, o
     with pytest.raises(DataError, match=r"annotations\[1\] has the segmentation"):
         open_coco(str(root), masks=True, keep_empty=True)
     open_coco(str(root), masks=False, keep_empty=True)
+
+
+RUNS = {"counts": [0, 24, 168], "size": [12, 16]}
+
+
+@pytest.mark.parametrize(
+    ("outline", "said"),
+    [
+        ([[2, 2, 6, 8]], "4 numbers"),
+        ([SQUARE[0], [2, 2, 6, 2, 6, 8, 2]], "7 numbers"),
+        ([[2, 2, 6, 2, 6, float("nan")]], "not finite"),
+        ([[2, 2, 6, 2, 1e9, 8]], "far outside"),
+        ([[2, 2, 6, 2, 6, 10**400, 1.5, 2]], "far outside"),
+        ([[2, 2, 6, 2, 6, "8"]], "list of numbers"),
+        ([[2, 2, 6, 2, 6, True]], "list of numbers"),
+        (SQUARE[0], "list of numbers"),
+        (RUNS | {"counts": [0, 24]}, "24 pixels"),
+        (RUNS | {"counts": [0, 24, 169]}, "193 pixels"),
+        (RUNS | {"counts": [0, 24, 190, -22]}, "counts"),
+        (RUNS | {"counts": [0, 24, 168.0]}, "counts"),
+        (RUNS | {"counts": [0, 24, 2**32 + 168]}, "pixels"),
+        (RUNS | {"size": [16, 12]}, "size"),
+        (RUNS | {"counts": ""}, "counts"),
+        (RUNS | {"counts": "0"}, "0 pixels"),
+        (RUNS | {"counts": "0h0X5" + "P"}, "counts"),  # the last number has no end
+        (RUNS | {"counts": "junk, not runs"}, "counts"),
+        (RUNS | {"counts": "PPPPPPPPPPPP1"}, "counts"),
+        (RUNS | {"counts": "\ud800"}, "counts"),
+        ({}, "size"),
+    ],
+)
+def test_a_mask_that_cannot_be_drawn_is_named_before_training(root: Path, outline: Any, said: str) -> None:
+    pytest.importorskip("pycocotools")
+    tree = annotations(annotations=[BOX | {"segmentation": SQUARE}, BOX | {"id": 314, "segmentation": outline}])
+    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=rf"annotations\[1\] \(id 314\).*{said}"):
+        open_coco(str(root), masks=True, keep_empty=True)
+
+
+def test_faults_are_counted_and_the_first_few_named(root: Path) -> None:
+    pytest.importorskip("pycocotools")
+    faulty = [BOX | {"id": 100 + index, "segmentation": [[1, 1, 3, 3]]} for index in range(12)]
+    tree = annotations(annotations=[BOX | {"id": 7, "segmentation": SQUARE}, *faulty])
+    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"12 faults") as caught:
+        open_coco(str(root), masks=True, keep_empty=True)
+    assert [number for number in range(100, 112) if f"id {number}" in str(caught.value)] == list(range(100, 105))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+def test_run_lengths_are_drawn_as_by_the_reference(root: Path) -> None:
+    reference = pytest.importorskip("pycocotools.mask")
+    draws = np.random.default_rng(5)
+    for _ in range(200):
+        height, width = draws.integers(1, 40, 2).tolist()
+        drawn = (draws.random((height, width)) < draws.random()).astype(np.uint8)
+        packed = reference.encode(np.asfortranarray(drawn))
+        counts = [len(list(run)) for _, run in itertools.groupby([0, *drawn.T.ravel().tolist()])]
+        counts[0] -= 1
+        for each in (packed["counts"].decode(), counts):
+            outline = {"counts": each, "size": [height, width]}
+            assert outline_fault(outline, height, width) is None
+            assert (mask_of(outline, height, width) == drawn).all()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+def test_a_changed_file_is_refused_or_read_alike_twice(root: Path) -> None:
+    """Whatever one value of the file is replaced with, nothing fails later, and no mask depends on what memory held."""
+    reference = pytest.importorskip("pycocotools.mask")
+    packed = reference.encode(np.asfortranarray(np.eye(12, 16, dtype=np.uint8)))["counts"].decode()
+    junk = [None, True, -1, 0, 3, 2**40, 10**400, 1.5, 1e308, float("nan"), float("inf"), "", "07", packed, "o" * 40]
+    containers: list[Any] = [[], {}, [[]], [1, 2, 3, 4], [[1, 2, 3, 4, 5, 6, 7]], RUNS, RUNS | {"counts": packed[:-1]}]
+    draws = random.Random(3)
+    outcomes = set()
+    for _ in range(600):
+        tree = copy.deepcopy(annotations())
+        tree["annotations"].append(BOX | {"id": 5, "segmentation": {"counts": packed, "size": [12, 16]}})
+        at: Any = draws.choice([tree, *tree["images"], *tree["annotations"] * 4])
+        while True:
+            key = draws.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            if not isinstance(at[key], dict | list) or not at[key] or draws.random() < 0.2:
+                break
+            at = at[key]
+        at[key] = copy.deepcopy(draws.choice([*junk, *containers]))
+        (root / "train" / "annotations.json").write_text(json.dumps(tree))
+        try:
+            found = open_coco(str(root), masks=True, keep_empty=True).train
+        except DataError:
+            outcomes.add("refused")
+            continue
+        outcomes.add("read")
+        for sample in np.flatnonzero((found.sizes == (12, 16)).all(axis=1)).tolist():
+            first, second = (found.objects(sample, masks=True) for _ in range(2))
+            assert np.isfinite(first.boxes).all()
+            assert first.masks is not None
+            assert first.masks.shape[1:] == (12, 16)
+            assert first.masks.max(initial=0) <= 1
+            assert first.masks.tobytes() == second.masks.tobytes()  # type: ignore[union-attr]
+    assert outcomes == {"refused", "read"}
 
 
 def test_what_is_not_there_is_named(root: Path) -> None:
