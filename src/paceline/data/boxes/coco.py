@@ -140,7 +140,7 @@ def read_annotations(
     """
     try:
         content = file.read_bytes()
-        tree = json.loads(content)
+        tree = json.loads(content, parse_constant=str)  # NaN and Infinity are text, and so no numbers
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
     note(content)

@@ -12,7 +12,13 @@ _LONGEST_NUMBER = 7  # characters, 35 bits: more than the pixels of any picture 
 
 
 def outline_fault(outline: Any, height: int, width: int) -> str | None:
-    """Say why a segmentation cannot be drawn in a picture of this size; None if it can."""
+    """Say why a segmentation cannot be drawn in a picture of this size; None if it can.
+
+    Args:
+        outline: The segmentation, which holds no NaN: a comparison with one decides nothing.
+        height: The picture's height.
+        width: The picture's width.
+    """
     if isinstance(outline, dict):
         return _runs_fault(outline, height, width)
     if not isinstance(outline, list) or not outline:
@@ -40,8 +46,8 @@ def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
         return f"a polygon has {len(polygon)} numbers; it must have x and y of at least three points"
     # A corner may lie outside the picture; for one far outside, the library would need memory for the way there.
     far = max(height, width)
-    if not all(-far <= each <= 2 * far for each in polygon):  # NaN is not
-        return "a polygon has coordinates that are not finite, or far outside the picture"
+    if min(polygon) < -far or max(polygon) > 2 * far:
+        return "a polygon has coordinates far outside the picture"
     return None
 
 

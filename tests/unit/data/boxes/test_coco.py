@@ -201,7 +201,8 @@ RUNS = {"counts": [0, 24, 168], "size": [12, 16]}
     [
         ([[2, 2, 6, 8]], "4 numbers"),
         ([SQUARE[0], [2, 2, 6, 2, 6, 8, 2]], "7 numbers"),
-        ([[2, 2, 6, 2, 6, float("nan")]], "not finite"),
+        ([[2, 2, 6, 2, 6, float("nan")]], "list of numbers"),
+        ([[2, 2, 6, 2, 6, float("-inf")]], "list of numbers"),
         ([[2, 2, 6, 2, 1e9, 8]], "far outside"),
         ([[2, 2, 6, 2, 6, 10**400, 1.5, 2]], "far outside"),
         ([[2, 2, 6, 2, 6, "8"]], "list of numbers"),
