@@ -75,3 +75,25 @@ def test_a_part_of_a_table_is_packed(paceline_here: Callable[..., Any], tables: 
         assert refused.code == 2
         assert message in refused.err
     assert not (tables / "other").exists()
+
+
+def test_names_that_look_like_numbers_come_back_as_they_were(
+    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path, tiny: tuple[str, ...]
+) -> None:
+    for name in ("01", "02", "1e3", "nan", "on"):
+        write_images(tmp_path / "photos" / name, 8)
+    run = ["train", "image_folder", *tiny, "model.name=small_resnet", "data.path=photos", "data.image_size=12"]
+    asked = "data.only_classes=['01', nan, 'on', 1e3]"
+    done = paceline_here(*run, asked, "batch.global_size=8", "train.duration=1 steps", "--run-dir=run")
+    assert done.code == 0, done.err
+    answered = paceline_here("predict", "run", "photos/01/0.png", "--top-k=4", "--json")
+    assert sorted(json.loads(answered.out)[0]["labels"]) == ["01", "1e3", "nan", "on"]
+
+
+def test_a_plan_says_how_many_classes_have_no_image(paceline_here: Callable[..., Any], tables: Path) -> None:
+    rows = [f"{number:02}.jpg,{2019 + number % 2}" for number in range(28)]
+    (tables / "years.csv").write_text("\n".join(["path,label", *rows]))
+    plan = ["train", "digits", "data.dataset=csv", "data.path=years.csv", "data.image_size=16", "--plan-only"]
+    assert "2,019 of 2,021 classes have no image" in paceline_here(*plan).out
+    found = json.loads(paceline_here(*plan, "--json").out)["plan"]["data"]
+    assert (found["classes"], found["classes_without_images"]) == (2021, 2019)

@@ -400,6 +400,7 @@ _ALWAYS_TOLD = (
     "evaluate.every",
     "data.evaluation_shape",
     "data.validation",
+    "data.classes",
     "data.subset",
     "data.only_classes",
     "parallel.exact",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -97,6 +98,10 @@ class ImageClassification(Task):
             reasons["data.evaluation_shape"] = (
                 "every held-out image comes to a square" if len(found.validation) else "no images are held out"
             )
+        # As where years are taken for the numbers of classes.
+        empty = len(found.classes) - len(np.unique(found.train.labels))
+        if empty:
+            reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
         self._choose_metrics(reasons)
         return DataFacts(
             train_samples=len(found.train) * self.recipe.data.augment.repeats,
@@ -105,6 +110,7 @@ class ImageClassification(Task):
                 "dataset": found.name,
                 "digest": found.digest,
                 "classes": len(found.classes),
+                **({"classes_without_images": empty} if empty else {}),
                 "image_size": found.image_size,
                 **_sizes_by_epoch(data.progressive, found.image_size),
                 "evaluation_size": evaluation_size(data, found),

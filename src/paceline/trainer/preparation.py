@@ -113,7 +113,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
-            notices=(*_left_out(plan), *limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            notices=(*_about_data(plan), *limits.warnings, *notices, *([] if cores is None else [cores.why])),
             first_values=first_values,
         )
         _check_tail(prepared)
@@ -121,12 +121,13 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     return prepared
 
 
-def _left_out(plan: Plan) -> tuple[str, ...]:
-    """What of the data is not trained on, as the task's facts count it (``lines_left_out``)."""
+def _about_data(plan: Plan) -> tuple[str, ...]:
+    """What is not trained on, as the task's facts count it (``lines_left_out``), and classes without an image."""
     ending = "_left_out"
     counts = {name: count for name, count in plan.data.items() if name.endswith(ending) and isinstance(count, int)}
     named = ((name.removesuffix(ending).replace("_", " "), count) for name, count in counts.items())
-    return tuple(f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
+    left_out = (f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
+    return (*left_out, *([plan.reasons["data.classes"]] if "data.classes" in plan.reasons else []))
 
 
 def _weights_of(task: Task) -> SampleWeights | None:

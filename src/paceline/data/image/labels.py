@@ -1,4 +1,8 @@
-"""What does a label that is written beside an image stand for? A class by its number, or by its name."""
+"""What does a label that is written beside an image stand for? A class by its number, or by its name.
+
+Text stays text: it counts as numbers only where all of it reads as ``0``, ``1``, ``2``, …; ``07`` and ``007`` are two
+names.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,12 @@ from paceline.data.image.source import Ids
 from paceline.errors import DataError
 
 _LARGEST_LABEL = 2**20
+_CANONICAL = re.compile(r"0|[1-9][0-9]*")
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
 
 def as_label(value: object, name: str) -> int | str:
-    """A label as it is written somewhere: a number from 0 on, or a class name.
+    """A label as it is written somewhere: a number from 0 on, or text.
 
     Args:
         value: What is written.
@@ -22,10 +28,6 @@ def as_label(value: object, name: str) -> int | str:
     Raises:
         DataError: If it is neither.
     """
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        value = int(value)
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?", value):
-        raise DataError(f"{name!r} has the label {value}, but labels are whole numbers from 0 on, or names.")
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
     if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
@@ -44,25 +46,42 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
         DataError: If some are numbers and some names, a held-out one is of a class that is not trained on, or there is
             one class.
     """
-    kinds = {type(label) for labels in parts for label in labels}
-    if len(kinds) > 1:
-        one = next(each for labels in parts for each in labels if isinstance(each, int))
-        other = next(each for labels in parts for each in labels if isinstance(each, str))
-        raise DataError(
-            f"{path!r} has labels that are numbers ({one}) and labels that are names ({other!r}): make them all one or "
-            "the other."
-        )
-    if kinds == {int}:
-        count = max(int(label) for labels in parts for label in labels) + 1
-        classes = tuple(str(number) for number in range(count))
-        numbered = [np.array(labels, dtype=np.int64) for labels in parts]
+    written = {label for labels in parts for label in labels}
+    number: dict[int | str, int]
+    if _are_numbers(written, path):
+        number = {label: _index(label, path) for label in written}
+        classes = tuple(map(str, range(max(number.values()) + 1)))
     else:
-        classes = tuple(sorted({str(label) for label in parts[0]}))
+        classes = tuple(sorted(map(str, set(parts[0]))))
         number = {name: index for index, name in enumerate(classes)}
-        unknown = sorted({str(label) for labels in parts[1:] for label in labels} - set(classes))
-        if unknown:
+        if unknown := sorted(map(str, written - number.keys())):
             raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
-        numbered = [np.array([number[str(label)] for label in labels], dtype=np.int64) for labels in parts]
     if len(classes) < 2:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
-    return classes, numbered
+    return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
+
+
+def _are_numbers(written: set[int | str], path: str) -> bool:
+    """Whether labels are the classes' numbers; else all are text, which names them."""
+    texts = sorted(label for label in written if isinstance(label, str))
+    names = [text for text in texts if not _CANONICAL.fullmatch(text)]
+    if not names:
+        return True
+    if len(texts) < len(written):
+        one = next(label for label in written if isinstance(label, int))
+        raise DataError(
+            f"{path!r} has labels that are numbers ({one}) and labels that are names ({names[0]!r}): make them all one "
+            "or the other."
+        )
+    if all(map(_NUMBER.fullmatch, texts)) and (odd := [text for text in names if not text.isdecimal()]):
+        raise DataError(f"{path!r} has the label {odd[0]}, but labels are whole numbers from 0 on, or names.")
+    return False
+
+
+def _index(label: int | str, path: str) -> int:
+    if len(str(label)) > len(str(_LARGEST_LABEL)) or int(label) >= _LARGEST_LABEL:
+        raise DataError(
+            f"{path!r} has the label {str(label)[:40]}, but labels that are numbers go up to {_LARGEST_LABEL - 1:,}: "
+            "write names, with a letter in one of them."
+        )
+    return int(label)

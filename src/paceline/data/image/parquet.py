@@ -273,7 +273,7 @@ def _label(tables: _Tables, column: str, value: object, row: int) -> int | str:
 
 
 def _number(tables: _Tables, label: int | str, numbers: Mapping[int | str, int]) -> int:
-    """The number of a class, which may be written by its name."""
+    """The number of a class, which may be written by its name; text is never a number."""
     number = numbers.get(label, label)
     if isinstance(number, str):
         raise DataError(f"{tables.name} has the label {label!r}, which is none of its classes: make the table again.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from paceline.recipe.data import Data
 # Arbitrary, and fixed for good: another salt is another draw.
 _VALIDATION, _HOLDOUT, _SUBSET = b"validation", b"holdout", b"subset"
 _NAMED = 6
+# What YAML reads as a whole number, or may.
+_LIKE_A_NUMBER = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F_]+|0[bB][01_]+|0[oO][0-7_]+|[0-9][0-9_:.]*)\s*")
 
 
 def select(data: Data, dataset: ImageDataset) -> ImageDataset:
@@ -56,15 +59,22 @@ def part_of(source: SampleSource, ids: Ids, labels: Ids | None = None) -> Subset
 def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
     """The numbers of the classes that are asked for by name or number, in the data's order.
 
-    A number stands for the class of that name, if there is one, else for the class at that place, from 0.
+    A number stands for the class of that name, if there is one, else for the class at that place, from 0. Where names
+    look like numbers, as 01, it stands for no place: who wrote 01 would get the second class.
 
     Raises:
         RecipeError: If one is unknown or named twice, or there is one only.
     """
     numbers = {name: number for number, name in enumerate(classes)}
+    numeric = next((name for name in classes if _LIKE_A_NUMBER.fullmatch(name)), None)
     chosen: list[int] = []
     for each in asked:
         number = numbers.get(str(each), each)
+        if numeric is not None and isinstance(each, int) and str(each) not in numbers:
+            raise RecipeError(
+                f"{key} names the number {each}, but classes have names like {numeric!r}, and none is {str(each)!r}: "
+                f"write names in quotes, ['{numeric}', …]."
+            )
         if not isinstance(number, int) or number >= len(classes):
             known = ", ".join(classes[:_NAMED]) + (", …" if len(classes) > _NAMED else "")
             raise RecipeError(

@@ -204,7 +204,7 @@ def _both(one: str, other: str) -> str:
 
 def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str, int]]]) -> list[int | str]:
     """The samples' labels, remembered: they lie between the images, and reading them anew would read most of a tar."""
-    memory = memory_of(file, "labels")
+    memory = memory_of(file, "texts")  # "labels" was another version's, which took 07 for 7
     known = recall_arrays(memory)
     if known is not None and "json" in known:
         labels: list[int | str] = json.loads(known["json"].tobytes())
@@ -218,7 +218,10 @@ def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str
 
 def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
     if "cls" in members:
-        return as_label(bytes(content[members["cls"]]).decode("utf-8", "replace").strip(), name)
+        try:
+            return as_label(bytes(content[members["cls"]]).decode().strip(), name)
+        except UnicodeDecodeError:
+            raise DataError(f"{name!r}: its .cls is not in UTF-8; write it again in that encoding.") from None
     if "json" in members:
         try:
             tree = json.loads(bytes(content[members["json"]]))

@@ -202,7 +202,10 @@ def test_labels_in_json_and_names_of_classes(tmp_path: Path) -> None:
         ([("1.jpg", b"x"), ("1.png", b"x"), ("1.cls", b"0")], "has 2 images, and one is expected"),
         ([("1.txt", b"x"), ("1.cls", b"0")], "holds no images: expected are members like"),
         ([("1.jpg", b"x"), ("1.cls", b"0")], "has one class, '0'"),
-        ([("1.jpg", b"x"), ("1.cls", b"0"), ("2.jpg", b"x"), ("2.cls", b"cat")], "make them all one or the other"),
+        (
+            [("1.jpg", b"x"), ("1.json", b'{"label": 0}'), ("2.jpg", b"x"), ("2.cls", b"cat")],
+            "make them all one or the other",
+        ),
     ],
 )
 def test_what_is_wrong_with_the_samples_is_told(tmp_path: Path, members: list[Member], message: str) -> None:

@@ -1,0 +1,190 @@
+"""Labels that are text stay text from every source, whatever they look like, unless all of them are numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from paceline.data.image.datasets import open_dataset
+from paceline.data.packing.pack import Request, pack
+from paceline.errors import DataError, RecipeError
+from paceline.recipe.data import Data
+
+pa = pytest.importorskip("pyarrow")
+
+LOOK_LIKE_NUMBERS = (
+    "007",
+    "07",
+    "7",
+    "0x10",
+    "10",
+    "1:30",
+    "1_000",
+    "1e3",
+    "-1",
+    "NaN",
+    "nan",
+    "none",
+    "on",
+    "true",
+    "ü",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def png(value: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("L", (8, 8), value).save(out, "PNG")
+    return out.getvalue()
+
+
+def folder(root: Path, names: tuple[str, ...]) -> Path:
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        (root / name / "x.png").write_bytes(png(number))
+    return root
+
+
+def table(root: Path, names: tuple[str, ...]) -> Path:
+    folder(root, names)
+    with (root / "labels.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("path", "label"), *((f"{name}/x.png", name) for name in names)])
+    return root / "labels.csv"
+
+
+def parquet(root: Path, names: tuple[str, ...], **columns: Any) -> Path:
+    import pyarrow.parquet as pq
+
+    root.mkdir()
+    content = {"image": [png(number) for number in range(len(names))], "label": list(names)} | columns
+    pq.write_table(pa.table(content), root / "t.parquet")
+    return root / "t.parquet"
+
+
+def parquet_of_paths(root: Path, names: tuple[str, ...]) -> Path:
+    return parquet(folder(root / "in", names).parent / "t", names, image=[f"../in/{name}/x.png" for name in names])
+
+
+def huggingface(root: Path, names: tuple[str, ...]) -> Path:
+    root.mkdir()
+    content = pa.table({"image": [{"bytes": png(number), "path": None} for number in range(len(names))]})
+    content = content.append_column("label", pa.array(range(len(names)), pa.int64()))
+    with pa.OSFile(str(root / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, content.schema) as writer:
+        writer.write_table(content)
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": names}}
+    (root / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    (root / "dataset_info.json").write_text(json.dumps({"features": features}))
+    return root
+
+
+def tar(root: Path, names: tuple[str, ...], labels: list[tuple[str, bytes]] | None = None) -> Path:
+    root.mkdir()
+    labels = labels or [("cls", f"{name}\n".encode()) for name in names]
+    with tarfile.open(root / "t.tar", "w") as file:
+        for number, label in enumerate(labels):
+            for ending, content in (("png", png(number)), label):
+                info = tarfile.TarInfo(f"{number}.{ending}")
+                info.size = len(content)
+                file.addfile(info, io.BytesIO(content))
+    return root / "t.tar"
+
+
+def tar_of_json(root: Path, names: tuple[str, ...]) -> Path:
+    return tar(root, names, [("json", json.dumps({"label": name}).encode()) for name in names])
+
+
+def packed(root: Path, names: tuple[str, ...]) -> Path:
+    source = folder(root / "source", names)
+    pack(Request(source=str(source), destination=root / "packed"), lambda done, total: None, lambda line: None)
+    return root / "packed"
+
+
+SOURCES: dict[str, tuple[str, Callable[[Path, tuple[str, ...]], Path]]] = {
+    "folder": ("image_folder", folder),
+    "csv": ("csv", table),
+    "parquet": ("parquet", parquet),
+    "parquet_of_paths": ("parquet", parquet_of_paths),
+    "huggingface": ("huggingface", huggingface),
+    "tar": ("webdataset", tar),
+    "tar_of_json": ("webdataset", tar_of_json),
+    "packed": ("packed", packed),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_text_in_is_text_out(tmp_path: Path, source: str) -> None:
+    dataset, write = SOURCES[source]
+    # A table's cells and a .cls have no spaces around them.
+    names = LOOK_LIKE_NUMBERS + ((" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") else ())
+    path = write(tmp_path / "set", names)
+    for _ in range(2):  # what was remembered of the first time is no different
+        found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
+        assert sorted(found.classes) == sorted(names)
+        # The image of each class is as grey as its place among the names.
+        grey = {found.classes[label]: int(found.train.read(at).max()) for at, label in enumerate(found.train.labels)}
+        assert grey == {name: number for number, name in enumerate(names)}
+    chosen = Data(dataset=dataset, path=str(path), validation_fraction=0, only_classes=("07", "007"))
+    assert sorted(open_dataset(chosen).classes) == ["007", "07"]
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
+def test_text_is_a_number_where_all_of_it_is_one(tmp_path: Path, source: str) -> None:
+    dataset, write = SOURCES[source]
+    found = open_dataset(
+        Data(dataset=dataset, path=str(write(tmp_path / "set", ("3", "10", "0"))), validation_fraction=0)
+    )
+    assert found.classes == tuple(map(str, range(11)))
+    assert sorted(found.train.labels.tolist()) == [0, 3, 10]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("0", "-1"), "the label -1"),
+        (("1.5", "2"), "the label 1.5"),
+        (("1", "1048576"), "the label 1048576"),
+        (("1", "9" * 5000), "9999"),
+    ],
+)
+def test_numbers_that_are_no_classes_are_refused(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    for source in ("tar", "parquet"):
+        dataset, write = SOURCES[source]
+        path = write(tmp_path / source, names)
+        with pytest.raises(DataError, match=said):
+            open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
+
+
+def test_a_table_that_names_its_numbers_takes_text_as_names(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    features = {"label": {"_type": "ClassLabel", "names": ["01", "02", "03"]}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    content = pa.table({"image": [png(0), png(1)], "label": ["02", "01"]})
+    pq.write_table(content.replace_schema_metadata(metadata), tmp_path / "t.parquet")
+    found = open_dataset(Data(dataset="parquet", path=str(tmp_path), validation_fraction=0))
+    assert [found.classes[label] for label in found.train.labels] == ["02", "01"]
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tar(tmp_path / "t", (), [("cls", b"caf\xe9"), ("cls", b"caf\xe8")])
+    with pytest.raises(DataError, match=r"0\.png.*UTF-8"):
+        open_dataset(Data(dataset="webdataset", path=str(path)))
+
+
+@pytest.mark.parametrize("asked", [(1, 2), ("01", 2), ("01", "2")])
+def test_a_number_is_no_place_among_names_that_look_like_numbers(tmp_path: Path, asked: tuple[int | str, ...]) -> None:
+    path = folder(tmp_path / "set", ("01", "02", "03", "04"))
+    with pytest.raises(RecipeError, match=r"only_classes names .*(1|2).*01"):
+        open_dataset(Data(dataset="image_folder", path=str(path), only_classes=asked, validation_fraction=0))
