@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.data.ahead import reading_threads
 from paceline.data.batch import Batch
-from paceline.data.boxes.coco import open_coco
+from paceline.data.boxes.coco import content_of_pictures, open_coco
 from paceline.data.boxes.objects import BoxDataset
 from paceline.data.boxes.pipeline import BoxPipeline
 from paceline.data.boxes.shapes import open_shapes
@@ -98,6 +98,7 @@ class Detection(Task):
             description={
                 "dataset": found.name,
                 "digest": found.digest,
+                **({} if (content := content_of_pictures(found)) is None else {"content_digest": content}),
                 "classes": len(found.classes),
                 "channels": 3,
                 "workers": self._threads,

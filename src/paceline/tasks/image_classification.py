@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
+from paceline.data.image.contents import content_of
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.feeding import remembered
 from paceline.data.image.first_images import first_images
@@ -109,6 +110,7 @@ class ImageClassification(Task):
             description={
                 "dataset": found.name,
                 "digest": found.digest,
+                **({} if (content := content_of(found)) is None else {"content_digest": content}),
                 "classes": len(found.classes),
                 **({"classes_without_images": empty} if empty else {}),
                 "image_size": found.image_size,

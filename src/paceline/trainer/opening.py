@@ -334,12 +334,23 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
         raise RunDirectoryError(
             f"the run in {where} trains the task {task}, not {asked_task}; go on with the same, or begin {elsewhere}."
         )
-    if plan["data"].get("digest") != asked.plan.data.get("digest"):
+    _check_same_data(plan["data"], asked, where, elsewhere)
+
+
+def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewhere: str) -> None:
+    now = asked.plan.data
+    if before.get("digest") != now.get("digest"):
         raise RunDirectoryError(
             f"the data of the run in {where} has changed since it began: other files, names or sizes; "
             f"restore them, or begin {elsewhere}."
         )
-    if plan["data"].get("teacher") != asked.plan.data.get("teacher"):
+    # A run that is older than this digest, or of a set that is too large for it, has none.
+    if before.get("content_digest") != now.get("content_digest") and before.keys() & now.keys() >= {"content_digest"}:
+        raise RunDirectoryError(
+            f"images of the run in {where} have changed since it began, under the same names and sizes: other pixels, "
+            f"or files that were swapped; restore them, or begin {elsewhere}."
+        )
+    if before.get("teacher") != now.get("teacher"):
         raise RunDirectoryError(
             f"the run in {where} began with another teacher than {asked.recipe.distillation.teacher} is "
             f"now; give distillation.teacher the same weights, best a checkpoint's file, or begin {elsewhere}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from PIL import Image
 import paceline
 from paceline.data.batch import Batch
 from paceline.data.image.pipeline import ImagePipeline
-from paceline.errors import DataError
+from paceline.errors import DataError, RunDirectoryError
 from paceline.insight.audit import audit_run
 
 PER_CLASS = 12
@@ -199,3 +200,27 @@ def test_held_out_images_are_not_opened_where_nothing_is_evaluated(
     train_photos("run", {"data.backend": "pytorch", "data.workers": 1})
     assert opened
     assert all(opened)
+
+
+def test_other_images_of_the_same_names_and_sizes_are_refused_at_a_resume(
+    train_photos: Callable[..., Any], photos: Path, runs: Path
+) -> None:
+    one, other = photos / "train/cat/03.png", photos / "train/dog/07.png"
+    size = max(one.stat().st_size, other.stat().st_size)
+    for file in (one, other):
+        os.truncate(file, size)  # what follows a PNG's end is not read
+    whole = train_photos("whole", {})
+    train_photos("run", {"train.duration": "5 steps"})
+    contents = one.read_bytes(), other.read_bytes()
+    for changed in (contents[::-1], (contents[0], contents[0]), (bytes(size), contents[1])):
+        one.write_bytes(changed[0])
+        other.write_bytes(changed[1])
+        with pytest.raises(RunDirectoryError, match=r"images of the run in .* have changed"):
+            train_photos("run", {})
+    one.write_bytes(contents[0])
+    other.write_bytes(contents[1])
+    # A run of before there were digests of contents is compared by names and sizes.
+    plan = json.loads((runs / "run" / "plan.json").read_text())
+    del plan["data"]["content_digest"]
+    (runs / "run" / "plan.json").write_text(json.dumps(plan))
+    assert train_photos("run", {}).summary.weights_sha256 == whole.summary.weights_sha256

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from paceline.data.boxes.objects import BoxDataset, Objects
 from paceline.data.boxes.outlines import mask_of, outline_fault
-from paceline.data.image.decode import decode
+from paceline.data.image.contents import MOST_IMAGES, content_digest
+from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image
 from paceline.errors import DataError
 
@@ -123,6 +124,15 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         digest=digest.hexdigest(),
         facts=left_out,
     )
+
+
+def content_of_pictures(dataset: BoxDataset) -> str | None:
+    """Digest the pictures' files; None if they are too many, one cannot be read, or they are drawn."""
+    splits = [each for each in (dataset.train, dataset.validation) if isinstance(each, CocoSource)]
+    if not splits or sum(map(len, splits)) > MOST_IMAGES:
+        return None
+    paths = [split.path(sample) for split in splits for sample in range(len(split))]
+    return content_digest(paths, len(paths), lambda at: read_file(paths[at]), dataset.digest)
 
 
 def read_annotations(

@@ -167,6 +167,11 @@ class MappedBytes:
         """Parts ``begin`` to ``end`` of the same files."""
         return MappedBytes(self._files, self._places.part(slice(begin, end)))
 
+    @property
+    def paths(self) -> list[str]:
+        """Paths of all files."""
+        return [file.path for file in self._files]
+
     def file_of(self, index: int) -> str:
         """Path of the file that part ``index`` lies in."""
         path: str = self._files[self._file[index]].path
@@ -214,6 +219,10 @@ class MappedSource:
         except OSError as error:
             place = f"{self._content.file_of(sample)}, in which it lies: "
             raise BrokenImageError(self.path(sample), place + (error.strerror or str(error))) from error
+
+    def files(self, samples: Ids) -> list[str]:
+        """Return the paths of all files."""
+        return self._content.paths
 
     def will_read(self, samples: Ids) -> None:
         """Have the images fetched from the disk before they are asked for one by one."""

@@ -204,6 +204,10 @@ class ParquetSource:
         group = int(np.searchsorted(self._starts, sample, side="right")) - 1
         return f"{self.names[sample]} in {self.table.files[self.table.groups[group].file].path}"
 
+    def files(self, samples: Ids) -> list[str]:
+        """Return the paths of all files."""
+        return [file.path for file in self.table.files]
+
     def probe(self) -> Probe:
         """Look at the heads of some images, of at most 8 row groups."""
         groups = len(self.table.groups)

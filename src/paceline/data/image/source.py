@@ -8,7 +8,7 @@ Python object writes its reference count.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -65,6 +65,15 @@ class EncodedSource(SampleSource, Protocol):
         Raises:
             BrokenImageError: If the file cannot be read.
         """
+        ...
+
+
+@runtime_checkable
+class FiledSource(SampleSource, Protocol):
+    """A source that knows the files which its images lie in."""
+
+    def files(self, samples: Ids) -> Sequence[str]:
+        """Return the paths of the files that these samples lie in, and perhaps of more."""
         ...
 
 
@@ -155,6 +164,10 @@ class FileSource:
         """Return the file's path."""
         return os.path.join(self._root, os.fsdecode(self._names[sample]))
 
+    def files(self, samples: Ids) -> list[str]:
+        """Return the files' paths."""
+        return [self.path(sample) for sample in samples.tolist()]
+
     @property
     def names(self) -> Names:
         """What the files are called, from the root on."""
@@ -242,6 +255,15 @@ def _required(files: EncodedSource | None) -> EncodedSource:
     if files is None:
         raise TypeError("this source has no files")
     return files
+
+
+def files_of(source: SampleSource, samples: Ids) -> Sequence[str] | None:
+    """Paths of the files that samples lie in; None if the source does not know."""
+    if isinstance(source, SubsetSource):
+        return files_of(source.base, source.ids[samples])
+    if isinstance(source, RepeatedSource):
+        return files_of(source.base, np.unique(samples % len(source.base)))
+    return source.files(samples) if isinstance(source, FiledSource) else None
 
 
 def as_array(source: SampleSource) -> Image | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.boxes.coco import open_coco
+from paceline.data.boxes.coco import content_of_pictures, open_coco
 from paceline.data.boxes.outlines import mask_of, outline_fault
 from paceline.errors import DataError
 
@@ -120,6 +120,17 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
     before = open_coco(str(root), masks=False, keep_empty=True).digest
     (root / "val" / "annotations.json").write_text(json.dumps(annotations(), indent=1))
     assert open_coco(str(root), masks=False, keep_empty=True).digest != before
+
+
+def test_pictures_have_a_digest_of_their_own(root: Path) -> None:
+    def found() -> str | None:
+        return content_of_pictures(open_coco(str(root), masks=False, keep_empty=True))
+
+    before = found()
+    Image.new("RGB", (16, 12), "blue").save(root / "val" / "b.png")
+    assert found() not in (None, before)
+    (root / "val" / "b.png").unlink()
+    assert found() is None
 
 
 IMAGE = {"id": 10, "file_name": "a.png", "height": 12, "width": 16}
