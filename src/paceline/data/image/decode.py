@@ -1,8 +1,8 @@
 """How does an image file become pixels? One way for every format, mode and orientation, or a reason why not.
 
 The result is what a person would see: the first frame, turned the way EXIF says, transparency laid over
-white, and 16-bit greyscale scaled down instead of clipped. It is left as it lies where annotations speak of the pixels
-as they are stored.
+white, and greyscale of 12 or 16 bits scaled down instead of clipped. It is left as it lies where annotations speak of
+the pixels as they are stored.
 
 Pillow reads everything and says what is broken. Plain JPEG files are read by faster decoders (`jpeg.py`), to the same
 bits; whatever these find odd is Pillow's to judge.
@@ -33,6 +33,10 @@ LARGEST_PIXELS = 89_478_485
 
 ORIENTATION = 0x0112
 _TILE_SIDES = (0x0142, 0x0143)
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 0x0102, 0x0106, 0x0153
+_WHITE_IS_ZERO, _SIGNED = 0, 2
+_PNG_DEPTH = 24  # where IHDR says how many bits a number has
+_SCALED = ("PNG", "PPM")  # formats whose numbers in mode I are 16 bits that fill their range
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -177,8 +181,13 @@ class Picture:
             if shrink > 1:
                 image.draft(None, (image.width // shrink, image.height // shrink))
             image.load()
+            if image.format == "PNG":
+                _correct_transparency(image, self._content)
+            depth, is_negative = _grey_depth(image)
             upright = _upright(image) if self._is_turned else image
-            return _pixels(upright, self._channels, file_format=image.format)
+            if depth:
+                return _high_bits(upright, self._channels, depth, is_negative=is_negative)
+            return _pixels(upright, self._channels)
 
 
 class DecodedPicture:
@@ -238,7 +247,7 @@ def image_header(
     _silence_pillow()
     try:
         with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=formats) as image:
-            return (image.height, image.width), image.mode in ("1", "L") or image.mode.startswith("I;16")
+            return (image.height, image.width), image.mode in ("1", "L") or _grey_depth(image)[0] > 0
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
 
@@ -266,10 +275,19 @@ def _opened(content: Content) -> Image.Image:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
     if image.format == "TIFF":
         _check_tiles(image)
+        if _SIGNED in _tag(image, _SAMPLE_FORMAT):
+            bits = (_tag(image, _BITS) or (1,))[0]
+            raise ValueError(f"signed numbers of {bits} bits have no fixed range; store unsigned ones of 8 or 16 bits")
     if image.format == "EPS":
         # Pillow would have Ghostscript run it.
         raise ValueError("an EPS file is a program, and is never run; convert it to PNG")
     return image
+
+
+def _tag(image: Image.Image, tag: int) -> tuple[int, ...]:
+    """A TIFF's numbers of that name; empty if it has none."""
+    found = getattr(image, "tag_v2", {}).get(tag, ())
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _check_tiles(image: Image.Image) -> None:
@@ -352,12 +370,40 @@ def _turned(pixels: Pixels, orientation: int) -> Pixels:
     return np.ascontiguousarray(pixels)
 
 
-def _pixels(image: Image.Image, channels: int, *, file_format: str | None) -> NDArray[np.uint8]:
-    """Convert a loaded image of any mode to uint8 [H, W, channels]."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
-        # Pillow would clip 16 bits to 8; keep the high byte, as it does for 16-bit colour.
-        grey = (np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8)
-        return np.repeat(grey[:, :, None], channels, axis=2)
+def _correct_transparency(image: Image.Image, content: Content) -> None:
+    """Bring the transparent colour of a loaded PNG to the pixels' 8 bits: Pillow leaves it as it is in the file."""
+    depth, transparent = content[_PNG_DEPTH], image.info.get("transparency")
+    if image.mode == "L" and depth < 8 and isinstance(transparent, int):
+        image.info["transparency"] = transparent * 255 // (2**depth - 1)
+    elif image.mode == "RGB" and depth == 16 and isinstance(transparent, tuple):
+        # The pixels are the high bytes; read as if the lower came first, they are the low ones.
+        with Image.open(io.BytesIO(content)) as low:
+            low.tile = [each._replace(args="RGB;16L") for each in low.tile]
+            colours = np.asarray(image).astype(np.uint16) << 8 | np.asarray(low)
+        del image.info["transparency"]
+        image.putalpha(Image.fromarray((colours != transparent).any(axis=2)).convert("L"))
+
+
+def _grey_depth(image: Image.Image) -> tuple[int, bool]:
+    """How many bits a grey image of more than 8 has, else 0; and whether its greatest number is black."""
+    if image.mode.startswith("I;16") and image.format == "TIFF":
+        return (_tag(image, _BITS) or (16,))[0], _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
+    # Pillow has scaled what a PGM says is white to 16 bits.
+    return 16 if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SCALED) else 0, False
+
+
+def _high_bits(image: Image.Image, channels: int, depth: int, *, is_negative: bool) -> Pixels:
+    """Keep the high 8 bits of grey pixels, which Pillow would clip; what is transparent is white."""
+    values = np.asarray(image).clip(0, 2**depth - 1)
+    grey = (values >> (depth - 8)).astype(np.uint8)
+    if is_negative:
+        grey = 255 - grey
+    grey[values == image.info.get("transparency", -1)] = 255
+    return np.repeat(grey[:, :, None], channels, axis=2)
+
+
+def _pixels(image: Image.Image, channels: int) -> Pixels:
+    """Convert a loaded image of any other mode to uint8 [H, W, channels]."""
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} (32 bits) have no fixed range; store 8 or 16 bits")
     if image.mode in _WITH_ALPHA or "transparency" in image.info:

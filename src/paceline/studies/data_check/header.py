@@ -111,7 +111,7 @@ def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
     if isinstance(image, TiffImageFile):
         bits = image.tag_v2.get(_BITS_PER_SAMPLE, (8,))
         return 16 in (bits if isinstance(bits, tuple) else (bits,))
-    return image.mode.startswith("I;16")
+    return image.mode.startswith("I")
 
 
 def mismatch(name: str, header: Header) -> str | None:
@@ -150,7 +150,7 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
     header = read_header(content)
     if header is not None and header.pixels > LARGEST_PIXELS:
         return "too_large", reason
-    if header is not None and header.mode in ("I", "F") and header.file_format != "PNG":
+    if "no fixed range" in reason:
         return "no_fixed_range", reason
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):

@@ -157,13 +157,85 @@ def test_missing_folder_and_text_are_broken(tmp_path: Path) -> None:
         decode(b"<html>404</html>", 3)
 
 
-def bomb(width: int, height: int) -> bytes:
+def raw_png(width: int, height: int, depth: int, colour: int, rows: bytes, transparent: bytes = b"") -> bytes:
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    rows = zlib.compress(bytes(1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    header += chunk(b"tRNS", transparent) if transparent else b""
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def raw_tiff(width: int, bits: int, sample_format: int, photometric: int, pixels: bytes, order: str = "<") -> bytes:
+    """One row of grey pixels."""
+    tags = [(256, width), (257, 1), (258, bits), (259, 1), (262, photometric), (273, 8 + 2 + 12 * 10 + 4)]
+    tags += [(277, 1), (278, 1), (279, len(pixels)), (339, sample_format)]
+    entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags)
+    head = struct.pack(f"{order}2sHIH", b"II" if order == "<" else b"MM", 42, 8, len(tags))
+    return head + entries + bytes(4) + pixels
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour", "row", "transparent", "shown"),
+    [
+        (1, 0, b"\x40", ">H 0", [255, 255]),
+        (2, 0, b"\x10", ">H 1", [0, 255]),
+        (4, 0, b"\x12", ">H 2", [17, 255]),
+        (8, 0, b"\x01\x80", ">H 1", [255, 128]),
+        (16, 0, struct.pack(">2H", 0, 1000), ">H 0", [255, 3]),
+        (16, 0, struct.pack(">2H", 1000, 1001), ">H 1001", [3, 255]),  # all 16 bits count
+        (16, 2, struct.pack(">6H", 1000, 1000, 1000, 1000, 1000, 1001), ">3H 1000 1000 1001", [3, 255]),
+        (16, 2, struct.pack(">6H", 0, 0, 0, 256, 256, 256), ">3H 256 256 256", [0, 255]),
+        (16, 4, struct.pack(">4H", 0, 0, 1000, 65535), "", [255, 3]),
+        (16, 6, struct.pack(">8H", 0, 0, 0, 0, 1000, 1000, 1000, 65535), "", [255, 3]),
+    ],
+)
+def test_what_is_transparent_is_white_at_any_depth(
+    depth: int, colour: int, row: bytes, transparent: str, shown: list[int]
+) -> None:
+    form, *numbers = transparent.split() or ["0s", ""]
+    told = struct.pack(form, *map(int, numbers)) if transparent else b""
+    data = raw_png(2, 1, depth, colour, b"\0" + row, told)
+    assert decode(data, 1)[0, :, 0].tolist() == shown
+    assert decode(data, 3)[0].tolist() == [[each] * 3 for each in shown]
+
+
+@pytest.mark.parametrize("largest", [1, 100, 255, 256, 1000, 4095, 65535])
+@pytest.mark.parametrize("kind", ["P2", "P3", "P5", "P6"])
+def test_what_a_pnm_says_is_white_is_white(tmp_path: Path, largest: int, kind: str) -> None:
+    values = [0, largest // 2, largest]
+    colours = np.repeat(values, 3 if kind in ("P3", "P6") else 1)
+    if kind in ("P2", "P3"):
+        pixels = " ".join(map(str, colours)).encode()
+    else:
+        pixels = colours.astype(">u2" if largest > 255 else np.uint8).tobytes()
+    path = tmp_path / "x.ppm"
+    path.write_bytes(f"{kind}\n3 1\n{largest}\n".encode() + pixels)
+    for channels in (1, 3):
+        shown = decode(path, channels)
+        assert np.abs(shown[0, :, 0] - np.array(values) * 255 / largest).max() <= 1
+        assert (shown == shown[..., :1]).all()
+    assert decode_module.image_header(path) == ((1, 3), kind in ("P2", "P5"))
+
+
+def test_grey_tiffs_fill_their_range() -> None:
+    for order in "<>":
+        assert decode(raw_tiff(2, 16, 1, 1, struct.pack(f"{order}2H", 500, 40000), order), 1).tolist() == [[[1], [156]]]
+    assert decode(raw_tiff(2, 16, 1, 0, struct.pack("<2H", 500, 40000)), 1).tolist() == [[[254], [99]]]  # white is 0
+    assert decode(raw_tiff(2, 8, 1, 0, b"\x01\x80"), 1).tolist() == [[[254], [127]]]
+    assert decode(raw_tiff(2, 12, 1, 1, b"\x80\x0f\xff"), 1).tolist() == [[[128], [255]]]
+
+
+@pytest.mark.parametrize(("bits", "form"), [(8, "2b"), (16, "2h"), (32, "2i")])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_signed_tiffs_are_refused_as_such(bits: int, form: str, order: str) -> None:
+    data = raw_tiff(2, bits, 2, 1, struct.pack(order + form, 50, -4), order)
+    with pytest.raises(BrokenImageError, match=f"signed numbers of {bits} bits"):
+        decode(data, 1)
+
+
+def bomb(width: int, height: int) -> bytes:
+    return raw_png(width, height, 8, 0, bytes(1000))
 
 
 @pytest.mark.parametrize("side", [10_000, 60_000])
