@@ -52,7 +52,7 @@ OF_SAMPLES = (
     Kind("truncated", "breaks", "it ends before its last pixel", _AGAIN),
     Kind("corrupt", "breaks", "it is damaged inside", _AGAIN),
     Kind("too_large", "breaks", f"it has more than {LARGEST_PIXELS:,} pixels", "shrink it"),
-    Kind("no_fixed_range", "breaks", "32 bits or signed numbers, whose range nobody knows", "store unsigned 8 or 16 bits"),
+    Kind("no_fixed_range", "breaks", "32-bit or signed numbers, whose range is unknown", "store unsigned 8 or 16 bits"),
     Kind("unreadable", "breaks", "it cannot be read for another reason", "repair or remove it"),
     Kind("reader_died", "breaks", "the process that read it ended", "remove it, and tell us: a decoder crashed"),
     Kind("unfinished", "spoils", "a JPEG without an end, whose last part is made up", _AGAIN),
