@@ -139,3 +139,13 @@ def test_of_a_small_network_little_is_expected(paceline_here: Callable[..., Any]
     assert found["severity"] == "notice"
     assert "launched" in found["expected"]
     assert found["speedup"][1] < 1.1
+
+
+def test_a_run_that_diverged_is_told_and_found(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+    rate = ("optimizer={name: sgd, lr: 30}", "train.duration=12 steps", "--run-dir", "run")
+    for _ in range(2):
+        done = paceline_here("train", "digits", *tiny, *rate)
+        assert done.code == 1 or "the run diverged" in done.err
+    found = paceline_here("doctor", "run")
+    assert found.code == 1
+    assert "spoils  diverged: " in found.out

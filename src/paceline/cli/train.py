@@ -174,6 +174,8 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
     click.echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
     print_pairs(_figures(result))
     click.echo()
+    if warning := summary.details.get("warning"):
+        click.echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
         later = ", with a later --until or train.until or none," * (summary.details.get("ending") == "until")
         click.echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")

@@ -197,9 +197,10 @@ class IncidentEvent(Event):
 
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``foreign_checkpoint``,
-            ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``, ``slow_rank``,
-            ``restart``, ``recompile``, ``slow_compile``, ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``,
-            ``mirror``, ``mirror_back``, ``mirror_retries``, ``mirror_behind``.
+            ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``, ``nonfinite_weights``,
+            ``nonfinite_metric``, ``diverged``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``,
+            ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``,
+            ``mirror_retries``, ``mirror_behind``.
         message: One sentence for a person.
     """
 

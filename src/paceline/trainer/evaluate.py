@@ -21,6 +21,7 @@ from paceline.metrics.accumulator import Accumulator, Rows
 from paceline.tasks.task import Model, Task
 from paceline.trainer.inputs import InputStatistics, mean_and_spread
 from paceline.trainer.kept_answers import Keep, Kept, KeptAnswers, Part
+from paceline.trainer.nonfinite import check_results
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
@@ -176,6 +177,7 @@ def evaluate_run(run: Run) -> None:
         evaluation = run.evaluator(run.scored)
         run.progress.take_results(evaluation.results, run.best_metric())
         run.recorder.write_evaluation(run, evaluation, seconds=time.perf_counter() - started)
+        check_results(run, evaluation.results)
 
 
 class _OneForward:

@@ -1,10 +1,10 @@
-"""May the optimizer move on what this step has computed? A loss that is no number must not reach the weights."""
+"""Keep values that are not finite out of the weights, the checkpoints and the result of a run."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
 _REMEDY = "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm"
+
+# How many times the first loss is more than a fluctuation, and below what part of it something was learned.
+_EXPLODED = 10
+_LEARNED = 0.9
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,13 @@ class NonFiniteGuard:
         )
         run.recorder.flush()
         if not self.skips:
-            raise TrainingError(f"{what} {place}; {_REMEDY}, or leave such steps out with train.nonfinite=skip.")
+            raise TrainingError(
+                f"{what} {place}; {_REMEDY}, or leave such steps out with train.nonfinite=skip. {last_good(run)}"
+            )
         if progress.nonfinite > self._most:
             raise TrainingError(
                 f"{what} {place}, and {progress.nonfinite} steps were not taken for such a reason, more than "
-                f"train.max_nonfinite={self._most}; {_REMEDY}."
+                f"train.max_nonfinite={self._most}; {_REMEDY}. {last_good(run)}"
             )
 
     def _hold_buffers(self) -> None:
@@ -173,17 +179,107 @@ class NonFiniteGuard:
         return [Culprit(run.world.rank, loss, tuple(ids.tolist())) for loss, ids in held if not math.isfinite(loss)]
 
 
-def check_weights(network: nn.Module, step: int) -> None:
-    """Refuse to save weights that are no numbers: a gradient may have been none although its loss was one.
+def check_loss(run: Run, loss: float | None) -> None:
+    """Refuse to go on from a training loss that is not finite.
 
     Raises:
         TrainingError: With what to change.
     """
+    if loss is not None and not math.isfinite(loss):
+        raise _failed(run, "nonfinite_loss", f"the training loss became {loss} by step {run.progress.step}")
+
+
+def check_state(run: Run) -> None:
+    """Refuse to save weights or statistics that are not finite: a finite loss does not rule them out.
+
+    A gradient may be infinite where its loss is not, and the statistics of BatchNorm, which only evaluation uses, may
+    overflow before the loss does.
+
+    Raises:
+        TrainingError: With what to change.
+    """
+    for weights, network in run.models().items():
+        for name, tensors in _kinds_of_state(network):
+            if tensors and not math.isfinite(nn.utils.get_total_norm(list(tensors.values()), math.inf)):
+                first = next(key for key, each in tensors.items() if not torch.isfinite(each).all())
+                what = f"{name} '{first}'{' of the moving average' * (weights == 'ema')}"
+                raise _failed(run, "nonfinite_weights", f"{what} became infinite or nan by step {run.progress.step}")
+
+
+def check_results(run: Run, results: Mapping[str, Mapping[str, float]]) -> None:
+    """Note the first of the evaluations, up to this one, whose metrics are not finite; the run may recover."""
+    wrong = _wrong_metrics(run, results)
+    progress = run.progress
+    if wrong and progress.nonfinite_since is None:
+        message = f"{wrong}; the run fails if its last evaluation is not finite either."
+        run.recorder.write(IncidentEvent(**progress.here, incident="nonfinite_metric", message=message))
+    progress.nonfinite_since = (progress.nonfinite_since or progress.step) if wrong else None
+
+
+def check_outcome(run: Run) -> None:
+    """Refuse to call a run completed whose last evaluation is not finite, or that never moved its weights.
+
+    Raises:
+        TrainingError: With what to change.
+    """
+    progress = run.progress
+    if wrong := _wrong_metrics(run, progress.last):
+        since = f"since the evaluation at step {progress.nonfinite_since}, although the training loss is finite"
+        raise _failed(run, "nonfinite_metric", f"{wrong} {since}")
+    if progress.skipped and not progress.step:
+        what = f"none of the {progress.skipped} steps moved the weights: their losses or gradients were not finite"
+        raise _failed(run, "nonfinite_gradient", what)
+
+
+def divergence(run: Run) -> str:
+    """Warn of losses that are finite, but far above the first; empty where there is nothing to tell."""
+    window = run.window
+    first, last, worst = window.first_loss, window.last_loss, window.worst_loss
+    if first is None or last is None:
+        return ""
+    # A loss below one nat has not exploded, however small the first was.
+    most = _EXPLODED * max(first, 1.0)
+    said = f"the run diverged: its training loss began at {first:.4g}, rose to {worst:.4g} and ended at {last:.4g}"
+    if last > most or (worst > most and last > _LEARNED * first):
+        return f"{said}; {_REMEDY}."
+    held_out = {name: each.get("loss", first) for name, each in run.progress.last.items()}
+    ended = next((f"{loss:.4g} ({name} weights)" for name, loss in held_out.items() if loss > most), "")
+    return f"{said}, but the validation loss is {ended}; {_REMEDY}." if ended else ""
+
+
+def last_good(run: Run) -> str:
+    """Name the newest checkpoint; what is not finite is never saved."""
+    if not run.saved_name:
+        return "No checkpoint was saved before."
+    return f"The last good checkpoint is {run.directory.checkpoints / run.saved_name}."
+
+
+def _failed(run: Run, incident: str, what: str) -> TrainingError:
+    """Record what ends the run, and return the error to raise."""
+    run.recorder.write(IncidentEvent(**run.progress.here, incident=incident, message=f"{what}; the run ends."))
+    run.recorder.flush()
+    return TrainingError(f"{what}; {_REMEDY}. {last_good(run)}")
+
+
+def _kinds_of_state(network: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     # Of weights that are spread over processes, each looks at its own.
-    mine = (each.to_local() if hasattr(each, "to_local") else each for each in network.parameters())
-    weights = [each.detach() for each in mine if each.is_floating_point()]
-    if weights and not torch.isfinite(nn.utils.get_total_norm(weights)):
-        raise TrainingError(f"the weights became infinite or no numbers by step {step}; {_REMEDY}.")
+    mine = ((name, getattr(each, "to_local", lambda each=each: each)()) for name, each in network.named_parameters())
+    yield "the weight", {name: each.detach() for name, each in mine if each.is_floating_point()}
+    # Other buffers may hold infinity for good: masks, the ends of ranges.
+    kept = ((name, each) for name, each in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
+    yield "the statistic", {name: each for name, each in kept if each.is_floating_point()}
+
+
+def _wrong_metrics(run: Run, results: Mapping[str, Mapping[str, float]]) -> str:
+    """Name what is not finite; a collected metric may be undefined: the area under a curve of one class only."""
+    summed = {metric.name for metric in run.task.metrics if not metric.is_collected}
+    wrong = [
+        f"the validation {name.replace('_', ' ')} ({weights} weights) is {value}"
+        for weights, values in results.items()
+        for name, value in values.items()
+        if math.isinf(value) or (math.isnan(value) and name in summed)
+    ]
+    return " and ".join(wrong)
 
 
 def _in_words(culprits: Iterable[Culprit], world_size: int) -> str:

@@ -23,6 +23,7 @@ class Progress:
         skipped: Steps not taken because fp16 gradients overflowed, or a loss was no number; their samples are used up
             all the same.
         nonfinite: Of these, those where a loss, or a gradient's norm, was no number.
+        nonfinite_since: Step of the first of the latest evaluations whose metrics were not finite; None if they are.
         resumes: How often the run was continued.
         best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
         last: Results of the last evaluation by set of weights.
@@ -35,6 +36,7 @@ class Progress:
     step: int = 0
     skipped: int = 0
     nonfinite: int = 0
+    nonfinite_since: int | None = None
     resumes: int = 0
     best: dict[str, Any] = field(default_factory=dict)
     last: Results = field(default_factory=dict)

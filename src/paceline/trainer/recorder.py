@@ -17,8 +17,8 @@ from paceline.telemetry.trackers import Guarded
 from paceline.trainer.kept_answers import write_kept
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
+from paceline.trainer.nonfinite import check_loss
 from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
-from paceline.trainer.window import check_finite
 
 if TYPE_CHECKING:
     from paceline.trainer.evaluate import Evaluation
@@ -86,7 +86,7 @@ class Recorder:
         report_mirror(run)
         self.report_broken(run, drained.broken)
         self.flush()
-        check_finite(drained.loss, progress.step)
+        check_loss(run, drained.loss)
 
     def write_evaluation(self, run: Run, evaluation: Evaluation, *, seconds: float) -> None:
         """Write one record for each set of weights."""

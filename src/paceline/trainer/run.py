@@ -63,6 +63,7 @@ class Run:
         cadence: Knows when one is due by the clock.
         identity: Of this run among all others.
         saved_position: Position of the newest checkpoint; -1 before the first.
+        saved_name: Its folder; empty before the first.
         file_metadata: What each weights file says about itself.
         mirroring: Copies checkpoints to an address, on the first rank; None if the recipe asks for no copy.
         utilisation: What the throughput is held against; None where the device is not known, and on other ranks.
@@ -107,6 +108,7 @@ class Run:
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
     saved_position: int = -1
+    saved_name: str = ""
 
     def train_batches(self) -> Iterator[Batch]:
         """This process's micro-batches from where the run stands to its end."""

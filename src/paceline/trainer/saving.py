@@ -16,8 +16,7 @@ from paceline.errors import CheckpointError
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.identity import Identity, write_identity
 from paceline.trainer.mirroring import report_mirror, sendable_records
-from paceline.trainer.nonfinite import check_weights
-from paceline.trainer.window import check_finite
+from paceline.trainer.nonfinite import check_loss, check_state
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -49,7 +48,7 @@ def save_checkpoint(run: Run) -> None:
         run.window.gather()
         run.strategy.gather()
         _submit(run)
-        run.saved_position = run.progress.position
+        run.saved_position, run.saved_name = run.progress.position, name
     if news := run.cadence.saved(time.perf_counter() - begun):
         run.display.message(news)
 
@@ -116,9 +115,9 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
     """
     states = run.components.snapshot()
     for losses, samples, *_ in states["window"]["ranks"]:
-        # Weights behind a loss that is no number must not push out the last good checkpoint.
-        check_finite(losses / max(samples, 1), run.progress.step)
-    check_weights(run.network, run.progress.step)
+        # Weights behind a loss that is not finite must not push out the last good checkpoint.
+        check_loss(run, losses / max(samples, 1))
+    check_state(run)
     store = CheckpointStore(run.directory.checkpoints)
     plan, progress = run.plan, run.progress
     step, best = progress.step, dict(progress.best)
@@ -189,7 +188,7 @@ def _restore(run: Run, checkpoint: Path, *, resumes: int) -> None:
     run.components.restore(states)
     # The checkpoint knows none that came after it.
     run.progress.resumes = max(run.progress.resumes, resumes) + 1
-    run.saved_position = run.progress.position
+    run.saved_position, run.saved_name = run.progress.position, choice.path.name
     # A kill between a save and its best.json would have left an older name there.
     store = CheckpointStore(run.directory.checkpoints)
     run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))

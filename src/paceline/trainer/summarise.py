@@ -10,6 +10,7 @@ from paceline.records.events import Status
 from paceline.records.ledger_count import count_epochs
 from paceline.records.summary import LedgerFacts, Summary
 from paceline.telemetry.memory import peak_memory_bytes
+from paceline.trainer.nonfinite import divergence
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -52,8 +53,13 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
         ledger=None if status == "failed" else _ledger(run),
         resumes=progress.resumes,
-        details={"ending": ending, **_part_of_data(plan.data)},
+        details={"ending": ending, **_warning(run, status), **_part_of_data(plan.data)},
     )
+
+
+def _warning(run: Run, status: Status) -> dict[str, str]:
+    warning = divergence(run) if status == "completed" else ""
+    return {"warning": warning} if warning else {}
 
 
 def _part_of_data(data: Mapping[str, Any]) -> dict[str, Any]:

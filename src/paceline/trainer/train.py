@@ -49,6 +49,7 @@ from paceline.trainer.leaving import Reporter, leave_pages
 from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
 from paceline.trainer.mirroring import finish_mirroring
+from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
 from paceline.trainer.preparation import (
     Prepared,
@@ -335,6 +336,10 @@ def _fit(run: Run) -> TrainResult:
         }
         if ending in reasons:
             run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
+        if ending not in ("signal", "until"):
+            check_outcome(run)
+            if warning := divergence(run):
+                run.recorder.write(IncidentEvent(**run.progress.here, incident="diverged", message=warning))
         return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
     except (RunDirectoryError, CheckpointError) as error:
         # Asked for rightly, and then the disk refused: the run failed, not the request.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.distributed.collectives import Collectives
-from paceline.errors import TrainingError
 from paceline.records.ledger import LedgerWriter
 from paceline.trainer.noise import NoiseMeter
 
@@ -45,6 +43,10 @@ class Window:
 
     Attributes:
         grad_norm: Gradient norm of the latest step, where it was measured.
+        first_loss: Loss of the run's first micro-batch on the first rank, or of its first step where that is summed up
+            over the processes.
+        last_loss: Training loss of the latest step record.
+        worst_loss: The largest of them.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class Window:
         self._combined: list[torch.Tensor] = []
         self._gathered: list[list[Any]] = []
         self.grad_norm: torch.Tensor | None = None
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.worst_loss = 0.0
         self.new_broken: list[BrokenSample] = []
         self.broken_ids: set[int] = set()
 
@@ -116,6 +121,9 @@ class Window:
         if self._noise is not None:
             self._noise.fold([each[len(seconds) :] for each in everyones])
         told = [each[: len(seconds)] for each in everyones]
+        if samples:
+            self.last_loss = total / samples
+            self.worst_loss = max(self.worst_loss, self.last_loss)
         return Drained(total / samples if samples else None, found, told)
 
     def gather(self) -> None:
@@ -129,7 +137,7 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Every rank's sums, as they were last gathered."""
         noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
-        return {"ranks": self._gathered, **noise}
+        return {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss], **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's sums; in another world the first rank takes them all."""
@@ -142,12 +150,15 @@ class Window:
         self._samples = sum(each[1] for each in mine)
         self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
         self.broken_ids = {sample for each in ranks for sample in each[3]}
+        self.first_loss, self.last_loss, self.worst_loss = state.get("losses", (None, None, 0.0))
         if self._noise is not None and "noise" in state:
             self._noise.load_state_dict(state["noise"])
 
     def _add_up(self) -> None:
         if self._combined:
             for losses, samples in torch.stack(self._combined).tolist():
+                if self.first_loss is None and samples:
+                    self.first_loss = losses / samples
                 self._sum += losses
                 self._samples += round(samples)
             self._combined = []
@@ -156,19 +167,8 @@ class Window:
         values = torch.stack([loss for loss, _ in self._pending]).tolist()
         for value, (_, weight) in zip(values, self._pending, strict=True):
             # A weight of zero is a phantom's: its loss may be anything.
+            if self.first_loss is None and weight:
+                self.first_loss = value
             self._sum += value * weight if weight else 0.0
             self._samples += weight
         self._pending, self._settled = [], 0
-
-
-def check_finite(loss: float | None, step: int) -> None:
-    """Refuse to go on from a training loss that is no number.
-
-    Raises:
-        TrainingError: With what to change.
-    """
-    if loss is not None and not math.isfinite(loss):
-        raise TrainingError(
-            f"the training loss became {loss} by step {step}; lower optimizer.lr, lengthen schedule.warmup, or set "
-            "optimizer.clip_norm."
-        )

@@ -205,10 +205,93 @@ def test_weights_that_are_no_numbers_are_never_saved(
 ) -> None:
     """Their loss was a number; what is saved after them would fail for ever."""
     overrides = {"checkpoint.every": "1 steps", "telemetry.log_every": "8 steps", "evaluate.every": "off"}
-    with pytest.raises(TrainingError, match="the weights became infinite or no numbers by step 3"):
+    with pytest.raises(TrainingError, match=r"the weight '.*' became infinite or nan by step 3; .*step-00000002"):
         train_tiny("run", overrides, task=tiny_task(on_loss=steep({3})))
     whole = train_tiny("whole", overrides)
     assert train_tiny("run", overrides).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+class Overflowing(nn.Module):
+    """A network whose statistics overflow in its third training step, while its output stays finite."""
+
+    running_mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.ones(()))
+        self.register_buffer("mask", torch.full((2,), INFINITE))
+        self.calls = 0
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.running_mean.mul_(INFINITE if self.calls == 3 else 1)
+        return self.body(x)
+
+
+def test_statistics_that_are_not_finite_are_never_saved(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any]
+) -> None:
+    """Only evaluation uses them: training goes on as if nothing had happened."""
+    overrides = {"checkpoint.every": "2 steps", "evaluate.every": "off"}
+    with pytest.raises(TrainingError, match=r"'running_mean' .* by step 4; .*step-00000002"):
+        train_tiny("run", overrides, task=tiny_task(make_network=Overflowing))
+    assert [each["incident"] for each in events(runs / "run", "incident")] == ["nonfinite_weights"]
+    assert [each.name for each in sorted((runs / "run" / "checkpoints").glob("step-*"))] == ["step-00000002"]
+    assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITE])
+def test_a_run_fails_whose_last_evaluation_is_not_finite(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any], value: float
+) -> None:
+    """At once again if it is run again; one that has recovered by then completes."""
+    spoilt = {2, 3, 4, 8}
+    calls = [0]
+
+    def on_score(_: Any, __: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        calls[0] += 1
+        return {**values, "loss": values["loss"] * value} if calls[0] in spoilt else values
+
+    overrides = {"evaluate.every": "1 steps", "train.ema": "off", "evaluate.batch_size": 64}
+    task = tiny_task(on_score=on_score)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=rf"validation loss \(model weights\) is {value} since .* step 8"):
+            train_tiny("run", overrides, task=task)
+    assert calls == [8]
+    summary = json.loads((runs / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["step"], summary["metrics"]["loss"]) == ("failed", 8, None)
+    found = [(each["incident"], each["step"]) for each in events(runs / "run", "incident")]
+    assert found[:2] == [("nonfinite_metric", 2), ("nonfinite_metric", 8)]
+    spoilt.remove(8)
+    calls[0] = 0
+    assert train_tiny("recovered", overrides, task=task).status == "completed"
+
+
+def test_a_run_that_took_no_step_at_all_fails(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+    overrides = {**SKIP, "train.duration": "4 steps"}
+    with pytest.raises(TrainingError, match="none of the 4 steps"):
+        train_tiny("run", overrides, task=tiny_task(on_loss=spoiled({1, 2, 3, 4})))
+
+
+@pytest.mark.parametrize("last", [1.0, 1e20])
+def test_losses_that_explode_are_told_at_the_end(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], last: float
+) -> None:
+    """Also if the schedule brings the loss back to where it began, and across a resume; not if something is learned."""
+
+    def course(factors: list[float]) -> Callable[[Any], Any]:
+        return tiny_task(on_loss=lambda batch, loss: loss * 0 + factors[min(batch.slice.step, 4)])
+
+    overrides = {"telemetry.log_every": "1 steps", "optimizer.lr": 1e-3}
+    train_tiny("run", {**overrides, "train.until": "4 steps"}, task=course([1.1, 5, 1e8, 1e3, last]))
+    result = train_tiny("run", overrides, task=course([1.1, 5, 1e8, 1e3, last]))
+    assert result.status == "completed"
+    assert "began at 1.1, rose to 1e+" in result.summary.details["warning"]
+    assert [each["incident"] for each in events(result.run_dir, "incident")] == ["diverged"]
+    recovered = train_tiny("recovered", overrides, task=course([1.1, 5, 1e8, 1e3, 0.3]))
+    assert "warning" not in recovered.summary.details
 
 
 def test_the_keys_have_an_effect_or_are_refused(train_tiny: Callable[..., Any]) -> None:

@@ -54,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     learning.ragged_tail,
     learning.loss_scale,
     # What a run that was made has recorded
+    records.diverged,
     records.data_wait,
     records.scaler_health,
     records.slow_rank,

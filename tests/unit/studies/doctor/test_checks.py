@@ -249,6 +249,7 @@ def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
         records.slow_rank: replace(subject, run=tuple(told)),
         records.recompilation: replace(subject, run=tuple(told)),
         records.scaler_health: replace(subject, run=tuple(waits), plan=replace(subject.plan, precision="fp16")),
+        records.diverged: replace(subject, run=({"event": "incident", "incident": "nonfinite_metric"},)),
         several.data_parallel: replace(subject, anatomy=Anatomy(parallel=("",))),
     }
     for check, sick in cases.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.studies.doctor.findings import Advice, Finding
-from paceline.studies.doctor.sources import CONVNETS, OWN, TUNING
+from paceline.studies.doctor.sources import CONVNETS, GOYAL, OWN, TUNING
 from paceline.studies.doctor.subject import Subject
 
 _WAITS = 0.1
@@ -36,6 +36,27 @@ def data_wait(subject: Subject) -> Iterator[Finding]:
         ),
         expected=f"up to {1 / (1 - middle):.2f} times as fast, as measured in the run",
         speedup=(1.0, 1 / (1 - middle)),
+    )
+
+
+def diverged(subject: Subject) -> Iterator[Finding]:
+    """Losses, weights or metrics that are not finite, or a loss far above the first."""
+    told = [
+        event for event in _of(subject, "incident") if str(event.get("incident")).startswith(("nonfinite", "diverged"))
+    ]
+    if not told:
+        return
+    yield Finding(
+        name="diverged",
+        severity="spoils",
+        evidence=f"{len(told)} time{'s' * (len(told) > 1)}; the last: {told[-1].get('message', '')}",
+        why="Too large a step moves the weights to where the loss is larger, and so is the next step.",
+        source=GOYAL,
+        advice=Advice(
+            words="a lower optimizer.lr (paceline find-lr), a longer schedule.warmup, or optimizer.clip_norm",
+            keeps="training",
+        ),
+        expected="a loss that falls",
     )
 
 
