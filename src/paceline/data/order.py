@@ -213,12 +213,13 @@ class StepGeometry:
         return -(-self.global_batch_size // self.logical_ranks)
 
     def smallest_part(self, steps: int) -> int:
-        """Samples in the smallest non-empty micro-batch of the epochs' last steps, in a run of so many steps."""
+        """Samples in the smallest non-empty micro-batch of a run of so many steps."""
         epochs = self.epochs
         if self._balances is not None:
             return 1  # a long sample may have a micro-batch to itself
-        parts = (epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps))
-        return max(1, min(parts, default=self.samples))
+        tails = [epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps)]
+        whole = [each.global_batch_size // each.logical_ranks for each in epochs.phases if each.first_step < steps]
+        return max(1, min(tails + whole))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
@@ -116,7 +116,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             notices=(*_about_data(plan), *limits.warnings, *notices, *([] if cores is None else [cores.why])),
             first_values=first_values,
         )
-        _check_tail(prepared)
+        _check_single_samples(prepared)
         undo.pop_all()
     return prepared
 
@@ -333,35 +333,37 @@ def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str], pa
         )
 
 
-def _check_tail(prepared: Prepared) -> None:
-    """Find out before training whether BatchNorm can take a single sample, if an epoch's last batch will bring one."""
-    plan, network = prepared.plan, prepared.network
-    normalised = any(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for m in network.modules())
-    if not normalised or plan.evaluation_samples == 0 or prepared.geometry.smallest_part(plan.total_steps) > 1:
+def _check_single_samples(prepared: Prepared) -> None:
+    """Find out before training whether BatchNorm can take a single sample, if a micro-batch will bring one.
+
+    Raises:
+        RecipeError: If it cannot.
+    """
+    plan, geometry = prepared.plan, prepared.geometry
+    normalised = any(isinstance(each, _NormBase) for each in prepared.network.modules())
+    if not normalised or geometry.smallest_part(plan.total_steps) > 1:
         return
-    sample = next(iter(prepared.pipeline.evaluation_batches(1, World())))
-    trial = copy.deepcopy(network).train()
+    # The run's first sample by itself, as training shows it: augmented, and of the first size.
+    alone = replace(geometry, global_batch_size=1, logical_ranks=1, growth=(), repeats=1, balanced=False)
+    [sample] = prepared.pipeline.train_batches(alone, 0, 1, World())
+    if not len(sample.ids):  # it could not be read
+        return
+    trial = copy.deepcopy(prepared.network).train()
     try:
         with torch.no_grad():
-            prepared.task.loss(trial, _as_small_as_in_training(sample, prepared))
+            prepared.task.loss(trial, sample)
     except ValueError as error:
-        samples, ranks = _shortest_tail(plan)
+        samples, ranks = _smallest_step(plan)
         raise RecipeError(
-            f"an epoch's last batch has {samples} sample(s) over {ranks} micro-batch(es), "
-            f"and this model cannot train on a single one ({error}); choose another batch.global_size."
+            f"a step of {samples} sample(s) in {ranks} micro-batch(es) brings a micro-batch of one sample, and this "
+            f"model cannot train on a single one ({error}); choose another batch.global_size or batch.micro_size, or "
+            "larger images."
         ) from None
 
 
-def _as_small_as_in_training(sample: Batch, prepared: Prepared) -> Batch:
-    """An evaluation's image cut to the smallest that training shows: of a larger one, BatchNorm would see more."""
-    size = prepared.plan.data.get("image_size")
-    if not isinstance(size, int) or not isinstance(sample.inputs, torch.Tensor) or sample.inputs.ndim != 4:
-        return sample
-    smallest = prepared.recipe.data.progressive.size_at(0, size)
-    return replace(sample, inputs=sample.inputs[:, :, :smallest, :smallest])
-
-
-def _shortest_tail(plan: Plan) -> tuple[int, int]:
-    """Samples and logical ranks of the epochs' last step that has the smallest micro-batches."""
-    tails = [(plan.epochs.last_step_samples(p), p.logical_ranks) for p in plan.epochs.finished_phases(plan.total_steps)]
-    return min(tails, key=lambda tail: tail[0] // tail[1])
+def _smallest_step(plan: Plan) -> tuple[int, int]:
+    """Samples and logical ranks of the step that has the smallest micro-batches: an epoch's last, or any."""
+    epochs = plan.epochs
+    steps = [(epochs.last_step_samples(each), each.logical_ranks) for each in epochs.finished_phases(plan.total_steps)]
+    steps += [(each.global_batch_size, each.logical_ranks) for each in epochs.phases]
+    return min(steps, key=lambda step: step[0] // step[1])

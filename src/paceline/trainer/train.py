@@ -341,6 +341,11 @@ def _fit(run: Run) -> TrainResult:
             if warning := divergence(run):
                 run.recorder.write(IncidentEvent(**run.progress.here, incident="diverged", message=warning))
         return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
+    except ValueError as error:
+        # A micro-batch of one that no plan foresees: the other samples could not be read.
+        if "more than 1 value per channel" in str(error):
+            raise TrainingError(f"step {run.progress.step + 1} left BatchNorm a single sample: {error}.") from None
+        raise
     except (RunDirectoryError, CheckpointError) as error:
         # Asked for rightly, and then the disk refused: the run failed, not the request.
         raise TrainingError(str(error)) from error

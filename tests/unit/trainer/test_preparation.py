@@ -14,7 +14,7 @@ from paceline.errors import DataError, ModelError, RecipeError
 
 
 def refused(train_tiny: Callable[..., Any], task: Any, runs: Path, overrides: dict[str, Any]) -> str:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises((ModelError, RecipeError)) as caught:
         train_tiny("refused", overrides, task=task)
     assert not (runs / "refused").exists()
     return str(caught.value)
@@ -52,15 +52,37 @@ def test_an_exact_run_whose_norms_add_up_over_the_processes(
     assert "has SyncBatchNorm (1), whose statistics are sums over the processes" in message
 
 
-def test_a_tail_of_one_sample_is_tried_at_the_size_of_training(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+def pooled() -> nn.Module:
+    """A network whose BatchNorm sees one number of each channel in an image of the tiny task."""
+    layers = (nn.AvgPool2d(8), nn.BatchNorm2d(1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 3))
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("more", "overrides"),
+    [
+        ({"train_images": 49}, {"data.evaluation_size": 16}),  # 4 numbers of each channel in evaluation
+        ({"train_images": 49, "evaluation_images": 0}, {"evaluate.every": "off"}),
+        ({"train_images": 49}, {"train.duration": "4 steps"}),
+        ({"train_images": 50}, {"batch.micro_size": 8, "train.duration": "4 steps"}),
+        ({}, {"batch.micro_size": 1, "train.duration": "2 steps"}),
+        ({}, {"batch.global_size": 1, "train.duration": "2 steps"}),
+    ],
+    ids=["evaluated larger", "nothing held out", "tail", "accumulated tail", "accumulated", "of one"],
+)
+def test_a_micro_batch_of_one_is_found_before_training(
+    train_tiny: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    runs: Path,
+    more: dict[str, Any],
+    overrides: dict[str, Any],
 ) -> None:
-    """49 samples in steps of 16 end with one: BatchNorm has one number of each channel, but four in evaluation."""
+    task = tiny_task(make_network=pooled, **more)
+    message = refused(train_tiny, task, runs, overrides)
+    assert "brings a micro-batch of one sample, and this model cannot train on a single one" in message
 
-    def network() -> nn.Module:
-        pooled = (nn.AvgPool2d(8), nn.BatchNorm2d(1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 3))
-        return nn.Sequential(*pooled)
 
-    task = tiny_task(train_images=49, make_network=network)
-    with pytest.raises(RecipeError, match="this model cannot train on a single one"):
-        train_tiny("run", {"data.evaluation_size": 16}, task=task)
+def test_no_micro_batch_of_one_no_complaint(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+    """The tail of one is not reached."""
+    task = tiny_task(make_network=pooled, train_images=49)
+    assert train_tiny("run", {"train.duration": "3 steps"}, task=task).status == "completed"
