@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -20,6 +20,7 @@ from paceline.recipe.fields import (
     NonNegativeInt,
     Off,
     OpenFraction,
+    Options,
     PositiveFloat,
     PositiveInt,
     Switch,
@@ -47,6 +48,8 @@ def check_part(value: int | str) -> int | str:
 
 Part = Annotated[int | str, BeforeValidator(check_part)]
 """A number of images, or a percentage of them."""
+# 0x1F is the name of a class, and not its number.
+_ClassNumber = Annotated[int, Field(ge=0, strict=True)]
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
@@ -246,9 +249,9 @@ class Data:
     there is one; `off`: none."""
     download: Annotated[Switch, Applies("dataset", _DOWNLOADED)] = False
     """Download an archive, or a `torchvision:NAME`, into `path` where it is not there yet."""
-    options: Annotated[dict[str, Any], Applies("dataset", ("torchvision:NAME",))] = Field(default_factory=dict)
+    options: Annotated[Options, Applies("dataset", ("torchvision:NAME",))] = Field(default_factory=dict)
     """What a `torchvision:NAME` is opened with beside its place and split, as `{split: letters}` for EMNIST."""
-    only_classes: Annotated[tuple[NonNegativeInt | str, ...] | None, Off, Applies("dataset", _IMAGE_SETS)] = None
+    only_classes: Annotated[tuple[_ClassNumber | str, ...] | None, Off, Applies("dataset", _IMAGE_SETS)] = None
     """Classes to take, by name or number, and no others; `off`: all."""
     subset: Annotated[Part | None, Off, Applies("dataset", _IMAGE_SETS)] = None
     """Train on so many images (`1000`), or such a share of them (`10%`), of each class alike; always the same ones, and

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from paceline.plain_yaml import AsWritten, as_switch, settled
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
 Auto = Literal["auto"]
 
 
-def _no_switch(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(f"found {value}, but it must be a number")
+def whole(value: object) -> object:
+    """Return the whole number that ``1_000`` or ``0x1F`` is, and any other value as it is.
+
+    Raises:
+        ValueError: If it is written like ``010``, which some programs read as 8.
+    """
+    if isinstance(value, str) and re.fullmatch("[-+]?0[0-9_]+", value):
+        raise ValueError(f"found {value}, but a number has no leading zeros: some programs read it as octal")
+    if isinstance(value, AsWritten):
+        with contextlib.suppress(ValueError):
+            return int(value, 0)
     return value
 
 
-# Before the numbers below: a bare `yes` or `on` is a bool in YAML 1.1, and Python would take it for 1.
-_Number = BeforeValidator(_no_switch)
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+def _number(value: object) -> object:
+    if isinstance(value, bool):  # Python would take True for 1
+        raise ValueError(f"found {value}, but it must be a number")
+    return whole(value)
+
+
+_Number = BeforeValidator(_number)
+PositiveInt = Annotated[int, Field(gt=0, strict=True), BeforeValidator(whole)]
 # A mapping's key, which JSON knows as text only.
 Epoch = Annotated[int, _Number, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True), BeforeValidator(whole)]
 PositiveFloat = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, _Number, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
 FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
-Switch = Annotated[bool, Field(strict=True)]
+Switch = Annotated[bool, BeforeValidator(as_switch), Field(strict=True)]
+Options = Annotated[dict[str, Any], BeforeValidator(settled)]
+"""Keyword arguments of a factory, of types that only it knows."""
 
 
 def _to_duration(value: object) -> Duration:
@@ -52,8 +69,7 @@ def _to_interval(value: object) -> Duration | TimeSpan | str:
 
 
 def _off_to_none(value: object) -> object:
-    # YAML 1.1 reads a bare `off` as False.
-    return None if value is False or value == "off" else value
+    return None if value == "off" or as_switch(value) is False else value
 
 
 Length = Annotated[Duration, BeforeValidator(_to_duration), PlainSerializer(str)]
@@ -77,7 +93,7 @@ class Applies:
 
     def allow(self, choice: object) -> bool:
         """Whether the marked field has an effect under a choice; code of one's own may use every field."""
-        return choice in self.values or (isinstance(choice, str) and ":" in choice)
+        return as_switch(choice) in self.values or (isinstance(choice, str) and ":" in choice)
 
 
 @dataclass(frozen=True)
@@ -102,8 +118,8 @@ class Belongs:
     to: str
 
 
-# What every section is validated under: unknown keys are refused, and field docs stand below the fields.
-STRICT: ConfigDict = ConfigDict(extra="forbid")
+# What every section is validated under: unknown keys are refused, and `2019` is text where text is expected.
+STRICT: ConfigDict = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
 def _holds_sections(value: dict[Any, Any]) -> bool:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.schema import Recipe
@@ -22,6 +23,7 @@ from paceline.references import is_reference
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
+_MOST_SHOWN = 100
 _ENDINGS = (".yaml", ".yml")
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -51,21 +53,6 @@ class LoadedRecipe:
         """
         told = layers.check_used(self.recipe, self.origins, unused)
         return dataclasses.replace(self, notices=(*self.notices, *told))
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without silently repeated keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, list | dict):
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: found {key!r} as a key, but a key is a name.")
-            if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: key '{key}' stands twice; keep one.")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -201,7 +188,7 @@ def to_tree(recipe: Any) -> dict[str, Any]:
 
 def to_yaml(recipe: Recipe) -> str:
     """The resolved recipe as YAML that :func:`load_recipe` reads back to an equal recipe."""
-    text: str = yaml.safe_dump(to_tree(recipe), sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(to_tree(recipe), Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
@@ -314,20 +301,23 @@ def _with_base(path: Path, notices: list[str]) -> layers.Tree:
 
 def _read(path: Path) -> layers.Tree:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # a SafeLoader
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise RecipeError(f"{path}: not readable as YAML{where}: {error.problem}.") from None
+        tree = load_plain(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RecipeError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"{path}: not readable as YAML{_cause(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}.")
     return tree
+
+
+def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
+    """Where and why a text is not YAML, as the end of a sentence."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f": {' '.join(str(error).split())}"
+    mark = error.problem_mark
+    where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+    return f"{where}: {error.problem}."
 
 
 def _asked(overrides: Overrides) -> layers.Tree:
@@ -349,10 +339,12 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         if not equals or not dotted:
             folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
             raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example {folder}.")
+        if dotted.count(".") >= MOST_LEVELS:
+            raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MOST_LEVELS} levels.")
         try:
-            yield dotted.strip(), yaml.load(value, Loader=_StrictLoader) if value.strip() else ""
-        except (yaml.YAMLError, RecipeError) as error:
-            raise RecipeError(f"override '{text}': the value is not readable: {' '.join(str(error).split())}") from None
+            yield dotted.strip(), load_plain(value) if value.strip() else ""
+        except yaml.YAMLError as error:
+            raise RecipeError(f"override '{dotted}': the value is not readable as YAML{_cause(error)}") from None
 
 
 def _nest(dotted: str, value: Any) -> layers.Tree:
@@ -417,7 +409,9 @@ def _sentences(error: ValidationError, where: str) -> str:
             continue
         rule = _RULES.get(item["type"], item["msg"]).removeprefix("Input should be ")
         rules.setdefault(key, []).append(f"it must be {rule}")
-        sentences[key] = f"found {item['input']!r}, but {_either(rules[key])}"
+        found = repr(item["input"])
+        found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}…"
+        sentences[key] = f"found {found}, but {_either(rules[key])}"
     return "\n".join(f"{where}: {key}: {sentence}." for key, sentence in sentences.items())
 
 

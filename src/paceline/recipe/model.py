@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.adapters import Adapters
-from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, Off, PositiveInt, Switch
+from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, Off, Options, PositiveInt, Switch
 
 # What it was before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if value is True else value)
@@ -59,5 +59,5 @@ class Model:
     fastest."""
     compile_backend: Annotated[str, Applies("compile", (True,))] = "inductor"
     """`inductor`, or another back-end that torch knows: `aot_eager` tells a fault of inductor's from one of tracing."""
-    options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
+    options: Annotated[Options, Belongs("name")] = Field(default_factory=dict)
     """Keyword arguments for the network's factory, e.g. `drop_rate`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -15,6 +15,7 @@ from paceline.recipe.fields import (
     NonNegativeFloat,
     Off,
     OpenFraction,
+    Options,
     PositiveFloat,
     PositiveInt,
     Switch,
@@ -90,7 +91,7 @@ class Optimizer:
     """What moves embedding tables (nn.EmbeddingBag): the `same` as all else; `rowwise_adagrad`, Adagrad with one number
     kept for each row (Naumov et al. 2019); or `sparse_adam`, Adam that moves only the rows of a batch and needs sparse
     gradients (`model.options={sparse: true}`). Their learning rate is `lr` times that of their group."""
-    options: Annotated[dict[str, Any], Belongs("name")] = Field(default_factory=dict)
+    options: Annotated[Options, Belongs("name")] = Field(default_factory=dict)
     """Further keyword arguments for the optimizer's class in torch or timm."""
     layer_decay: Annotated[PositiveFloat | None, Field(lt=1), Off] = None
     """Factor on the learning rate for each layer further from the output (Clark et al. 2020), or `off`."""

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Applies, Auto, Interval, Length, Off, PositiveInt, Switch, Time
+from paceline.recipe.fields import (
+    STRICT,
+    Applies,
+    Auto,
+    Interval,
+    Length,
+    NonNegativeInt,
+    Off,
+    PositiveInt,
+    Switch,
+    Time,
+    whole,
+)
 from paceline.recipe.mlperf import Submission
 from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
@@ -21,7 +33,7 @@ class Evaluate:
     """Time between evaluations, or `off`; the last step is always evaluated unless this is `off`."""
     batch_size: Auto | PositiveInt = "auto"
     """Samples per forward pass."""
-    top_k: Annotated[int, Field(gt=1, strict=True)] = 5
+    top_k: Annotated[int, Field(gt=1, strict=True), BeforeValidator(whole)] = 5
     """The k of the top-k accuracy reported beside top-1."""
     augment: Literal["none", "flip", "flip_shift", "five_crop", "ten_crop"] = "none"
     """Average the probabilities of several views of each image, in evaluation and prediction: itself and its mirror
@@ -32,7 +44,7 @@ class Evaluate:
     the task's own choice, of image classification `top1_accuracy`."""
     patience: Annotated[PositiveInt | None, Off] = None
     """Stop after this many evaluations without a better metric, or `off`."""
-    keep_examples: Annotated[int, Field(ge=0, le=100, strict=True)] = 24
+    keep_examples: Annotated[NonNegativeInt, Field(le=100)] = 24
     """Held-out samples that each evaluation keeps to be looked at, with image, answer and label, beside the confusion
     matrix; 0 keeps neither."""
 

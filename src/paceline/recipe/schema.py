@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.data import Data
 from paceline.recipe.distillation import Distillation
-from paceline.recipe.fields import STRICT, Applies, Names
+from paceline.recipe.fields import STRICT, Applies, Names, whole
 from paceline.recipe.model import Model
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
@@ -26,7 +26,7 @@ class Recipe:
     ] = "image_classification"
     """`image_classification`, `distillation` (the same with a teacher), `language_modeling`, `recommendation`,
     `detection`, or `package.module:factory` of one's own."""
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(whole)] = 0
     """Keys the initial weights, the order of samples, augmentation and dropout."""
     model: Model = Model()
     data: Data = Data()

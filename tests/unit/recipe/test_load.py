@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_a_recipe_is_a_mapping(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_key_stands_once(text: str, line: int, tmp_path: Path) -> None:
-    assert f"line {line}: key '" in refusal(source=write(tmp_path, "mine.yaml", text))
+    assert re.search(rf"line {line}, .*key '", refusal(source=write(tmp_path, "mine.yaml", text)))
 
 
 @pytest.mark.parametrize(
@@ -168,12 +169,12 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 WRONG = [
     (["optimizer.lr=abc"], "optimizer.lr: found 'abc', but it must be a number"),
     (["optimizer.lr=0"], "optimizer.lr: found 0, but it must be greater than 0"),
-    (["optimizer.lr=.nan"], "optimizer.lr: found nan, but it must be "),
-    (["optimizer.lr=.inf"], "optimizer.lr: found inf, but it must be a finite number"),
+    (["optimizer.lr=.nan"], "optimizer.lr: found .nan, but it must be "),
+    (["optimizer.lr=.inf"], "optimizer.lr: found .inf, but it must be a number"),
     (["optimizer.lr=true"], "optimizer.lr: found True, but it must be a number"),
-    (["data.augment.flip=yes"], "data.augment.flip: found True, but it must be a number"),
+    (["data.augment.flip=yes"], "data.augment.flip: found yes, but it must be a number"),
     (["data.augment.flip=1.5"], "data.augment.flip: found 1.5, but it must be less than or equal to 1"),
-    (["data.augment.flip=.nan"], "data.augment.flip: found nan"),
+    (["data.augment.flip=.nan"], "data.augment.flip: found .nan"),
     (["optimizer.weight_decay=-1"], "optimizer.weight_decay: found -1, but it must be greater than or equal to 0"),
     (["optimizer.momentum=1"], "optimizer.momentum: found 1, but it must be less than 1"),
     (["optimizer.name=adam"], "optimizer.name: found 'adam', but it must be 'sgd', 'adamw', 'rmsprop'"),
@@ -193,21 +194,21 @@ WRONG = [
     (["batch.micro_size=some"], "batch.micro_size: found 'some', but it must be 'auto' or a whole number"),
     (["train.duration=5"], "train.duration: found 5, but a duration is a number with its unit: '3 epochs'"),
     (["train.duration=5 minutes"], "train.duration: found '5 minutes', but a duration is a number with its unit"),
-    (["evaluate.every=on"], "evaluate.every: found True, but a duration is a number with its unit"),
+    (["evaluate.every=on"], "evaluate.every: found on, but a duration is a number with its unit"),
     (["train.ema=1"], "train.ema: found 1, but it must be less than 1"),
     (["train.label_smoothing=1.0"], "train.label_smoothing: found 1.0, but it must be less than 1"),
     (["train.precision=fp64"], "train.precision: found 'fp64', but it must be 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'"),
     (["evaluate.top_k=1"], "evaluate.top_k: found 1, but it must be greater than 1"),
-    (["evaluate.metric=5"], "evaluate.metric: found 5, but it must be a valid string"),
+    (["evaluate.metric=true"], "evaluate.metric: found True, but it must be a valid string"),
     (["evaluate.patience=0"], "evaluate.patience: found 0, but it must be greater than 0"),
     (["checkpoint.keep=0"], "checkpoint.keep: found 0, but it must be greater than 0"),
     (["data.channels=2"], "data.channels: found 2, but it must be 'auto' or 1 or 3"),
     (["data.mean=0.5"], "data.mean: found 0.5, but it must be 'auto' or a list"),
-    (["data.mean=[.nan]"], "data.mean: found nan, but it must be 'auto' or a finite number"),
+    (["data.mean=[.nan]"], "data.mean: found .nan, but it must be 'auto' or a number"),
     (["data.std=[0]"], "data.std: found 0, but it must be 'auto' or greater than 0"),
     (["data.workers=-1"], "data.workers: found -1, but it must be 'auto' or greater than or equal to 0"),
     (["data.augment.crop=random_resized", "data.augment.scale=[1.0, 0.5]"], "data.augment.scale: found [1.0, 0.5]"),
-    (["model.name=3"], "model.name: found 3, but it must be a valid string"),
+    (["model.name=[a]"], "model.name: found ['a'], but it must be a valid string"),
     (["model.channels_last=maybe"], "model.channels_last: found 'maybe', but it must be 'auto' or true or false"),
     (["parallel.device=gpu"], "parallel.device: found 'gpu', but it must be 'auto', 'cpu', 'cuda', 'mps' or 'xpu'"),
     (["telemetry.trackers=[comet]"], "telemetry.trackers: found 'comet', but it must be 'tensorboard'"),
@@ -235,7 +236,7 @@ def test_an_override_is_key_equals_value(text: str) -> None:
 
 
 def test_an_override_that_is_not_yaml_is_refused() -> None:
-    assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr=[1': the value is not readable")
+    assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr': the value is not readable")
 
 
 @pytest.mark.parametrize("written", ["0.001", "1e-3", "1.0e-3"])
@@ -341,7 +342,7 @@ def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -
     loaded = load_recipe(path, ["optimizer.name=sgd", "data.augment.crop=none"])
     assert loaded.notices == (
         "optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",
-        "optimizer.eps=1e-06 dropped: it has no effect with optimizer.name=sgd",
+        "optimizer.eps=1.0e-6 dropped: it has no effect with optimizer.name=sgd",
         "data.augment.padding=2 dropped: it has no effect with data.augment.crop=none",
     )
     assert load_recipe(path, ["optimizer.name=adamw"]).recipe.optimizer.betas == (0.8, 0.9)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RecipeError
+from paceline.plain_yaml import BoundedLoader
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 # A pipe, a redirection, or an end of a command, where it is a word of its own.
@@ -79,7 +80,7 @@ def _text(path: Path) -> str:
 def _tree(path: Path, text: str) -> dict[str, Any] | None:
     """A file of arguments, or None if it holds a command."""
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader=BoundedLoader)
     except yaml.YAMLError as error:
         if path.suffix in _TREES:
             raise RecipeError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None

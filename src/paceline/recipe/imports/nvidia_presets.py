@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.plain_yaml import BoundedLoader
 
 _RESNET = {
     "label_smoothing": 0.1,
@@ -143,7 +144,7 @@ def own_preset(path: Path, model: str, platform: str, precision: str, mode: str)
         RecipeError: If it is not readable, or has no such preset.
     """
     try:
-        tree: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree: Mapping[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
         parts = [tree["precision"][precision], tree["models"][model][platform][precision], tree["mode"][mode]]
         found = {key: value for part in parts for key, value in part.items()}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

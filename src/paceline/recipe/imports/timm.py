@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RecipeError
+from paceline.plain_yaml import BoundedLoader
 from paceline.recipe.imports.command import Source, read_source
 from paceline.recipe.imports.draft import Conversion, Draft, check_skipped
 from paceline.recipe.imports.options import Given
@@ -104,7 +105,7 @@ def convert_timm(
 
 def _arguments(path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"--config {path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):

@@ -1,0 +1,196 @@
+"""YAML from files that others wrote: within limits, and with scalars kept as they were written."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from typing import Any
+
+import yaml
+
+_CHARACTERS = 1_000_000
+MOST_LEVELS = 50
+_VALUES = 100_000
+_DIGITS = 100
+
+_CORE = "tag:yaml.org,2002:"
+_AS_WRITTEN = "!as-written"
+_READ_BY_VALUE = {f"{_CORE}{kind}" for kind in ("int", "float", "bool")}
+_ALLOWED = _READ_BY_VALUE | {f"{_CORE}{kind}" for kind in ("str", "null", "seq", "map")} | {None, "!"}
+_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|0o[0-7]+")
+_TWO_READINGS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?|\.(nan|NaN|NAN))")
+_SWITCHES = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
+
+
+class AsWritten(str):
+    """An unquoted scalar that programs read differently: ``1e3``, ``010``, ``12:30``, ``off``. Its field decides."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def settled(self) -> object:
+        """Return what is written where no field says what it must be: a switch, a number or text.
+
+        Raises:
+            ValueError: If programs read it as different numbers.
+        """
+        if as_switch(self) is not self:
+            return as_switch(self)
+        if _TWO_READINGS.fullmatch(self):
+            raise ValueError(f"found {self}, which programs read differently; write a plain number, or '{self}'")
+        with contextlib.suppress(ValueError):
+            return int(self, 0)
+        try:
+            number = float(self.lower().replace(".inf", "inf"))
+        except ValueError:
+            return str(self)
+        if math.isinf(number) and "inf" not in self.lower():
+            raise ValueError(f"found {self}, which is too large for a number")
+        return number
+
+
+def as_switch(value: object) -> object:
+    """Return what ``on``, ``off``, ``yes`` or ``no`` stands for as a switch, and any other value as it is."""
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, AsWritten) else value
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """YAML whose nesting, numbers and aliases stay small, with unique keys and no tags of its own."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > _CHARACTERS:
+            raise yaml.YAMLError(f"found {len(text):,} characters; {_CHARACTERS:,} is the limit.")
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node, and measure what it holds with its aliases written out."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stub
+        if getattr(event, "tag", None) not in _ALLOWED:
+            raise _refused(f"the tag '{event.tag.replace(_CORE, '!!')}' is not supported; remove it", event)
+        self._depth += 1
+        if self._depth > MOST_LEVELS:
+            raise _refused(f"values are nested more than {MOST_LEVELS} deep", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise _refused(f"the alias '*{event.anchor}' is a part of itself", event)
+            return node
+        assert node is not None
+        inside: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [self._sizes[item[1] if isinstance(item, tuple) else item] for item in inside]
+        size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+        if size > _VALUES or depth > MOST_LEVELS:
+            limit = f"{_VALUES:,} values" if size > _VALUES else f"{MOST_LEVELS} levels"
+            raise _refused(f"there are more than {limit} once aliases are written out", event)
+        self._sizes[node] = size, depth
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Compose a scalar; ``!!float 1e-3`` is ``1e-3``."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stub
+        if event.tag in _READ_BY_VALUE:
+            event.tag, event.implicit = None, (True, False)
+        node = super().compose_scalar_node(anchor)
+        if node.tag not in (f"{_CORE}str", f"{_CORE}null") and len(node.value) > _DIGITS:
+            raise _refused(f"found a number of {len(node.value):,} digits; {_DIGITS} is the limit", event)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping, whose keys are names."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refused("found a list or mapping as a key, but a key is a name", key)
+            if key.value in seen:
+                raise _refused(f"key '{key.value}' is there twice; keep one", key)
+            seen.add(key.value)
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Write out the merge keys (``<<``) of a mapping."""
+        for key, value in node.value:
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if key.tag == f"{_CORE}merge" and not all(isinstance(each, yaml.MappingNode) for each in merged):
+                raise _refused("'<<' merges a mapping, or a list of mappings", value)
+        super().flatten_mapping(node)
+
+
+class PlainLoader(BoundedLoader):
+    """YAML in which a scalar is a whole number, true, false or null only if every program agrees.
+
+    Numbers of other forms and switches are :class:`AsWritten`, and everything else is text. Keys are text as written.
+    """
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
+        """Return the tag of a node without one."""
+        tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]  # PyYAML's stub
+        if kind is not yaml.ScalarNode or not implicit[0] or tag in (f"{_CORE}null", f"{_CORE}merge"):
+            return tag
+        if _WHOLE.fullmatch(value) or value.lower() in ("true", "false"):
+            return tag
+        return _AS_WRITTEN if tag != f"{_CORE}str" or _FLOAT.fullmatch(value) else tag
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping whose keys are text, as written."""
+        node = super().compose_mapping_node(anchor)
+        node.value = [(self._name(key), value) for key, value in node.value]
+        return node
+
+    def _name(self, key: yaml.ScalarNode) -> yaml.ScalarNode:
+        if key.tag in (f"{_CORE}str", f"{_CORE}merge"):
+            return key
+        # Options may have numbers as keys; see `settled`.
+        tag = _AS_WRITTEN if key.tag == f"{_CORE}int" else f"{_CORE}str"
+        return yaml.ScalarNode(tag, key.value, key.start_mark, key.end_mark)
+
+
+PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AsWritten(node.value))
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Writes what :class:`PlainLoader` and any other program read alike: doubtful text is quoted."""
+
+
+PlainDumper.add_implicit_resolver(f"{_CORE}float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
+
+
+def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """What is wrong with an event or a node."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
+def load_plain(text: str) -> Any:
+    """Read YAML with scalars as they were written.
+
+    Raises:
+        yaml.YAMLError: If it is not YAML, or goes beyond the limits.
+    """
+    return yaml.load(text, Loader=PlainLoader)  # a SafeLoader
+
+
+def settled(value: Any) -> Any:
+    """Return a value with every :class:`AsWritten` in it settled.
+
+    Raises:
+        ValueError: If one may mean either of two values.
+    """
+    match value:
+        case dict():
+            return {_settled_key(key): settled(item) for key, item in value.items()}
+        case list():
+            return [settled(item) for item in value]
+        case AsWritten():
+            return value.settled()
+    return value
+
+
+def _settled_key(key: Any) -> Any:
+    return int(key) if isinstance(key, AsWritten) else key
