@@ -297,7 +297,8 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "evaluation samples": format_count(plan.evaluation_samples),
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
         "global batch": f"{format_count(plan.global_batch_size)} = {_counted(plan.world_size, 'process')} x "
-        f"{_counted(plan.accumulation_steps, 'micro-batch')} x {_counted(plan.micro_batch_size, 'sample')}",
+        f"{_counted(plan.accumulation_steps, 'micro-batch')} x {_counted(plan.micro_batch_size, 'sample')}"
+        + (f", cut to {_counted(plan.step_sizes[0], 'sample')}" if plan.step_sizes[0] < plan.global_batch_size else ""),
         **{f"from epoch {p.first_epoch + 1}": _phase_line(plan, p) for p in plan.batch_phases[1:]},
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),

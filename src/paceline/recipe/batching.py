@@ -23,13 +23,13 @@ def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -
     fixed = fixed_logical_ranks(recipe)
     shared = _shared_parts(recipe, fixed)
     if shared % world_size:
-        key, size = next(each for each in _sizes(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size)
+        key, size = next(each for each in named_sizes(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size)
         raise RecipeError(
             f"{key}={size} over {world_size} processes gives {size / world_size:g} samples each, which "
             f"{_misfit(recipe, fixed)}; the global batch is never changed silently, so run it on "
             f"{', '.join(_fitting(shared))} processes or change {key}."
         )
-    common = math.gcd(*(size for _, size in _sizes(recipe)))
+    common = math.gcd(*(size for _, size in named_sizes(recipe)))
     micro = common // world_size if fixed is None else batch // fixed
     _check_ghosts(recipe, micro, world_size)
     if recipe.batch.micro_size == "auto":
@@ -98,7 +98,7 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
     """
     batch, micro, ranks = recipe.batch.global_size, recipe.batch.micro_size, recipe.parallel.logical_ranks
     if micro != "auto":
-        for key, size in _sizes(recipe):
+        for key, size in named_sizes(recipe):
             if size % micro:
                 raise RecipeError(
                     f"{key}={size} is not a multiple of batch.micro_size={micro}; "
@@ -126,7 +126,7 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
 
 
 def _check_grown(recipe: Recipe, micro: int) -> None:
-    for key, size in _sizes(recipe):
+    for key, size in named_sizes(recipe):
         if size % micro:
             raise RecipeError(
                 f"{key}={size} is no whole number of the micro-batches of {micro} samples that "
@@ -136,15 +136,15 @@ def _check_grown(recipe: Recipe, micro: int) -> None:
 
 
 def _divides_all(recipe: Recipe, micro: int) -> bool:
-    return all(size % micro == 0 for _, size in _sizes(recipe))
+    return all(size % micro == 0 for _, size in named_sizes(recipe))
 
 
 def _fine_ranks(recipe: Recipe) -> int:
     """Logical ranks of an exact run whose sizes have no larger micro-batch in common."""
-    return recipe.batch.global_size // math.gcd(*(size for _, size in _sizes(recipe)))
+    return recipe.batch.global_size // math.gcd(*(size for _, size in named_sizes(recipe)))
 
 
-def _sizes(recipe: Recipe) -> list[tuple[str, int]]:
+def named_sizes(recipe: Recipe) -> list[tuple[str, int]]:
     """Every size of the batch, with the key that says it."""
     key = "batch.growth."
     return [(f"{key}{epoch}" if epoch else "batch.global_size", size) for epoch, size in recipe.batch.sizes().items()]
@@ -157,7 +157,7 @@ def _largest_part(recipe: Recipe, fixed: int | None) -> int:
 
 def _shared_parts(recipe: Recipe, fixed: int | None) -> int:
     """Parts that the processes share out, in steps of every size: their number must divide this one."""
-    return math.gcd(*(size // _largest_part(recipe, fixed) for _, size in _sizes(recipe)))
+    return math.gcd(*(size // _largest_part(recipe, fixed) for _, size in named_sizes(recipe)))
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from paceline.errors import RecipeError
-from paceline.recipe.batching import micro_batch_size, unused_ghosts
+from paceline.recipe.batching import micro_batch_size, named_sizes, unused_ghosts
 from paceline.recipe.compute import Compiled, Sizes, check_fp8, plan_compilation, resolve_float32_matmul
 from paceline.recipe.layers import applies_of
 from paceline.recipe.noise import check_noise_scale
@@ -183,6 +183,11 @@ class Plan(Compiled, Rates):
         """Where in the epochs each step lies."""
         return Epochs(self.train_samples, self.batch_phases)
 
+    @property
+    def step_sizes(self) -> list[int]:
+        """Samples of the full steps of each phase: the global batch, or an epoch that is smaller."""
+        return [min(phase.global_batch_size, self.train_samples) for phase in self.batch_phases]
+
     def epoch_of(self, step: int) -> int:
         """Epoch that the step numbered ``step`` (from 0) belongs to."""
         return self.epochs.place(step)[0]
@@ -225,8 +230,11 @@ def make_plan(
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
     _check_evaluation(recipe, data, reasons)
-    if batch > data.train_samples:
-        reasons["batch.global_size"] = f"an epoch has only {data.train_samples} samples: each step uses all of them"
+    if larger := [f"{key}={size}" for key, size in named_sizes(recipe) if size > data.train_samples]:
+        reasons["batch.global_size"] = (
+            f"{', '.join(larger)}: larger than the {data.train_samples} training samples, so the global batch is "
+            f"{data.train_samples}"
+        )
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
     lengths = Lengths(epochs)
     total = lengths.total(recipe.train.duration)

@@ -122,12 +122,12 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
 
 
 def _about_data(plan: Plan) -> tuple[str, ...]:
-    """What is not trained on, as the task's facts count it (``lines_left_out``), and classes without an image."""
+    """A global batch that was cut, samples that are left out (``lines_left_out``), and classes without an image."""
     ending = "_left_out"
     counts = {name: count for name, count in plan.data.items() if name.endswith(ending) and isinstance(count, int)}
     named = ((name.removesuffix(ending).replace("_", " "), count) for name, count in counts.items())
     left_out = (f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
-    return (*left_out, *([plan.reasons["data.classes"]] if "data.classes" in plan.reasons else []))
+    return (*left_out, *(plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons))
 
 
 def _weights_of(task: Task) -> SampleWeights | None:

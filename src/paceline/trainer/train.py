@@ -389,7 +389,7 @@ def _plan_in_words(run: Run) -> tuple[str, str]:
     samples = (
         f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples"
     )
-    sizes = " then ".join(format_count(phase.global_batch_size) for phase in plan.batch_phases)
+    sizes = " then ".join(map(format_count, plan.step_sizes))
     steps = f"{format_count(plan.total_steps)} steps of {sizes}"
     return (
         f"{plan.device_name}, {processes}, {plan.precision}, {format_count(plan.parameters or 0)} parameters",

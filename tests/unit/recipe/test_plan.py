@@ -44,6 +44,15 @@ def refusal(*overrides: str, **world: Any) -> str:
     return str(caught.value)
 
 
+def test_a_batch_larger_than_the_data_is_never_cut_silently() -> None:
+    made = plan("batch.global_size=64", "batch.growth={1: 8, 2: 128}", samples=12)
+    assert made.step_sizes == [12, 8, 12]
+    said = made.reasons["batch.global_size"]
+    assert "batch.global_size=64, batch.growth.2=128" in said
+    assert "12" in said
+    assert plan("batch.global_size=12", samples=12).reasons.keys().isdisjoint({"batch.global_size"})
+
+
 def test_one_process() -> None:
     made = plan("batch.global_size=64", "train.duration=3 epochs", "schedule.warmup=10%")
     assert (made.global_batch_size, made.micro_batch_size, made.accumulation_steps, made.logical_ranks) == (

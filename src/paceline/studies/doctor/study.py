@@ -149,7 +149,7 @@ def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
         device=target.machine.device_name,
         is_here=target.is_here,
         precision=plan.precision,
-        global_batch=plan.global_batch_size,
+        global_batch=plan.step_sizes[0],
         processes=world.world_size,
         findings=findings,
         checks=len(CHECKS),
