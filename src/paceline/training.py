@@ -42,8 +42,8 @@ def train(
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
     options = Options(
-        run_dir=None if run_dir is None else Path(run_dir),
-        resume=resume,
+        run_dir=None if run_dir is None else Path(run_dir).expanduser(),
+        resume=os.path.expanduser(resume),
         display=None if quiet else choose_display(sys.stdout),
         task=task,
         report=report_at_the_end,

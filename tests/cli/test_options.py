@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+from PIL import Image
 
+import paceline
 from paceline.cli.main import COMMANDS, run
-from paceline.cli.options import FiniteRange
+from paceline.cli.options import FiniteRange, LocalPath
 
 
 def _options(command: click.Command) -> Iterator[click.Parameter]:
@@ -29,6 +33,38 @@ def test_every_number_typed_is_finite() -> None:
     ]
     assert len(numbers) > 10
     assert not [f"{name} {option.opts}" for name, option in numbers if not isinstance(option.type, FiniteRange)]
+
+
+def test_every_path_typed_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [
+        (name, option)
+        for name in COMMANDS
+        for option in _options(importlib.import_module(f"paceline.cli.{name.replace('-', '_')}").command)
+        if isinstance(option.type, click.Path)
+    ]
+    assert len(paths) > 40
+    assert not [f"{name} {option.opts}" for name, option in paths if not isinstance(option.type, LocalPath)]
+    monkeypatch.setenv("HOME", "/home/anna")
+    for typed, meant in (("~", "/home/anna"), ("~/r", "/home/anna/r"), ("r~", "r~"), ("./~", "~")):
+        assert LocalPath().convert(typed, None, None) == Path(meant)
+
+
+def test_no_folder_called_tilde_is_made(
+    tmp_path: Path, paceline_here: Callable[..., Any], tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "r.yaml").write_text("base: digits\ntelemetry: {report: no}\n")
+    asked = (*tiny, "train.duration=1 steps", "evaluate.every=off", "checkpoint.every=1 steps")
+    done = paceline_here("train", "~/r.yaml", *asked, "data.split_file=~/split.json", "--run-dir=~/r1")
+    assert done.code == 0, done.err
+    Image.new("L", (8, 8)).save(home / "x.png")
+    assert paceline_here("predict", "~/r1", "~/x.png").code == 0
+    weights = f"model.initialize_from=~/r1/checkpoints/step-{1:08d}"
+    paceline.train("~/r.yaml", overrides=[*asked, weights], run_dir="~/r2", quiet=True)
+    assert {path.name for path in home.iterdir()} >= {"r1", "r2", "split.json"}
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_plan_tells_of_a_run_that_ends_early(capsys: pytest.CaptureFixture[str]) -> None:

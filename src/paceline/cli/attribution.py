@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option
+from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import print_json, print_table
 from paceline.units import format_count
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("attribution", short_help="Say where the time of a run's steps went, and what holds them back.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=LocalPath())
 @json_option
 def command(run: Path, as_json: bool) -> int:
     """Read the step records in the run directory RUN: how long each phase of a step takes, and which share of it.

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import json_option
+from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import concluded, print_json, print_table
 from paceline.units import format_count
 
 
 @click.command("audit", short_help="Prove from its ledger that a run used each sample exactly once per epoch.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=LocalPath())
 @json_option
 def command(run: Path, as_json: bool) -> int:
     """Audit the ledger in the run directory RUN: what every process really trained on.

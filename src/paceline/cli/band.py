@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option
+from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import print_json, print_table
 from paceline.units import format_bytes
 
@@ -28,10 +28,8 @@ def command() -> None:
 
 
 @command.command("make", short_help="Make a band of runs that differ by their seed.")
-@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN...")
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The file, in JSON."
-)
+@click.argument("runs", type=LocalPath(), nargs=-1, required=True, metavar="RUN...")
+@click.option("--output", "-o", type=LocalPath(dir_okay=False), required=True, help="The file, in JSON.")
 @click.option("--name", default="", help="What the band is of (default: as the recipe is called).")
 @json_option
 def make(runs: tuple[Path, ...], output: Path, name: str, as_json: bool) -> int:
@@ -57,10 +55,10 @@ def make(runs: tuple[Path, ...], output: Path, name: str, as_json: bool) -> int:
 
 
 @command.command("check", short_help="Say where a run is outside a band.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=LocalPath())
 @click.option(
     "--band",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     help="A file of `paceline band make` (default: the band that the recipe brings).",
 )
 @json_option

@@ -12,6 +12,7 @@ import click
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
+    LocalPath,
     json_option,
     overrides_argument,
     refuse_idle,
@@ -110,7 +111,7 @@ def command() -> None:
 @click.option("--to", metavar="METRIC=VALUE", help="Train until an evaluation is as good: top1_accuracy=94.")
 @click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Runs with --to, a seed each.")
 @click.option("--price-per-hour", type=FiniteRange(min=0), help="Of the machine, for what --to costs.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Write JSON, Markdown and a plot there.")
+@click.option("--output", type=LocalPath(), metavar="DIR", help="Write JSON, Markdown and a plot there.")
 @json_option
 @click.pass_context
 def measure(ctx: click.Context, /, recipe: str, overrides: tuple[str, ...], as_json: bool, **chosen: Any) -> int:
@@ -231,8 +232,8 @@ def _show(report: BenchReport) -> None:
 
 
 @command.command("compare")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=LocalPath())
+@click.argument("b", type=LocalPath())
 @click.option(
     "--tolerance",
     type=FiniteRange(min=0),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument, refuse_idle
+from paceline.cli.options import LocalPath, json_option, overrides_argument, refuse_idle
 from paceline.cli.output import concluded, open_console, print_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _MOST_PLACES = 5
 @click.option(
     "--apply",
     "improved",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     metavar="FILE",
     help="Write the recipe with the changes that train the same thing and go together; with --measure, those that "
     "gained.",

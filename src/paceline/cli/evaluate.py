@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import (
+    LocalPath,
     best_option,
     choose_processes,
     chosen_images,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 @processes_option
 @click.option(
     "--predictions",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
     "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import best_option, json_option, target_argument, trust_code_option, weights_option
+from paceline.cli.options import LocalPath, best_option, json_option, target_argument, trust_code_option, weights_option
 from paceline.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _FORMATS = ("timm", "safetensors", "onnx", "torch-export")
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     required=True,
     help="The new file, or the new hub folder; missing folders above it are made.",
 )

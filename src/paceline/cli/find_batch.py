@@ -11,6 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
+    LocalPath,
     choose_processes,
     json_option,
     overrides_argument,
@@ -47,7 +48,7 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
 @click.option(
     "--apply",
     "apply_to",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     metavar="FILE",
     help="Write the recipe with the micro-batch found.",
 )

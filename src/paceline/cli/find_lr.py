@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ import click
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
+    LocalPath,
     choose_processes,
     is_first_process,
     is_one_of_several,
@@ -74,11 +74,11 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 @click.option(
     "--apply",
     "apply_to",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     metavar="FILE",
     help="Write the recipe with that learning rate.",
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Write JSON and a page there.")
+@click.option("--output", type=LocalPath(), metavar="DIR", help="Write JSON and a page there.")
 @json_option
 def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_json: bool, **chosen: Any) -> int:
     """Find a learning rate for RECIPE: a shipped name, a YAML file, or a run directory, whose recipe is tested.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.options import LocalPath
 from paceline.cli.output import print_json
 from paceline.errors import RecipeError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.recipe.imports.draft import Conversion
 
 _OPTIONS = (
-    click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the recipe here."),
+    click.option("--output", type=LocalPath(), metavar="FILE", help="Write the recipe here."),
     click.option("--overwrite", is_flag=True, help="Write over a file that is there."),
     click.option(
         "--processes",

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import FiniteRange, json_option
+from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import concluded, print_json, print_table
 from paceline.errors import LabError
 
@@ -71,7 +71,7 @@ def list_labs(as_json: bool) -> None:
 
 @command.command("start", short_help="Write the notebook of a lab, and open it.")
 @_lab_argument
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
+@click.argument("folder", type=LocalPath(file_okay=False), default=Path())
 @click.option("--no-open", is_flag=True, help="Do not open Jupyter.")
 @json_option
 def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
@@ -103,7 +103,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
 
 @command.command("check", short_help="Say which exercises of a lab are done.")
 @_lab_argument
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), required=False)
+@click.argument("file", type=LocalPath(dir_okay=False), required=False)
 @click.option(
     "--seconds", type=FiniteRange(1, 3600), default=180, show_default=True, help="How long all exercises may take."
 )
@@ -149,12 +149,12 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
 @_lab_argument
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     required=True,
     metavar="FILE",
     help="What to write: Marp Markdown (.md), or a page that opens offline (.html), which Marp CLI makes.",
 )
-@click.option("--marp", type=click.Path(path_type=Path), metavar="PATH", help="Marp CLI, where it is not called marp.")
+@click.option("--marp", type=LocalPath(), metavar="PATH", help="Marp CLI, where it is not called marp.")
 @click.option(
     "--seconds", type=FiniteRange(1, 7200), default=900, show_default=True, help="How long running the lab may take."
 )
@@ -195,7 +195,7 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
 
 
 @command.command("grade", short_help="Mark a program of the assessment by what it does.")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", type=LocalPath(dir_okay=False))
 @json_option
 def grade(file: Path, as_json: bool) -> int:
     """Mark FILE, a training program as the assessment asks for, by what it does with 1, 2 and 3 processes.

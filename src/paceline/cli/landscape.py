@@ -9,6 +9,7 @@ import click
 
 from paceline.cli.options import (
     FiniteRange,
+    LocalPath,
     best_option,
     choose_processes,
     is_first_process,
@@ -58,7 +59,7 @@ def _epsilons(_: click.Context, __: click.Parameter, value: str) -> tuple[float,
 
 
 @click.command("landscape", short_help="Draw the loss around a run's weights, and measure how sharp the minimum is.")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN... [KEY=VALUE]...")
+@click.argument("runs", nargs=-1, required=True, type=LocalPath(str), metavar="RUN... [KEY=VALUE]...")
 @click.option(
     "--measure",
     callback=_measures,
@@ -130,7 +131,7 @@ def _epsilons(_: click.Context, __: click.Parameter, value: str) -> tuple[float,
 @processes_option
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=LocalPath(file_okay=False),
     metavar="DIR",
     help="Write landscape.json and landscape.html, a page with all charts, into this folder.",
 )

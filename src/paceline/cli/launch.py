@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import LocalPath, json_option, overrides_argument
 from paceline.cli.output import print_json
 from paceline.distributed.kubernetes_job import Workload, check, indexed_job, job_name, pytorch_job
 from paceline.distributed.slurm_job import Job, Shape, check_time, folder_name, job_script, split_sweep, submit
@@ -28,7 +28,7 @@ _recipe_argument: Callable[[Any], Any] = click.argument("recipe")
 _run_dir_option: Callable[[Any], Any] = click.option(
     "--run-dir",
     required=True,
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     help="Run directory, on a file system that all nodes share.",
 )
 _dry_run_option: Callable[[Any], Any] = click.option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option
+from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import concluded, print_json, print_table
 
 if TYPE_CHECKING:
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 @click.command("mlperf", short_help="Write logs of runs in MLPerf's format, and compare them with its reference.")
-@click.argument("targets", nargs=-1, required=True, metavar="RUN-OR-LOG... [KEY=VALUE]...")
+@click.argument("targets", nargs=-1, required=True, type=LocalPath(str), metavar="RUN-OR-LOG... [KEY=VALUE]...")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=LocalPath(file_okay=False),
     metavar="FOLDER",
     help="Write result_0.txt, result_1.txt, … there (default: mlperf/result_0.txt in each run directory).",
 )
 @click.option(
     "--reference",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     metavar="FILE.json",
     help="Reference points of your own, as MLPerf's checker reads them (default: those of ResNet-50 on ImageNet).",
 )

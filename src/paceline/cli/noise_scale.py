@@ -14,6 +14,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
+    LocalPath,
     choose_processes,
     is_first_process,
     is_one_of_several,
@@ -39,10 +40,8 @@ if TYPE_CHECKING:
     "--steps", type=click.IntRange(min=2), default=50, show_default=True, help="Batches at each set of weights."
 )
 @study_processes_option
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="DIR", help="Write noise-scale.json and .html there."
-)
-@click.option("--scratch", type=click.Path(path_type=Path), hidden=True)
+@click.option("--output", type=LocalPath(), metavar="DIR", help="Write noise-scale.json and .html there.")
+@click.option("--scratch", type=LocalPath(), hidden=True)
 @json_option
 def command(
     target: str,

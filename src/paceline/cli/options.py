@@ -27,11 +27,19 @@ json_option: Callable[[Any], Any] = click.option(
 overrides_argument: Callable[[Any], Any] = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
-class _Weights(click.Path):
-    """Where weights lie: a path, or the address of a file or hub folder, which is copied to this machine."""
+class LocalPath(click.Path):
+    """A path on this machine; ``~`` is the home directory, also where no shell expands it (``--run-dir=~/runs``)."""
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
+    def __init__(self, path_type: type = Path, **checks: bool) -> None:
+        super().__init__(path_type=path_type, **checks)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path from the root or from here."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
+class _Weights(LocalPath):
+    """Where weights lie: a path, or the address of a file or hub folder, which is copied to this machine."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option
+from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import concluded, print_json
 from paceline.machine import available_cores
 from paceline.units import format_bytes, format_count, format_seconds
@@ -63,8 +63,8 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
 
 
 @click.command("pack", short_help="Write a dataset into a few files that are read fast.")
-@click.argument("source")
-@click.argument("destination", metavar="[DEST]", required=False, type=click.Path(path_type=Path))
+@click.argument("source", type=LocalPath(str))
+@click.argument("destination", metavar="[DEST]", required=False, type=LocalPath())
 @click.option(
     "--mode",
     type=click.Choice(["original", "jpeg", "raw"]),

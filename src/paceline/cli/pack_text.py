@@ -7,15 +7,22 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import FiniteRange, json_option
+from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import print_json
 from paceline.units import format_bytes
 
 
 @click.command("pack-text", short_help="Write text as tokens into files that are mapped into memory.")
-@click.argument("source")
-@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--tokenizer", default="bytes", show_default=True, metavar="NAME", help="As data.text.tokenizer.")
+@click.argument("source", type=LocalPath(str))
+@click.argument("destination", metavar="DEST", type=LocalPath())
+@click.option(
+    "--tokenizer",
+    type=LocalPath(str),
+    default="bytes",
+    show_default=True,
+    metavar="NAME",
+    help="As data.text.tokenizer.",
+)
 @click.option(
     "--validation-fraction",
     type=FiniteRange(min=0, max=1, max_open=True),

@@ -10,6 +10,7 @@ import click
 
 from paceline.cli.options import (
     FiniteRange,
+    LocalPath,
     best_option,
     json_option,
     target_argument,
@@ -28,7 +29,7 @@ _LABELS = 3
 
 @click.command("predict", short_help="Label images, or write text, with trained weights.")
 @target_argument
-@click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[SOURCE...]")
+@click.argument("sources", nargs=-1, type=LocalPath(), metavar="[SOURCE...]")
 @click.option("--prompt", metavar="TEXT", help="What a language model is to go on from, or to fill in.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt: most to write (default: 200).")
 @click.option(
@@ -45,12 +46,10 @@ _LABELS = 3
     help="Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
     "so many tokens only.",
 )
-@click.option(
-    "--draw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of a detector: draw what it finds."
-)
+@click.option("--draw", type=LocalPath(file_okay=False), metavar="DIR", help="Of a detector: draw what it finds.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     metavar="FILE",
     help="Write the answers to a new file: .jsonl, .csv (a line for each label) or .parquet. It is there when it is "
     "whole; until then it is FILE.partial.",

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.options import json_option
+from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import print_json
 from paceline.units import format_bytes
 
 
 @click.command("report", short_help="Write one HTML page about a run, or several compared, that opens offline.")
-@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", type=LocalPath(), nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=LocalPath(dir_okay=False),
     metavar="FILE.html",
     help="The page (default: report.html in the run directory; here, if there are several runs).",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import LocalPath, json_option, overrides_argument
 from paceline.cli.output import concluded, print_json, print_table
 from paceline.units import Duration
 
@@ -73,7 +73,7 @@ def _duration(_: click.Context, __: click.Parameter, value: str | None) -> Durat
 @click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks of each run.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="DIR",
     help="Write runs as they finish, and sweep-batch.json and .html; the same command there goes on.",
 )

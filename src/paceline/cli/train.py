@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.options import (
     Between,
+    LocalPath,
     Processes,
     changing_processes_option,
     choose_processes,
@@ -53,11 +54,12 @@ _CLIPS = {
 @click.command("train", short_help="Train a recipe, or go on with a run.")
 @click.argument("recipe")
 @overrides_argument
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory (default: a new one under runs/).")
+@click.option("--run-dir", type=LocalPath(), help="Run directory (default: a new one under runs/).")
 @changing_processes_option
 @max_restarts_option
 @click.option(
     "--resume",
+    type=LocalPath(str),
     default="auto",
     show_default=True,
     metavar="auto|never|CHECKPOINT",

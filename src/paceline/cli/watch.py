@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import FiniteRange, json_option
+from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import open_console, print_json
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("watch", short_help="Watch runs in the terminal while they go on.")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, type=LocalPath(), metavar="RUN...")
 @click.option(
     "--interval",
     type=FiniteRange(min=0.1),

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, NonNegativeFloat, PositiveInt
+from paceline.recipe.fields import STRICT, Auto, LocalPath, NonNegativeFloat, PositiveInt
 
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
 
@@ -22,7 +22,7 @@ class Clicks:
     """Rows of each categorical feature's table. `auto` with `criteo`: eight times the feature's values in the training
     split, at least 1,024 and at most `max_rows`; with `synthetic_clicks`: from 10 to `max_rows`, each larger by the
     same factor."""
-    cache: Auto | str = "auto"
+    cache: Auto | LocalPath = "auto"
     """Folder for the binary copy that `criteo` text is turned into once; `auto` is `.paceline` beside the data, or
     where that cannot be written, the user's cache."""
     dense_features: PositiveInt = 13

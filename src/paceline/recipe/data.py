@@ -16,6 +16,7 @@ from paceline.recipe.fields import (
     Auto,
     FiniteFloat,
     Fraction,
+    LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
     Off,
@@ -237,7 +238,7 @@ class Data:
     pack-text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of
     numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or
     `package.module:factory`."""
-    path: Annotated[str | None, Off, Applies("dataset", _WITH_PATH)] = None
+    path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
     image_column: Annotated[Auto | str, Applies("dataset", ("csv", "parquet", "huggingface"))] = "auto"
@@ -285,7 +286,7 @@ class Data:
     split_by: Annotated[Literal["order", "name"], Applies("dataset", _SPLIT_BY)] = "order"
     """What decides who is held out where the data has no split of its own: the image's place among those of its class,
     or its name, by which an image that is added or removed moves at most one other."""
-    split_file: Annotated[str | None, Off, Applies("dataset", _SPLIT_BY)] = None
+    split_file: Annotated[LocalPath | None, Off, Applies("dataset", _SPLIT_BY)] = None
     """A file that keeps the split: written by the first run, and held to by all others; or `off`."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Applies, Fraction, Off, PositiveFloat
+from paceline.recipe.fields import STRICT, Applies, Fraction, LocalPath, Off, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Distillation:
     """What a network learns from another one, its teacher."""
 
-    teacher: Annotated[str | None, Off] = None
+    teacher: Annotated[LocalPath | None, Off] = None
     """The teacher's weights: a run directory, a checkpoint or a safetensors file, trained on the same classes."""
     kind: Literal["soft", "hard"] = "soft"
     """`soft`: the teacher's probabilities (Hinton et al. 2015); `hard`: its answer as a label (Touvron et al. 2020)."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from paceline.plain_yaml import AsWritten, as_switch, settled
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
@@ -47,6 +48,7 @@ Fraction = Annotated[float, _Number, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
 FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
 Switch = Annotated[bool, BeforeValidator(as_switch), Field(strict=True)]
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 Options = Annotated[dict[str, Any], BeforeValidator(settled)]
 """Keyword arguments of a factory, of types that only it knows."""
 

@@ -78,17 +78,15 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(asked), "override")
     # Stored with the run, paths must mean the same from everywhere.
-    if recipe.data.path is not None:
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=_absolute(recipe.data.path)))
-    if recipe.data.split_file is not None:
-        kept = dataclasses.replace(recipe.data, split_file=_absolute(recipe.data.split_file))
-        recipe = dataclasses.replace(recipe, data=kept)
-    if recipe.model.initialize_from is not None:
-        model = dataclasses.replace(recipe.model, initialize_from=_absolute(recipe.model.initialize_from))
-        recipe = dataclasses.replace(recipe, model=model)
-    if recipe.distillation.teacher is not None:
-        taught = dataclasses.replace(recipe.distillation, teacher=_absolute(recipe.distillation.teacher))
-        recipe = dataclasses.replace(recipe, distillation=taught)
+    for section, key in (
+        ("data", "path"),
+        ("data", "split_file"),
+        ("model", "initialize_from"),
+        ("distillation", "teacher"),
+    ):
+        part = getattr(recipe, section)
+        if (where := getattr(part, key)) is not None:
+            recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: _absolute(where)})})
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 
@@ -219,7 +217,7 @@ def _comparable(recipe: Recipe) -> dict[str, Any]:
 
 
 def _absolute(path: str) -> str:
-    return path if is_address(path) else str(Path(path).expanduser().absolute())
+    return path if is_address(path) else str(Path(path).absolute())
 
 
 def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -237,7 +235,7 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
     shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]
-    path = Path(source)
+    path = Path(os.path.expanduser(source))
     try:
         if (path / "recipe.yaml").is_file():
             return path / "recipe.yaml"
@@ -285,7 +283,7 @@ def _with_base(path: Path, notices: list[str]) -> layers.Tree:
     layers.check_known(tree, str(path))
     if base is None:
         return layers.merge({}, tree, notices)
-    beside = path.parent / str(base)
+    beside = path.parent / os.path.expanduser(str(base))
     try:
         base_path = beside if beside.is_file() else _locate(str(base), path.parent)
     except RecipeError as error:

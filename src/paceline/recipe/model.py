@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.adapters import Adapters
-from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, Off, Options, PositiveInt, Switch
+from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, LocalPath, Off, Options, PositiveInt, Switch
 
 # What it was before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if value is True else value)
@@ -24,7 +24,7 @@ class Model:
     (with a config.json), or `package.module:factory`."""
     pretrained: Switch = False
     """Start from the library's published weights."""
-    initialize_from: Annotated[str | None, Off] = None
+    initialize_from: Annotated[LocalPath | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""
     initialize_partly: Switch = False
     """Take from `initialize_from` the tensors whose names and shapes fit, and leave the others as they begin: another

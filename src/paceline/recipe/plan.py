@@ -230,11 +230,7 @@ def make_plan(
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
     _check_evaluation(recipe, data, reasons)
-    if larger := [f"{key}={size}" for key, size in named_sizes(recipe) if size > data.train_samples]:
-        reasons["batch.global_size"] = (
-            f"{', '.join(larger)}: larger than the {data.train_samples} training samples, so the global batch is "
-            f"{data.train_samples}"
-        )
+    _explain_cut(recipe, data.train_samples, reasons)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
     lengths = Lengths(epochs)
     total = lengths.total(recipe.train.duration)
@@ -297,6 +293,13 @@ def make_plan(
         reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)},
         unused=_unused(recipe, data, rates, strategy, epochs.length(total)) | unused_ghosts(recipe, micro, world_size),
     )
+
+
+def _explain_cut(recipe: Recipe, samples: int, reasons: dict[str, str]) -> None:
+    larger = [f"{key}={size}" for key, size in named_sizes(recipe) if size > samples]
+    if larger:
+        why = f"larger than the {samples} training samples, so the global batch is {samples}"
+        reasons["batch.global_size"] = f"{', '.join(larger)}: {why}"
 
 
 def _unused(recipe: Recipe, data: DataFacts, rates: Rates, strategy: str, epochs: float) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Applies, OpenFraction, PositiveInt
+from paceline.recipe.fields import STRICT, Applies, LocalPath, OpenFraction, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -19,7 +19,7 @@ class Text:
     (Devlin et al. 2018)."""
     context: Annotated[PositiveInt, Field(ge=2)] = 256
     """Most tokens in a sample, which is as far as the model can look."""
-    tokenizer: str = "bytes"
+    tokenizer: LocalPath = "bytes"
     """`bytes`: each byte of the text's UTF-8 is a token; or a JSON file that a tokenizer was written to;
     a tokenizer.json of Hugging Face's `tokenizers`, or a folder with one (extra `transformers`)."""
     column: str = "text"

@@ -28,7 +28,7 @@ class Batch:
     """How many samples a step sees; absolute, whatever the number of processes."""
 
     global_size: PositiveInt = 256
-    """Samples per optimizer step over all processes. More than an epoch has are cut to an epoch, and the run says so."""
+    """Samples per optimizer step over all processes. At most an epoch: the run says what it cuts."""
     micro_size: Auto | PositiveInt = "auto"
     """Samples per forward pass on one process; `auto` takes a process's whole share."""
     growth: dict[Epoch, PositiveInt] = Field(default_factory=dict)

@@ -628,3 +628,16 @@ def test_the_order_of_patterns_is_a_difference() -> None:
     one = 'optimizer.groups={"fc.*": {lr_factor: 2}, "*.bias": {lr_factor: 3}}'
     other = 'optimizer.groups={"*.bias": {lr_factor: 3}, "fc.*": {lr_factor: 2}}'
     assert list(differences(plain([one]), plain([other]))) == ["optimizer.groups"]
+
+
+def test_every_path_of_a_recipe_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ("data.path=~/x", "data.split_file=~/x", "model.initialize_from=~/x", "data.text.tokenizer=~/x")
+    for recipe in (
+        stored_recipe({"data": {"dataset": "image_folder"}}, "r", overrides[:3]),
+        stored_recipe({"data": {"dataset": "text_folder"}, "task": "language_modeling"}, "r", overrides[3:]),
+        stored_recipe({"data": {"dataset": "criteo"}, "task": "recommendation"}, "r", ["data.clicks.cache=~/x"]),
+        stored_recipe({"task": "distillation"}, "r", ["distillation.teacher=~/x"]),
+    ):
+        assert str(tmp_path / "x") in to_yaml(recipe)
+        assert "~" not in to_yaml(recipe)
