@@ -59,6 +59,12 @@ class TrainingError(PacelineError):
     exit_code = 1
 
 
+class NotFiniteError(PacelineError):
+    """Weights, or what was computed with them, are not finite numbers."""
+
+    exit_code = 1
+
+
 class OneProcessError(TrainingError):
     """It failed on one process; the others learn of it only when they miss that one."""
 

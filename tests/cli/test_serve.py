@@ -24,7 +24,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 for _library in ("fastapi", "uvicorn", "python_multipart"):
     pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'paceline[serve]'")
@@ -279,6 +282,21 @@ def test_who_is_let_in(service: Serving) -> None:
         {"Host": "127.0.0.1", "Origin": "http://127.0.0.1"},
     ):
         assert service.ask("POST", "/predict", form(picture(0)), Content_Type=FORM, **headers)[0] == 200, headers
+
+
+def test_an_answer_that_overflows_is_a_failure(start: Callable[..., Serving], finished: Path, tmp_path: Path) -> None:
+    source = max((finished / "checkpoints").glob("step-*")) / "model.safetensors"
+    with safe_open(source, "pt") as file:
+        metadata = file.metadata()
+    state = load_file(source)
+    huge = {name: torch.full_like(each, 3e38) if each.is_floating_point() else each for name, each in state.items()}
+    save_file(huge, tmp_path / "huge.safetensors", metadata=metadata)
+    service = start(tmp_path / "huge.safetensors")  # which answers black pictures
+    assert service.predict(bomb(8, 8))[0] == 200
+    status, found, _ = service.predict(picture(0))
+    assert status == 500
+    assert "not a finite number" in found["error"]
+    assert service.metric('paceline_refusals_total{reason="not_finite"}') == 1
 
 
 def test_the_log_names_no_contents(service: Serving) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,14 @@ from paceline.cli.options import (
     weights_option,
 )
 from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.errors import NotFiniteError
 from paceline.loading import loading
 from paceline.recipe.load import refuse_training_overrides, stored_recipe
 from paceline.units import metric_unit
 
 if TYPE_CHECKING:
-    from paceline.trainer.evaluate_target import EvaluationRequest, Split
+    from paceline.studies.evaluation_sizes import SizeSweep
+    from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, Split
 
 
 @click.command("evaluate", short_help="Score the weights of a run, a checkpoint or a file.")
@@ -115,8 +118,20 @@ def _evaluate_here(request: EvaluationRequest, *, as_json: bool) -> None:
     from paceline.trainer.evaluate_target import evaluate_target
 
     report = evaluate_target(request)
-    if not is_first_process():
-        return
+    if is_first_process():
+        _tell(report, as_json=as_json)
+    _check_finite(report)
+
+
+def _check_finite(report: EvaluationReport) -> None:
+    wrong = [name for name, value in report.metrics.items() if not math.isfinite(value)]
+    if wrong:
+        raise NotFiniteError(
+            f"{', '.join(wrong)} of {report.path} on {report.samples:,} samples: not a finite number, so not a result."
+        )
+
+
+def _tell(report: EvaluationReport, *, as_json: bool) -> None:
     if as_json:
         fields = dataclasses.asdict(report)
         apart = {"metrics", "counts", "seconds"}
@@ -135,8 +150,13 @@ def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: 
     from paceline.studies.evaluation_sizes import sweep_sizes
 
     sweep = sweep_sizes(request, sizes)
-    if not is_first_process():
-        return
+    if is_first_process():
+        _tell_sweep(sweep, as_json=as_json)
+    for trial in sweep.trials:
+        _check_finite(trial.report)
+
+
+def _tell_sweep(sweep: SizeSweep, *, as_json: bool) -> None:
     if as_json:
         print_json(sweep.to_json())
         return

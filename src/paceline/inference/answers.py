@@ -12,8 +12,16 @@ Prepared = Any
 """One image as a predictor wants it, with its size in memory as ``nbytes``; only the predictor that made it looks
 inside."""
 
+NOT_FINITE = "the network's answer is not a finite number, though its weights are: it overflows"
+"""Why an image has no answer where the network computed none."""
+
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom edge, in pixels of the file's picture."""
+
+
+def error_in_words(error: str) -> str:
+    """Why there is no answer, as a line for people."""
+    return error if error == NOT_FINITE else f"unreadable: {error}"
 
 
 class Answer(Protocol):

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.trained import load_trained
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, opened, parse
 from paceline.data.clicks.source import ClickDataset, ClickRows
 from paceline.data.clicks.stored import as_click_rows
 from paceline.errors import DataError, RecipeError
+from paceline.inference.answers import NOT_FINITE
 from paceline.inference.predict import trained_task
 from paceline.recipe.load import stored_recipe
 from paceline.tasks.recommendation import Recommendation
@@ -74,8 +75,7 @@ class ClickPredictor:
             digest=data["digest"],
         )
         network = task.build_model()
-        check_inventory(network.state_dict(), saved.plain, where=where)
-        network.load_state_dict(saved.plain)
+        load_trained(network, saved)
         self._network = network.to(device).eval()
 
     @property
@@ -121,8 +121,12 @@ class ClickPredictor:
         if rows:
             dense = torch.from_numpy(np.concatenate([each.dense for each in rows])).to(self._device)
             categories = torch.from_numpy(np.concatenate([each.categories for each in rows])).to(self._device)
-            found = self._network(dense, categories).float().sigmoid().tolist()
-            answers |= {number: ClickAnswer(path, number, each) for number, each in zip(good, found, strict=True)}
+            logits = self._network(dense, categories).float()
+            found = zip(good, logits.isfinite().tolist(), logits.sigmoid().tolist(), strict=True)
+            answers |= {
+                number: ClickAnswer(path, number, each if is_finite else None, None if is_finite else NOT_FINITE)
+                for number, is_finite, each in found
+            }
         return iter([answers[number] for number, _ in lines])
 
     def _from_criteo(self, line: bytes) -> ClickRows:

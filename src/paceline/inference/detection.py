@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
+from torch import nn
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.trained import load_trained
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.boxes.pipeline import as_floats, as_tensor
 from paceline.data.image.decode import Pixels, decode
-from paceline.inference.answers import Box
+from paceline.inference.answers import NOT_FINITE, Box, error_in_words
 from paceline.models.detectors import build_detector
 from paceline.models.digest import weights_sha256
 from paceline.recipe.load import refuse_foreign_code, stored_recipe
@@ -54,7 +55,7 @@ class Detections:
     def described(self) -> str:
         """The answer as one line for people, without the path."""
         if self.error is not None:
-            return f"unreadable: {self.error}"
+            return error_in_words(self.error)
         rows = zip(self.labels, self.probabilities, self.boxes, strict=True)
         said = (f"{label} {100 * sure:.1f} % ({', '.join(f'{edge:.0f}' for edge in box)})" for label, sure, box in rows)
         return "  ".join(said) or f"nothing of {100 * _SURE:.0f} % or more"
@@ -130,12 +131,17 @@ class DetectionPredictor:
 
         model = replace(recipe.model, pretrained=False, initialize_from=None)
         network = build_detector(model, recipe.data.boxes, num_classes=len(self.classes))
-        check_inventory(network.state_dict(), saved.plain, where=where)
-        network.load_state_dict(saved.plain)
+        load_trained(network, saved)
         # Most that is found is not sure, and few masks are drawn: each is pasted when it is.
         if isinstance(network.transform, ShownPictures):
             network.transform.pastes_masks = False
         self._network = network.to(device).eval()
+        self._is_finite: list[torch.Tensor] = []
+        # Boxes with a score that is not finite are dropped in silence, so the layers that score and place them are
+        # watched; what overflows before them reaches them.
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear) and not name.startswith("backbone."):
+                layer.register_forward_hook(self._note)
         self._device = device
         self._saved = saved
 
@@ -154,21 +160,30 @@ class DetectionPredictor:
 
     def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Detections]:
         """One answer for each picture, in order, without paths; each is looked at alone."""
-        return [self._answer(self._found(pixels, top_k)) for pixels in prepared]
+        return [self._answer(pixels, top_k) for pixels in prepared]
 
     def unreadable(self, path: Path, reason: str) -> Detections:
         """The answer for a picture that cannot be read."""
         return Detections(path, error=reason)
 
     @torch.inference_mode()
-    def _found(self, pixels: Pixels, top_k: int) -> dict[str, torch.Tensor]:
-        """What is likelier there than not, the surest first, on the CPU."""
+    def _found(self, pixels: Pixels, top_k: int) -> dict[str, torch.Tensor] | None:
+        """What is likelier there than not, the surest first, on the CPU; None if the network overflows."""
+        self._is_finite.clear()
         found: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
+        if not bool(torch.stack(self._is_finite).all()):
+            return None
         sure = found["scores"].sort(descending=True, stable=True).indices
         kept = sure[found["scores"][sure] >= _SURE][:top_k]
         return {name: each[kept].cpu() for name, each in found.items()}
 
-    def _answer(self, found: dict[str, torch.Tensor]) -> Detections:
+    def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:
+        self._is_finite.append(scores.isfinite().all())
+
+    def _answer(self, pixels: Pixels, top_k: int) -> Detections:
+        found = self._found(pixels, top_k)
+        if found is None:
+            return self.unreadable(Path(), NOT_FINITE)
         boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in found["boxes"].tolist()]
         return Detections(
             Path(),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.tensor_file import write_tensor_file
+from paceline.checkpoint.trained import check_finite, check_tensors
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_target, read_weights
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.export_onnx import need_onnx, write_onnx
@@ -83,6 +84,7 @@ def export(request: ExportRequest) -> Exported:
     """
     _check(request)
     saved = read_weights(request.target, request.weights, best=request.best)
+    check_finite(saved)
     writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], Exported]] = {
         "safetensors": _safetensors,
         "timm": _timm,
@@ -138,7 +140,7 @@ def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
 
 def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
     metadata = {**_metadata(saved, request), "format": "pt"}
-    state = saved.plain if request.quantize is None else _rounded(saved.plain)
+    state = saved.plain if request.quantize is None else _rounded(saved)
     _write_tensors(path, state, metadata)
     return Exported(saved=saved, size_bytes=0)
 
@@ -147,17 +149,19 @@ def _write_tensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[st
     write_tensor_file(path, {key: tensor.contiguous() for key, tensor in state.items()}, metadata)
 
 
-def _rounded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rounded(saved: SavedWeights) -> dict[str, Tensor]:
     """The state with its matrices and filters in bf16; norms, biases and statistics take little and stay in fp32."""
-    return {
+    rounded = {
         key: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
-        for key, tensor in state.items()
+        for key, tensor in saved.plain.items()
     }
+    check_tensors(rounded, f"{saved.path} in bf16")
+    return rounded
 
 
 def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
     saved.described("recipe")
-    rounded = None if request.quantize is None else _rounded(saved.plain)
+    rounded = None if request.quantize is None else _rounded(saved)
     # What timm reads is fp32 again, so that its answers are those of the rounded weights.
     shown = (
         saved

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.errors import ModelError, RecipeError
+from paceline.errors import ModelError, NotFiniteError, RecipeError
 from paceline.inference.clicks import ClickPredictor
 from paceline.inference.predict import Predictor, trained_task
 from paceline.inference.text import TextPredictor, is_text_model
@@ -102,15 +102,22 @@ class Exportable:
 
         Raises:
             ModelError: If it differs by more.
+            NotFiniteError: If one of them overflows.
         """
         largest = 0.0
         for batch in _TRIED:
             inputs = self.examples(batch, seed=batch)
             expected, found = self.answers(inputs), other(inputs)
-            if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+            for who, answers in (("the network", expected), (what, found)):
+                if not bool(answers.isfinite().all()):
+                    raise NotFiniteError(
+                        f"{who} answers a batch of {batch} with values that are not finite, though its weights "
+                        "are; nothing was written."
+                    )
+            if found.shape != expected.shape:
                 raise ModelError(
-                    f"{what} answers to a batch of {batch} with {tuple(found.shape)} numbers or with some that are "
-                    f"none, and the network with {tuple(expected.shape)}; nothing was written."
+                    f"{what} answers a batch of {batch} with {tuple(found.shape)} numbers, and the network with "
+                    f"{tuple(expected.shape)}; nothing was written."
                 )
             difference = float((found - expected).abs().max())
             if difference > tolerance * max(1.0, float(expected.abs().max())):

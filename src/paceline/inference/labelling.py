@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from PIL import Image
 
+from paceline.checkpoint.trained import check_scale
 from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.shapes import rectangle
 from paceline.data.image.transforms import evaluation_image
 from paceline.errors import DataError
 from paceline.inference.ahead import BATCH, answers_ahead
-from paceline.inference.answers import Answer
+from paceline.inference.answers import NOT_FINITE, Answer, error_in_words
 from paceline.inference.sources import PictureFile
 
 
@@ -44,7 +46,7 @@ class Prediction:
     def described(self) -> str:
         """The answer as one line for people, without the path."""
         if self.error is not None:
-            return f"unreadable: {self.error}"
+            return error_in_words(self.error)
         pairs = zip(self.labels, self.probabilities, strict=True)
         return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
 
@@ -87,8 +89,13 @@ class Shown:
     always_resized: bool = False
 
     @classmethod
-    def described(cls, data: Mapping[str, Any]) -> Shown:
-        """As the description in a weights file has it."""
+    def described(cls, data: Mapping[str, Any], where: str) -> Shown:
+        """As the description in the weights file ``where`` has it.
+
+        Raises:
+            NotFiniteError: If it has a mean or a standard deviation that is not finite.
+        """
+        check_scale(data, where)
         return cls(
             size=data.get("evaluation_size", data["image_size"]),
             channels=data["channels"],
@@ -175,6 +182,9 @@ class ImageLabeller(ABC):
             scores = self.probabilities(torch.stack([prepared[number] for number in alike]))
             values, labels = scores.topk(min(top_k, len(self.classes)), dim=1)
             for number, sure, best in zip(alike, values.tolist(), labels.tolist(), strict=True):
+                if not math.isfinite(sure[0]):  # one logit that overflows makes every probability NaN
+                    answers[number] = self.unreadable(Path(), NOT_FINITE)
+                    continue
                 answers[number] = Prediction(Path(), tuple(self.classes[label] for label in best), tuple(sure))
         return [each for each in answers if each is not None]
 

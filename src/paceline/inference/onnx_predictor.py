@@ -45,7 +45,7 @@ class OnnxPredictor(ImageLabeller):
         if names is None or "detects" in data:
             raise DataError(f"'{path}' labels no images, so it cannot predict them.")
         self.classes = names
-        self.shown = Shown.described(data)
+        self.shown = Shown.described(data, str(path))
         self._check()
         self._answers = self._views()
         # Normalised on the CPU: ONNX Runtime takes its inputs from there.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.trained import load_trained
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
@@ -51,7 +51,7 @@ class Predictor(ImageLabeller):
         self._device = device
         data = saved.described("data")
         self.classes = class_names(data) or ()
-        self.shown = Shown.described(data)
+        self.shown = Shown.described(data, str(saved.path))
         # The size that the network was built for; it may be shown another.
         self._size: int = data["image_size"]
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
@@ -105,8 +105,7 @@ class Predictor(ImageLabeller):
         if self._saved.metadata.get("shown_by") == "timm":
             # Described by others, who may name values at which a network is built, and answers nothing.
             check_takes(network, self._size, channels=self.shown.channels, name=task.recipe.model.name)
-        check_inventory(network.state_dict(), self._saved.plain, where=str(self._saved.path))
-        network.load_state_dict(self._saved.plain)
+        load_trained(network, self._saved)
         return network
 
     def _described_dataset(self) -> ImageDataset:

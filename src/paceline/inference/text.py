@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.trained import load_trained
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.tokenizer import MASK_WORDS, Tokenizer, tokenizer_from
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, NotFiniteError, RecipeError
+from paceline.inference.answers import NOT_FINITE
 from paceline.inference.predict import trained_task
 from paceline.recipe.load import stored_recipe
 from paceline.tasks.language_modeling import LanguageModeling
@@ -78,8 +79,7 @@ class TextPredictor:
             name=data["dataset"], train=nothing, validation=nothing, tokenizer=self.tokenizer, digest=data["digest"]
         )
         network = task.build_model()
-        check_inventory(network.state_dict(), saved.plain, where=where)
-        network.load_state_dict(saved.plain)
+        load_trained(network, saved)
         self._network = network.to(device).eval()
 
     @property
@@ -142,9 +142,11 @@ class TextPredictor:
 
     @torch.inference_mode()
     def _scores(self, ids: list[int]) -> Tensor:
-        """Logits at each place, float32 [T, vocabulary] on the CPU."""
-        logits: Tensor = self._network(torch.tensor([ids], device=self._device))
-        return logits[0].float().cpu()
+        """Logits at each place, float32 [T, vocabulary] on the CPU; raises NotFiniteError if they overflow."""
+        logits: Tensor = self._network(torch.tensor([ids], device=self._device))[0].float().cpu()
+        if not bool(logits.softmax(dim=1).isfinite().all()):
+            raise NotFiniteError(f"{NOT_FINITE}.")
+        return logits
 
 
 def load_text_predictor(

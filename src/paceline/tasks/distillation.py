@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.trained import load_trained
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
@@ -100,8 +100,7 @@ class Distillation(ImageClassification):
             )
         plain = replace(model, pretrained=False, initialize_from=None)
         network = build_model(plain, num_classes=len(classes), in_channels=self.dataset.channels)
-        check_inventory(network.state_dict(), saved.plain, where=where)
-        network.load_state_dict(saved.plain)
+        load_trained(network, saved)
         return network
 
     def _own_scale(self) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.checkpoint.components import check_inventory
 from paceline.checkpoint.hub_folder import UNNAMED
+from paceline.checkpoint.trained import check_scale, load_trained
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
 from paceline.data.image.backend_choice import evaluation_size
@@ -46,6 +45,7 @@ from paceline.recipe.plan import (
 )
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import unused_in_data
+from paceline.records.run_directory import encode_json
 from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
@@ -298,6 +298,7 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     taught = replace(recipe.distillation, teacher=None)
     # The images are shown as they were in training, also where they would be seen otherwise on their own.
     seen = saved.described("data")
+    check_scale(seen, str(saved.path))
     as_seen: dict[str, Any] = {
         key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
         for key in ("image_size", "evaluation_size", "channels", "mean", "std")
@@ -347,8 +348,7 @@ def _some(names: Sequence[str]) -> str:
 
 def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
     """Put saved weights into their network, and the network on its device."""
-    check_inventory(network.state_dict(), saved.plain, where=str(saved.path))
-    network.load_state_dict(saved.plain)
+    load_trained(network, saved)
     return place(network, placement)
 
 
@@ -408,7 +408,7 @@ def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
         # Names of files may be no text; what is none is written out.
         with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             if path.suffix == ".jsonl":
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(encode_json(row) + "\n" for row in rows)
             elif rows:
                 writer = csv.DictWriter(file, fieldnames=list(rows[0]))
                 writer.writeheader()

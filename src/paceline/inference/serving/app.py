@@ -75,7 +75,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     413: {"model": Problem, "description": "Too many bytes or images."},
     415: {"model": Problem, "description": "The body is no multipart/form-data."},
     422: {"model": Problem, "description": "A parameter is wrong, or there is no image that can be read."},
-    500: {"model": Problem, "description": "A defect of the service."},
+    500: {"model": Problem, "description": "A defect of the service, or of its weights."},
     503: {"model": Problem, "description": "Too busy; come back.", "headers": _RETRY},
 }
 

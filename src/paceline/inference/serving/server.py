@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 from PIL import Image
 
-from paceline.errors import PacelineError
+from paceline.errors import NotFiniteError, PacelineError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.serving.app import make_app
 from paceline.inference.serving.connection import Connection
@@ -127,7 +127,9 @@ def _warm(predictor: ImagePredictor) -> None:
     """Ask once before anyone else does: the first answer takes longest."""
     picture = io.BytesIO()
     Image.new("L", (64, 64)).save(picture, "PNG")
-    predictor.answer([predictor.prepare(picture.getvalue())], 1)
+    (answer,) = predictor.answer([predictor.prepare(picture.getvalue())], 1)
+    if answer.error is not None:
+        raise NotFiniteError(f"{answer.error}.")
 
 
 class _Server(uvicorn.Server):

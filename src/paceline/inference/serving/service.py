@@ -113,6 +113,8 @@ class Service:
                 prepared = await asyncio.wrap_future(decoding)
                 place.shrink(prepared.nbytes)
                 (answer,) = await self._batcher.answers([prepared], top_k)
+                if answer.error is not None:
+                    raise RefusedError(500, "not_finite", answer.error)
             finally:
                 place.leave(decoding)
         except BrokenImageError as error:

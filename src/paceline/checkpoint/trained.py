@@ -1,0 +1,72 @@
+"""Weights that are to answer: complete, of finite numbers, and in their network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.weights import SavedWeights
+from paceline.errors import NotFiniteError
+
+
+def load_trained(network: nn.Module, saved: SavedWeights) -> None:
+    """Put saved weights into their network.
+
+    Raises:
+        CheckpointError: If they do not fit it.
+        NotFiniteError: As :func:`check_finite`.
+    """
+    own = network.state_dict()
+    check_inventory(own, saved.plain, where=str(saved.path))
+    check_finite(saved, own)
+    network.load_state_dict(saved.plain)
+
+
+def check_finite(saved: SavedWeights, order: Iterable[str] | None = None) -> None:
+    """Refuse weights, or means and standard deviations of their data, that are not finite numbers.
+
+    Args:
+        saved: The weights.
+        order: All their names in the network's order; by default they are sorted, as a file has no order.
+
+    Raises:
+        NotFiniteError: Naming the first.
+    """
+    check_tensors({name: saved.plain[name] for name in order or sorted(saved.plain)}, str(saved.path))
+    if "data" in saved.metadata:
+        check_scale(saved.described("data"), str(saved.path))
+
+
+def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors with values that are not finite numbers; raises NotFiniteError."""
+    spoiled = [name for name, tensor in state.items() if _is_spoiled(tensor)]
+    if spoiled:
+        raise NotFiniteError(
+            f"{where}: {spoiled[0]} holds values that are not finite numbers, as do {len(spoiled) - 1} other "
+            f"tensor(s) of {len(state)}; use an earlier checkpoint or another file."
+        )
+
+
+def check_scale(data: Mapping[str, Any], where: str) -> None:
+    """Refuse a description whose images cannot be normalized; raises NotFiniteError."""
+    for key in ("mean", "std"):
+        for value in data.get(key) or ():
+            if not math.isfinite(value) or (key == "std" and value <= 0):
+                rule = "must be finite" if key == "mean" else "must be finite and above 0"
+                raise NotFiniteError(f"{where}: {key} {list(data[key])} of its images: every number {rule}.")
+
+
+def _is_spoiled(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite does not know float8
+    if bool(values.isfinite().all()):
+        return False
+    # An attention mask of zeros and -inf, which many networks keep as a buffer, is meant so.
+    zeros = values == 0
+    return tensor.ndim < 2 or not (bool(zeros.any()) and bool((zeros | (values == -torch.inf)).all()))
