@@ -30,7 +30,12 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
         """Resize a held-out picture [C, H, W] and its objects."""
         if self.training or self.is_fixed:
             return image, target
+        height, width = image.shape[1:]
+        short, long = min(height, width), max(height, width)
+        if short * self.max_size <= long:  # its shorter side would be rounded down to nothing
+            self.fixed_size = (self.max_size if width == long else 1, self.max_size if height == long else 1)
         resized: tuple[Tensor, dict[str, Tensor] | None] = super().resize(image, target)
+        self.fixed_size = None
         return resized
 
     def postprocess(

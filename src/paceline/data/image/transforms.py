@@ -20,6 +20,10 @@ Image = NDArray[np.uint8]
 Shape = tuple[int, int]
 """Height and width, in pixels."""
 
+_LARGEST_GROWN = 2**24  # pixels; a picture of 224 pixels may be 256 times as long as it is wide
+_FILTER_PIXELS = 3  # on each side of an enlarged part; a bicubic filter reaches 2
+_MOST_KEPT = 4  # times the memory of a result
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -76,7 +80,7 @@ def evaluation_image(
     """Resize until the image just covers ``size / evaluation_crop``, and keep the centre; uint8 [C, height, width].
 
     An image that has this size already is not touched, unless told so. Training without a random resized crop starts
-    from the same picture.
+    from the same picture. Of one that would grow too large only the part around the crop is resized.
 
     Args:
         image: uint8 [H, W, C].
@@ -89,9 +93,36 @@ def evaluation_image(
     height, width = image.shape[:2]
     if (height, width) == shape and not (always and evaluation_crop < 1):
         return _channels_first(np.array(image))
-    scaled, (top, left) = evaluation_geometry((height, width), shape, evaluation_crop, always=always)
+    scaled, corner = evaluation_geometry((height, width), shape, evaluation_crop, always=always)
+    if grows_too_large((height, width), scaled):
+        image, scaled, corner = _around_crop(image, scaled, corner, shape)
     resized = _resize(image, *scaled, interpolation)
-    return resized[:, top : top + shape[0], left : left + shape[1]]
+    top, left = corner
+    kept = resized[:, top : top + shape[0], left : left + shape[1]]
+    # A small part of a large picture would keep all of its memory while it waits for its batch.
+    is_small = _MOST_KEPT * shape[0] * shape[1] < scaled[0] * scaled[1]
+    return kept.permute(1, 2, 0).contiguous().permute(2, 0, 1) if is_small else kept
+
+
+def grows_too_large(size: Shape, scaled: Shape) -> bool:
+    """Whether resizing all of an image would take far more memory than the image: it is much longer than wide."""
+    return scaled[0] * scaled[1] > max(_LARGEST_GROWN, size[0] * size[1])
+
+
+def _around_crop(image: Image, scaled: Shape, corner: Shape, shape: Shape) -> tuple[Image, Shape, Shape]:
+    """Cut an image that is to be enlarged down to its crop and the pixels that the filter needs around it.
+
+    Returns:
+        The part, its size when resized, and where in that the crop begins. Edges are moved by half a pixel at most.
+    """
+    parts, sizes, corners = [], [], []
+    for own, resized, begin, kept in zip(image.shape[:2], scaled, corner, shape, strict=True):
+        first = max(0, begin * own // resized - _FILTER_PIXELS)
+        last = min(own, -(-(begin + kept) * own // resized) + _FILTER_PIXELS)
+        parts.append(slice(first, last))
+        sizes.append(round((last - first) * resized / own))
+        corners.append(round(begin - first * resized / own))
+    return image[parts[0], parts[1]], (sizes[0], sizes[1]), (corners[0], corners[1])
 
 
 def evaluation_geometry(

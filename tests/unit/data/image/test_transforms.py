@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.batched import vary
-from paceline.data.image.transforms import View, evaluation_image, resized_part
+from paceline.data.image.transforms import View, evaluation_geometry, evaluation_image, resized_part
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
 
@@ -92,3 +96,53 @@ def test_growing_images_stay_between_their_ends() -> None:
     sizes = [growing.size_at(epoch, 250) for epoch in range(25)]
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[20]) == (170, 250)
+
+
+def whole_resized(image: np.ndarray, size: int, crop: float, interpolation: str) -> torch.Tensor:
+    """The whole of an image resized, and its centre cut out."""
+    scaled, (top, left) = evaluation_geometry(image.shape[:2], (size, size), crop)
+    pixels = torch.tensor(image).permute(2, 0, 1)[None].contiguous(memory_format=torch.channels_last)
+    resized = interpolate(pixels, size=scaled, mode=interpolation, antialias=True)[0]
+    return resized[:, top : top + size, left : left + size]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(9, 900), (700, 13), (30, 47), (600, 12000), (33, 32)])
+def test_an_ordinary_image_is_resized_whole(size: tuple[int, int], interpolation: str) -> None:
+    image = noise(*size, 3)
+    found = evaluation_image(image, 32, 0.875, interpolation)
+    assert torch.equal(found, whole_resized(image, 32, 0.875, interpolation))
+    assert found.untyped_storage().nbytes() <= 4 * found.nbytes
+    assert found.stride()[0] == 1  # as torch resizes it
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(1, 300), (3, 901), (777, 2)])
+def test_of_a_very_long_one_only_the_part_around_the_crop(size: tuple[int, int], interpolation: str) -> None:
+    image = smooth(*size)
+    expected = whole_resized(image, 224, 0.875, interpolation)
+    found = evaluation_image(image, 224, 0.875, interpolation)
+    assert found.shape == (3, 224, 224)
+    assert int((found.int() - expected.int()).abs().max()) <= 2
+
+
+def test_it_takes_no_more_memory_than_another() -> None:
+    """In a process of its own, as its peak is what is measured."""
+    script = """
+import resource
+import numpy as np
+from paceline.data.image.transforms import evaluation_image
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))
+evaluation_image(np.zeros((2000, 3000, 3), np.uint8), 224, 0.875)
+before = peak()
+for size in ((1, 10_000), (10_000, 1), (1, 50_000_000), (7, 100_000)):
+    for interpolation in ("bilinear", "bicubic"):
+        evaluation_image(np.zeros((*size, 1), np.uint8), 224, 0.875, interpolation)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert int(done.stdout) < 150, "MiB; the longest picture itself takes 48"

@@ -24,7 +24,14 @@ from paceline.data.image.batched import shrunk, vary
 from paceline.data.image.decode import DecodedPicture, Picture
 from paceline.data.image.jpeg_head import plain_jpeg
 from paceline.data.image.source import BrokenImageError, EncodedSource
-from paceline.data.image.transforms import Shape, View, evaluation_geometry, evaluation_image, resized_part
+from paceline.data.image.transforms import (
+    Shape,
+    View,
+    evaluation_geometry,
+    evaluation_image,
+    grows_too_large,
+    resized_part,
+)
 from paceline.data.slices import SampleSlice
 from paceline.errors import OneProcessError
 
@@ -252,6 +259,8 @@ class DaliBackend:
             box = self._as_shrunk(box, size, work.shape[0])
             return Asked(content, box, work.shape, (0, 0), work.shape, flip)
         scaled, corner = evaluation_geometry(size, work.shape, self._view.evaluation_crop)
+        if grows_too_large(size, scaled):
+            return self._decoded(work, row)
         return Asked(content, Box(0, 0, *size), scaled, corner, work.shape, flip)
 
     def _decoded(self, work: _Work, row: int) -> torch.Tensor | BrokenSample:
