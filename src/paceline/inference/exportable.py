@@ -102,22 +102,21 @@ class Exportable:
 
         Raises:
             ModelError: If it differs by more.
-            NotFiniteError: If one of them overflows.
+            NotFiniteError: If the network overflows.
         """
         largest = 0.0
         for batch in _TRIED:
             inputs = self.examples(batch, seed=batch)
             expected, found = self.answers(inputs), other(inputs)
-            for who, answers in (("the network", expected), (what, found)):
-                if not bool(answers.isfinite().all()):
-                    raise NotFiniteError(
-                        f"{who} answers a batch of {batch} with values that are not finite, though its weights "
-                        "are; nothing was written."
-                    )
-            if found.shape != expected.shape:
+            if not bool(expected.isfinite().all()):
+                raise NotFiniteError(
+                    f"the network's outputs for a batch of {batch} are not finite numbers, though its weights are; "
+                    "nothing was written."
+                )
+            if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
                 raise ModelError(
-                    f"{what} answers a batch of {batch} with {tuple(found.shape)} numbers, and the network with "
-                    f"{tuple(expected.shape)}; nothing was written."
+                    f"{what} answers to a batch of {batch} with {tuple(found.shape)} numbers or with some that are "
+                    f"none, and the network with {tuple(expected.shape)}; nothing was written."
                 )
             difference = float((found - expected).abs().max())
             if difference > tolerance * max(1.0, float(expected.abs().max())):
