@@ -299,6 +299,21 @@ def test_an_answer_that_overflows_is_a_failure(start: Callable[..., Serving], fi
     assert service.metric('paceline_refusals_total{reason="not_finite"}') == 1
 
 
+def test_a_very_long_picture_takes_no_more_memory(start: Callable[..., Serving], finished: Path) -> None:
+    service, content = start(finished), io.BytesIO()
+    Image.new("L", (50_000_000, 1), 99).save(content, "PNG")
+
+    def peak() -> int:
+        """In MiB."""
+        status = Path(f"/proc/{service.process.pid}/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) // 1024
+
+    assert service.predict(picture(0))[0] == 200
+    before = peak()
+    assert service.predict(content.getvalue())[0] == 200
+    assert peak() - before < 500  # of which the picture is 48, and its copies
+
+
 def test_the_log_names_no_contents(service: Serving) -> None:
     service.ask("GET", "/secret-path?secret-query")
     service.predict(b"secret-content")

@@ -25,6 +25,7 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
         super().__init__(largest, boxes.long_side, own.image_mean, own.image_std, size_divisible=own.size_divisible)
         self.is_fixed = boxes.short_sides is None
         self.pastes_masks = True
+        self.fixed_size: tuple[int, int] | None = None  # width and height
 
     def resize(self, image: Tensor, target: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Resize a held-out picture [C, H, W] and its objects."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -16,8 +17,10 @@ from paceline.inference.serving.batching import Batcher
 from paceline.inference.serving.limits import Limits, RefusedError
 from paceline.inference.serving.metrics import Metrics
 from paceline.inference.serving.room import Room
-from paceline.inference.serving.uploads import Desk, Upload, uploads_of
+from paceline.inference.serving.uploads import Desk, Upload, disconnected, uploads_of
 from paceline.machine import available_cores
+
+Result = TypeVar("Result")
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 """What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar; a TIFF's tiles,
@@ -66,7 +69,7 @@ class Service:
             top_k: Most labels of each.
 
         Raises:
-            RefusedError: If it breaks a limit, is malformed, or none of its images can be read.
+            RefusedError: If it breaks a limit, is malformed, none of its images can be read, or its client goes away.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.request_seconds
@@ -77,7 +80,7 @@ class Service:
                 is_uploaded = True
                 uploads = await loop.run_in_executor(self._decoders, uploads_of, content_type, body, self.limits)
                 body.clear()
-                return await self._answer_for(uploads, top_k)
+                return await _while_wanted(request, self._answer_for(uploads, top_k))
         except TimeoutError:
             most = f"{self.limits.request_seconds:g} seconds"
             if is_uploaded:
@@ -131,6 +134,20 @@ class Service:
             yield
         finally:
             metrics.queue_images -= images
+
+
+async def _while_wanted(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of work, which is cancelled if the client goes away; RefusedError then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and leaving.result()["type"] == "http.disconnect":
+            raise disconnected()
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def check_picture(content: bytes, most: int) -> int:

@@ -70,7 +70,7 @@ class Desk:
                         await _discard(request)
                         raise self._too_large()
             except ClientDisconnect:
-                raise RefusedError(400, "disconnected", "the client went away before its request was whole") from None
+                raise disconnected() from None
             yield content
 
     @contextmanager
@@ -107,6 +107,11 @@ class _Place:
         """Take so many bytes more."""
         self._desk.hold(count)
         self.size += count
+
+
+def disconnected() -> RefusedError:
+    """Says that nobody waits for the answer; nobody reads it either, but the log and the metrics count it."""
+    return RefusedError(400, "disconnected", "the client went away before it was answered")
 
 
 async def _discard(request: Request) -> None:

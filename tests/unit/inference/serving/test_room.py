@@ -59,12 +59,19 @@ class LargePictures:
         return Prediction(path, error=reason)
 
 
-def request(images: int) -> Any:
-    """A request of so many PPM files, of which there are the heads."""
+def request(images: int, leaving: asyncio.Event | None = None) -> Any:
+    """A request of so many PPM files, of which there are the heads; its client may leave."""
     part = b'--x\r\nContent-Disposition: form-data; name="images"\r\n\r\n' + f"P6 {SIDE} {SIDE} 255 ".encode() + b"\r\n"
     body = part * images + b"--x--\r\n"
 
+    received = 0
+
     async def receive() -> dict[str, object]:
+        nonlocal received
+        received += 1
+        if received > 1 and leaving is not None:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
         return {"type": "http.request", "body": body, "more_body": False}
 
     kind = (b"content-type", b"multipart/form-data; boundary=x")
@@ -105,6 +112,26 @@ def test_requests_that_are_overdue_leave_their_room() -> None:
             return len(await service.answered(request(2), 1))
 
     assert asyncio.run(ask()) == 2
+
+
+def test_work_for_a_client_that_left_is_stopped() -> None:
+    predictor, limits = LargePictures(), Limits()
+    room = limits.decoded_bytes // LARGE
+
+    async def ask() -> int:
+        service, leaving = service_of.Service(predictor, limits, Metrics("large", predictor.digest)), asyncio.Event()
+        async with service.running():
+            asked = asyncio.create_task(service.answered(request(8, leaving), 1))
+            while predictor.prepared < room:
+                await asyncio.sleep(0.01)
+            leaving.set()
+            with pytest.raises(RefusedError, match="went away"):
+                await asked
+            predictor.goes_on.set()
+            return len(await service.answered(request(2), 1))
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == 2
+    assert predictor.prepared == room + 2
 
 
 def test_room_is_had_in_turn_and_given_back_when_the_work_is_done() -> None:
