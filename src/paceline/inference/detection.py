@@ -16,7 +16,7 @@ from torch import nn
 from paceline.checkpoint.trained import load_trained
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.boxes.pipeline import as_floats, as_tensor
-from paceline.data.image.decode import Pixels, decode
+from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
 from paceline.inference.answers import NOT_FINITE, Box, error_in_words
 from paceline.models.detectors import build_detector
 from paceline.models.digest import weights_sha256
@@ -156,7 +156,14 @@ class DetectionPredictor:
         Raises:
             BrokenImageError: If it cannot be read.
         """
-        return decode(content, 3)
+        pixels = decode(content, 3)
+        transform: Any = self._network.transform
+        height, width = (-(-side // transform.size_divisible) * transform.size_divisible for side in pixels.shape[:2])
+        if transform.is_fixed and height * width > LARGEST_PIXELS:
+            raise BrokenImageError(
+                "", f"{width}x{height} pixels with its margin for this network; at most {LARGEST_PIXELS:,} are shown"
+            )
+        return pixels
 
     def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Detections]:
         """One answer for each picture, in order, without paths; each is looked at alone."""

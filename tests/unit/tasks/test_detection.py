@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchvision.models.detection import roi_heads, transform
 import paceline
 from paceline.cli.main import run as command
 from paceline.data.batch import Batch
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
@@ -364,6 +366,22 @@ def test_masks_are_pasted_one_by_one_where_they_are_drawn(
     assert found > 1
     answer.drawn(picture, predictor.classes)
     assert sizes == [(1, 1, 70, 90)] * found
+
+
+def test_very_long_pictures_are_shown_or_refused(train: Callable[..., Any]) -> None:
+    def answered(run: Path, width: int, height: int) -> Any:
+        content = io.BytesIO()
+        Image.new("L", (width, height), 99).save(content, "PNG")
+        predictor = open_predictor(run, device=torch.device("cpu"))
+        return predictor.answer([predictor.prepare(content.getvalue())], 100)[0]
+
+    resized = train("resized", {"train.duration": "2 steps"}).run_dir
+    assert answered(resized, 10_000, 1).error is None
+    assert answered(resized, 1, 10_000).error is None
+    fixed = train("fixed", {"train.duration": "2 steps", "data.boxes.short_sides": "off"}).run_dir
+    assert answered(fixed, 100, 1).error is None
+    with pytest.raises(BrokenImageError, match="40000000x"):
+        answered(fixed, 40_000_000, 1)
 
 
 def test_masks_are_drawn_where_the_network_itself_would_paste_them(task: Callable[..., Detection]) -> None:
