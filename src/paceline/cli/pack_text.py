@@ -9,6 +9,7 @@ import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import print_json
+from paceline.files import LeftOut
 from paceline.units import format_bytes
 
 
@@ -47,15 +48,18 @@ def command(source: str, destination: Path, tokenizer: str, validation_fraction:
     from paceline.data.text.packed import write_tokens
     from paceline.data.text.tokenizer import open_tokenizer
 
+    left_out = LeftOut()
     if source == "docs":
         train, validation = split_by_name(python_documentation(), validation_fraction)
     else:
-        train, validation, _ = folder_splits(Path(source), validation_fraction)
+        train, validation, _ = folder_splits(Path(source), validation_fraction, left_out)
     check_some_text(source, train, validation)
     packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(tokenizer), destination)
     if as_json:
-        print_json({"destination": str(destination), **dataclasses.asdict(packed)})
+        print_json({"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()})
         return 0
+    for sentence in left_out.told():
+        click.echo(f"note: {sentence}")
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
     number = sum(packed.documents.values())
     documents = f"{number:,} document{'s' * (number != 1)}"

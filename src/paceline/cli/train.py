@@ -241,7 +241,7 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json
     in_world = processes is None and is_one_of_several(None)
     chosen = None if in_world else _processes(processes, loaded)
     plan = plan_only(loaded, world_size=None if chosen is None else chosen.count)
-    notices = list(loaded.checked(plan.unused).notices)
+    notices = [*loaded.checked(plan.unused).notices, *plan.left_out]
     if chosen is not None and chosen.notice:
         notices.append(chosen.notice)
     if not is_first_process():

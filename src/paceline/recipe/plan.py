@@ -42,6 +42,7 @@ class DataFacts:
         description: Further facts for the reader, by name (classes, image size, back-end, ...).
         reasons: Why an `auto` became what it is, and why a key that knows no `auto` is not used, by dotted key.
         unused: Dotted keys that the task has no use for, with the reason (see :func:`~paceline.recipe.unused.all_but`).
+        left_out: What of the data is there and not used, a sentence for each kind.
     """
 
     train_samples: int
@@ -49,6 +50,7 @@ class DataFacts:
     description: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,8 @@ class Plan(Compiled, Rates):
     ``headline`` is the metric that one looks at first, ``sample_name`` what samples are called (``images``), and
     ``weight_unit`` what they count for in a step's mean loss (``tokens``).
 
-    ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why.
+    ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why; ``left_out``,
+    what of the data is there and not used.
     """
 
     world_size: int
@@ -173,6 +176,7 @@ class Plan(Compiled, Rates):
     fp8_layers: tuple[str, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def to_tree(self) -> dict[str, Any]:
         """The plan as JSON values."""

@@ -126,6 +126,7 @@ class ImageClassification(Task):
                 "std": list(found.std),
             },
             reasons=reasons,
+            left_out=found.left_out,
         )
 
     def description(self) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class LanguageModeling(Task):
             },
             reasons={} if found.reason is None else {"data.validation_fraction": found.reason},
             unused=unused,
+            left_out=found.left_out,
         )
 
     def sample_weights(self) -> SampleWeights:

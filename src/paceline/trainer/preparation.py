@@ -122,12 +122,13 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
 
 
 def _about_data(plan: Plan) -> tuple[str, ...]:
-    """A global batch that was cut, samples that are left out (``lines_left_out``), and classes without an image."""
+    """Say what of the data is not used, whether the global batch was cut, and which classes have no image."""
     ending = "_left_out"
     counts = {name: count for name, count in plan.data.items() if name.endswith(ending) and isinstance(count, int)}
     named = ((name.removesuffix(ending).replace("_", " "), count) for name, count in counts.items())
-    left_out = (f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
-    return (*left_out, *(plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons))
+    counted = (f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
+    reasons = (plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons)
+    return (*counted, *plan.left_out, *reasons)
 
 
 def _weights_of(task: Task) -> SampleWeights | None:
@@ -184,6 +185,7 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
         headline=headline_of(task).name,
         sample_name=task.unit if task.sample_weights() is None else "samples",
         weight_unit=task.unit,
+        left_out=facts.left_out,
     )
 
 

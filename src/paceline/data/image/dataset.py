@@ -31,6 +31,7 @@ class ImageDataset:
         reasons: Why a value that the recipe left open is what it is, by its name in the recipe; under
             ``validation`` where the held-out images come from; and why ``validation_fraction`` has no say in
             that, if it has none.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     name: str
@@ -47,3 +48,4 @@ class ImageDataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()

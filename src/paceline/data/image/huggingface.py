@@ -24,8 +24,9 @@ from paceline.data.image.parquet import open_parquet
 from paceline.data.image.parquet_source import read_schema
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
-from paceline.data.image.table_files import splits_of_files, told_unread
+from paceline.data.image.table_files import files_ending_in, splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut
 
 _HELD_OUT = ("validation", "val", "test")
 _USUAL_LABELS = ("label", "labels", "fine_label")
@@ -75,8 +76,12 @@ class _RowName:
         return f"{self.names[sample]} in {self.root}"
 
 
-def find_files(path: str | Path) -> HuggingFaceFiles | None:
+def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
     """Look whether a folder is such a dataset; None if it is not.
+
+    Args:
+        path: The folder, or a parquet file.
+        left_out: Told of files beside parquet files.
 
     Raises:
         DataError: If it is one whose description cannot be read, or pyarrow is missing.
@@ -88,9 +93,9 @@ def find_files(path: str | Path) -> HuggingFaceFiles | None:
     if (root / _STATE).is_file() and (root / _INFO).is_file():
         return _saved(root, {"train": root})
     if root.is_dir():
-        parquet = sorted([*root.glob("*.parquet"), *root.glob("*/*.parquet")])
+        parquet = files_ending_in("parquet", root, LeftOut() if left_out is None else left_out)
     else:
-        parquet = [root] if root.suffix == ".parquet" else []
+        parquet = [root] if root.suffix.lower() == ".parquet" else []
     if not parquet:
         return None
     _, features = read_schema(parquet[0])

@@ -21,6 +21,7 @@ from paceline.data.image.mapped import StoredImages
 from paceline.data.image.source import FileSource, Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 
 # Normalising a path, as of a table in a folder, takes one of the slashes away.
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -62,6 +63,7 @@ def open_csv(
         DataError: If it cannot be read, or a column, a label or a path is missing.
     """
     file = Path(path).expanduser()
+    refuse_odd_kinds(file)
     header, rows, lines = _read(file)
     columns = find_columns(asked, header, repr(str(file)))
     image, label = header.index(columns.image), header.index(columns.label)

@@ -23,6 +23,7 @@ from paceline.data.image.decode import BrokenImageError, decode, image_header, u
 from paceline.data.image.folder import Probe
 from paceline.data.image.source import EncodedSource, Ids, Image, SampleSource
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 
 Bytes = NDArray[np.uint8]
 
@@ -124,6 +125,7 @@ class StoredImages:
         channels: What the images are decoded to: 1 or 3.
         probe: What some of the training images look like.
         listing: How the images were found, or what reading them costs, for people; empty if there is nothing to say.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     train: SampleSource
@@ -135,6 +137,7 @@ class StoredImages:
     channels: int
     probe: Probe
     listing: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 class MappedBytes:
@@ -269,6 +272,7 @@ def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
     """
     found = []
     for path in paths:
+        refuse_odd_kinds(path)
         try:
             found.append(MappedFile.at(path))
         except OSError as error:

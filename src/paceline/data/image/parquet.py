@@ -29,8 +29,9 @@ from paceline.data.image.parquet_source import (
 )
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
-from paceline.data.image.table_files import TEST, TRAIN, VALIDATION, splits_of_files, told_unread
+from paceline.data.image.table_files import TEST, TRAIN, VALIDATION, files_ending_in, splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, refuse_odd_kinds
 
 _Kind = Literal["bytes", "struct", "path"]
 
@@ -78,7 +79,8 @@ def open_parquet(
     Raises:
         DataError: If there is no such table, or a column or a label is missing.
     """
-    tables = _find(path)
+    left_out = LeftOut()
+    tables = _find(path, left_out)
     columns = find_columns(_as_hub(tables, asked), tables.schema.names, tables.name)
     kind = _kind(tables, columns.image)
     named, unread = [TRAIN] * len(tables.paths), ""
@@ -93,9 +95,10 @@ def open_parquet(
     told = "; ".join(each for each in (parts.told or split_off(validation_fraction), unread) if each)
     if kind == "path":
         found = _path_rows(tables, columns, rows, counts, parts)
-        return open_paths(
+        images = open_paths(
             found, str(tables.root), channels=channels, validation_fraction=validation_fraction, fault=fault
         )
+        return replace(images, left_out=left_out.told())
     classes, labels = _labels(tables, columns, rows, parts)
     source = _source(tables, columns.image, kind, labels, _part_names(parts, len(labels)))
     if in_any_order:
@@ -120,25 +123,23 @@ def open_parquet(
         channels=source.channels,
         probe=probe,
         listing=source.table.told,
+        left_out=left_out.told(),
     )
 
 
-def has_tables(path: Path) -> bool:
-    """Whether there are parquet files in a folder, or in the folders in it."""
-    return any(True for _ in path.glob("*.parquet")) or any(True for _ in path.glob("*/*.parquet"))
-
-
-def _find(path: str | Path) -> _Tables:
+def _find(path: str | Path, left_out: LeftOut) -> _Tables:
     root = Path(path).expanduser()
     if root.is_dir():
-        paths = sorted(each for each in root.rglob("*.parquet") if each.is_file())
+        paths = files_ending_in("parquet", root, left_out)
     elif glob.has_magic(str(root)):
-        paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if Path(each).is_file())
+        paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if not Path(each).is_dir())
     else:
         paths = [root] if root.exists() else []
     if not paths:
         what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
         raise DataError(f"data.path is {str(path)!r}, and there {what}: correct the path.")
+    for each in paths:
+        refuse_odd_kinds(each)
     schema, features = read_schema(paths[0])
     return _Tables(root, tuple(paths), schema, features)
 

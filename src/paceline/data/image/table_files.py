@@ -8,11 +8,23 @@ from pathlib import Path
 
 from paceline.data.image.columns import HELD_OUT_WORDS, TRAIN_WORDS
 from paceline.errors import DataError
+from paceline.files import LeftOut, files_below, has_ending
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _WORDS = {TRAIN: TRAIN_WORDS, VALIDATION: HELD_OUT_WORDS[0], TEST: HELD_OUT_WORDS[1]}
 # As the hub names the pieces of a split.
 _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
+
+
+def files_ending_in(ending: str, root: Path, left_out: LeftOut) -> list[Path]:
+    """The files below a folder that end so, in order; ``left_out`` is told of all others."""
+    found = []
+    for name in files_below(root, left_out):
+        if has_ending(name, (ending,)):
+            found.append(root / name)
+        else:
+            left_out.add(f"files that do not end in .{ending}", name)
+    return sorted(found)
 
 
 def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:

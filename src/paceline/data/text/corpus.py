@@ -43,6 +43,7 @@ class TextDataset:
         tokenizer: What made tokens of them.
         digest: Says whether two runs saw the same data.
         reason: Where the held-out documents come from, where ``validation_fraction`` has no say in it.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TextDataset:
     tokenizer: Tokenizer
     digest: str
     reason: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class StoredCorpus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,11 +12,13 @@ from paceline.data.text.huggingface import read_huggingface_text
 from paceline.data.text.packed import MANIFEST, open_tokens
 from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, shown, visible
 from paceline.recipe.data import Data
 from paceline.recipe.text import Text
 from paceline.references import is_reference, load_reference
 
 _VALIDATION = ("val", "validation", "valid", "test")
+_OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def open_text(data: Data) -> TextDataset:
@@ -60,7 +63,12 @@ def held_out(name: str, fraction: float) -> bool:
 
 
 def from_documents(
-    name: str, train: Documents, validation: Documents, tokenizer: Tokenizer, reason: str | None = None
+    name: str,
+    train: Documents,
+    validation: Documents,
+    tokenizer: Tokenizer,
+    reason: str | None = None,
+    left_out: LeftOut | None = None,
 ) -> TextDataset:
     """Texts in memory as a dataset; its digest is of names, texts and tokenizer.
 
@@ -76,6 +84,7 @@ def from_documents(
         tokenizer=tokenizer,
         digest=digest,
         reason=reason,
+        left_out=() if left_out is None else left_out.told(),
     )
 
 
@@ -120,21 +129,29 @@ def _open_docs(data: Data) -> TextDataset:
 def _open_folder(data: Data) -> TextDataset:
     if data.path is None:
         raise DataError("data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.")
-    train, validation, reason = folder_splits(Path(data.path), data.validation_fraction)
-    return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason)
+    left_out = LeftOut()
+    train, validation, reason = folder_splits(Path(data.path), data.validation_fraction, left_out)
+    return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
 
 
 def _open_huggingface(data: Data) -> TextDataset:
     if data.path is None:
         raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
-    train, validation, reason = read_huggingface_text(data.path, data.text.column)
+    left_out = LeftOut()
+    train, validation, reason = read_huggingface_text(data.path, data.text.column, left_out)
     if validation is None:
         train, validation = split_by_name(train, data.validation_fraction)
-    return from_documents("huggingface_text", train, validation, open_tokenizer(data.text.tokenizer), reason or None)
+    tokenizer = open_tokenizer(data.text.tokenizer)
+    return from_documents("huggingface_text", train, validation, tokenizer, reason or None, left_out)
 
 
-def folder_splits(root: Path, fraction: float) -> tuple[Documents, Documents, str | None]:
+def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Documents, Documents, str | None]:
     """The .txt files of a folder in two splits, and why ``fraction`` has no say in that, if it has none.
+
+    Args:
+        root: The folder.
+        fraction: Share of the documents that is held out, where the folder has no split of its own.
+        left_out: Told of what is there and not read.
 
     Raises:
         DataError: If there are none, or one is no UTF-8.
@@ -144,31 +161,46 @@ def folder_splits(root: Path, fraction: float) -> tuple[Documents, Documents, st
     if (root / MANIFEST).is_file():
         raise DataError(f"{root} holds tokens that `paceline pack-text` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
-        return (*split_by_name(_texts(root), fraction), None)
+        return (*split_by_name(_texts(root, left_out), fraction), None)
     found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
+    for entry in visible(root):
+        if entry.name not in ("train", found):
+            left_out.add(f"{'folders' if is_folder(entry) else 'files'} beside train/", entry.name)
+    train = _texts(root / "train", left_out)
     if found is None:
-        return (*split_by_name(_texts(root / "train"), fraction), None)
-    return _texts(root / "train"), _texts(root / found), f"the folder has a split of its own: {found}"
+        return (*split_by_name(train, fraction), None)
+    return train, _texts(root / found, left_out), f"the folder has a split of its own: {found}"
 
 
-def _texts(root: Path) -> Documents:
+def _texts(root: Path, left_out: LeftOut) -> Documents:
     """Every .txt file below a folder, by its path there, sorted."""
-    files = sorted(root.rglob("*.txt"), key=lambda each: each.relative_to(root).as_posix())
-    if not files:
-        raise DataError(f"there is no .txt file in {root}; check data.path.")
-    return [(each.relative_to(root).as_posix(), _text_of(each)) for each in files]
+    texts = []
+    for path in sorted(files_below(root, left_out)):
+        if has_ending(path, ("txt",)):
+            texts.append((shown(path), _text_of(root / path)))
+        else:
+            left_out.add("files that do not end in .txt", path)
+    if not texts:
+        raise DataError("; ".join([f"there is no .txt file in {root}", *left_out.told()]) + "; check data.path.")
+    return texts
 
 
 def _text_of(path: Path) -> str:
+    refuse_odd_kinds(path)
     try:
-        return path.read_bytes().decode("utf-8")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or take it away.") from error
+    for mark, encoding in _OTHER_MARKS.items():
+        if content.startswith(mark):
+            raise DataError(f"{path} is in {encoding}, by its byte order mark: convert it to UTF-8, or take it away.")
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x} ({error.reason}); "
             "convert it, or take it away."
         ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or take it away.") from error
 
 
 def _open_packed(data: Data) -> TextDataset:

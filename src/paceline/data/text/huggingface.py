@@ -13,19 +13,21 @@ from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.huggingface import choose_splits, find_files
 from paceline.data.text.corpus import Documents
 from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut
 
 
-def read_huggingface_text(path: str | Path, column: str) -> tuple[Documents, Documents | None, str]:
+def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
     """The documents of a dataset to learn from, the held-out ones if it has such a split, and which split that is.
 
     Args:
         path: A folder that ``save_to_disk`` wrote, or parquet files.
         column: Which column is the text; each row is a document.
+        left_out: Told of what is there and not read.
 
     Raises:
         DataError: If there is no such dataset, or it has no such column.
     """
-    files = find_files(path)
+    files = find_files(path, left_out)
     if files is None:
         raise DataError(
             f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder that save_to_disk "
@@ -35,15 +37,19 @@ def read_huggingface_text(path: str | Path, column: str) -> tuple[Documents, Doc
     train, held_out, why = choose_splits(files)
     read = _of_parquet if files.is_parquet else _of_arrow
     documents = {
-        split: list(_named(split, (text for file in files.splits[split] for text in read(file, column))))
+        split: list(_named(split, (text for file in files.splits[split] for text in read(file, column)), left_out))
         for split in (train, held_out)
         if split is not None
     }
     return documents[train], None if held_out is None else documents[held_out], why
 
 
-def _named(split: str, texts: Iterator[str | None]) -> Iterator[tuple[str, str]]:
-    yield from ((f"{split}[{row}]", text) for row, text in enumerate(texts) if text)
+def _named(split: str, texts: Iterator[str | None], left_out: LeftOut) -> Iterator[tuple[str, str]]:
+    for row, text in enumerate(texts):
+        if text:
+            yield f"{split}[{row}]", text.removeprefix("\ufeff")
+        else:
+            left_out.add("rows without text", f"{split}[{row}]")
 
 
 def _of_arrow(file: Path, column: str) -> Iterator[str | None]:

@@ -105,7 +105,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     if path.is_dir():
         return _of_huggingface(path)
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,70 @@ def test_a_folder_with_and_without_a_split_of_its_own(books: Path) -> None:
     split = open_text(Data(dataset="text_folder", path=str(books)))
     assert (split.train.lengths.tolist(), split.validation.lengths.tolist()) == ([4], [3])
     assert split.reason == "the folder has a split of its own: val"
+
+
+def documents(root: Path) -> set[str]:
+    found = open_text(Data(dataset="text_folder", path=str(root), validation_fraction=0.5))
+    parts = (found.train, found.validation)
+    return {each.name(index) for each in parts for index in range(len(each.lengths))}
+
+
+def test_which_files_are_documents(books: Path, tmp_path: Path) -> None:
+    """Hidden files are ignored, links followed, endings read in either case; the rest is reported."""
+    clean = open_text(Data(dataset="text_folder", path=str(books)))
+    before = documents(books)
+    for ignored in (".ipynb_checkpoints/0-checkpoint.txt", "._0.txt", "__MACOSX/0.txt", "Thumbs.db"):
+        (books / ignored).parent.mkdir(exist_ok=True)
+        (books / ignored).write_bytes(b"\0\5\x16\7")
+    again = open_text(Data(dataset="text_folder", path=str(books)))
+    assert (again.digest, again.left_out) == (clean.digest, ())
+    (tmp_path / "elsewhere" / "deep.d").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep.d" / "v1.2.TXT").write_text("behind a link")
+    (books / "linked").symlink_to(tmp_path / "elsewhere")
+    (books / "circle").symlink_to(books)
+    (books / "again").symlink_to(books / "more")
+    (books / "notes.md").write_text("no text")
+    Path(os.fsdecode(os.fsencode(books) + b"/caf\xe9.txt")).write_text("a name in Latin-1")
+    assert documents(books) - before == {"linked/deep.d/v1.2.TXT", "caf\\udce9.txt"}
+    told = open_text(Data(dataset="text_folder", path=str(books))).left_out
+    assert told == (
+        "links to folders that are read already: 2 left out ('again', 'circle')",
+        "files that do not end in .txt: 1 left out ('notes.md')",
+    )
+    done = CliRunner().invoke(pack_text, [str(books), str(tmp_path / "packed"), "--json"])
+    assert json.loads(done.output)["left_out"] == list(told)
+
+
+def test_what_lies_beside_the_splits_is_reported(tmp_path: Path) -> None:
+    for name in ("train/a.txt", "val/b.txt", "test/c.txt", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("some text")
+    found = open_text(Data(dataset="text_folder", path=str(tmp_path)))
+    assert sorted(found.left_out) == [
+        "files beside train/: 1 left out ('README.md')",
+        "folders beside train/: 1 left out ('test')",
+    ]
+
+
+def test_a_byte_order_mark_is_no_text(books: Path) -> None:
+    data = Data(dataset="text_folder", path=str(books))
+    before = open_text(data).digest
+    file = books / "3.txt"
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert open_text(data).digest == before
+    for encoding in ("utf-16", "utf-32"):
+        file.write_text("größer", encoding=encoding)
+        with pytest.raises(DataError, match=rf"3\.txt is in {encoding.upper()}"):
+            open_text(data)
+    write_tokenizer(BYTES, books / "tokenizer.json")
+    (books / "tokenizer.json").write_bytes(codecs.BOM_UTF8 + (books / "tokenizer.json").read_bytes())
+    assert open_tokenizer(str(books / "tokenizer.json")).digest == BYTES.digest
+
+
+def test_a_pipe_is_no_text(books: Path) -> None:
+    os.mkfifo(books / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt' is a named pipe"):
+        open_text(Data(dataset="text_folder", path=str(books)))
 
 
 def test_the_digest_says_whether_the_text_is_the_same(books: Path) -> None:

@@ -55,6 +55,13 @@ def test_parquet_is_the_same(tmp_path: Path) -> None:
     train, held_out = texts(tmp_path, column="body")
     assert sorted([*train, *held_out]) == sorted(each for each in ROWS if each)
     assert held_out  # split off by name
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / ".train.parquet").write_text("half a download")
+    found = open_text(Data(dataset="huggingface_text", path=str(tmp_path), text=Text(column="body")))
+    assert found.left_out == (
+        "files that do not end in .parquet: 1 left out ('README.md')",
+        "rows without text: 2 left out ('train[2]', 'train[4]')",
+    )
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

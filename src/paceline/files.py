@@ -1,0 +1,165 @@
+"""Which files of a folder or an archive are read? One rule for every source: images, texts, tables, archives, predict.
+
+Names that begin with a dot and files of the operating system are ignored. Linked folders are followed. Endings are read
+in either case. Everything else that is not used is counted and reported.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from paceline.errors import DataError
+
+_SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
+_NAMED = 3
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a file or folder is ignored by its name: hidden, or the operating system's own."""
+    return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SYSTEM
+
+
+def is_ignored_member(path: str) -> bool:
+    """Whether a member of an archive is ignored: by its name, or by that of a folder it lies in."""
+    return any(map(is_ignored, path.split("/")))
+
+
+def has_ending(name: str, endings: Iterable[str]) -> bool:
+    """Whether a name ends in one of some endings, given in lower case and without the dot."""
+    return name.rpartition(".")[2].lower() in endings
+
+
+def shown(name: str) -> str:
+    """A file's name as text that has a UTF-8 form: bytes that are no text are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def odd_kind(path: str | Path) -> str | None:
+    """What a path leads to if it is not a regular file; None if it is one, or leads nowhere.
+
+    Opening a named pipe waits for a writer, perhaps for ever.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return None
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+def refuse_odd_kinds(path: str | Path) -> None:
+    """Refuse what is not a regular file, before it is opened.
+
+    Raises:
+        DataError: If it is a folder, a named pipe, a socket or a device.
+    """
+    if kind := odd_kind(path):
+        raise DataError(f"{str(path)!r} is {kind}, not a file: take it away, or correct the path.")
+
+
+class LeftOut:
+    """Counts what is there and not used, by reason, and keeps the first names."""
+
+    def __init__(self) -> None:
+        self._endings: dict[str, Counter[str]] = {}
+        self._first: dict[str, list[str]] = {}
+
+    def add(self, reason: str, name: str) -> None:
+        """Count a file, folder, member or row; the reason is a plural noun ("files with other endings")."""
+        _, dot, ending = name.rpartition(".")
+        self._endings.setdefault(reason, Counter())[f".{ending.lower()}" if dot and "/" not in ending else ""] += 1
+        first = self._first.setdefault(reason, [])
+        if len(first) < _NAMED:
+            first.append(name)
+
+    def told(self) -> tuple[str, ...]:
+        """One sentence for each reason."""
+        return tuple(self._sentence(reason) for reason in self._endings)
+
+    def _sentence(self, reason: str) -> str:
+        endings, first = self._endings[reason], self._first[reason]
+        total = endings.total()
+        parts = [f"{count:,} {ending}" for ending, count in endings.most_common(_NAMED) if ending]
+        by_ending = f"{', '.join(parts)}; " if len(endings) > 1 and parts else ""
+        names = ", ".join(map(repr, first)) + (", …" if total > len(first) else "")
+        return f"{reason}: {total:,} left out ({by_ending}{names})"
+
+
+def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:
+    """Return all that a folder holds.
+
+    Raises:
+        DataError: If it cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(
+            f"{str(folder)!r} cannot be listed ({error.strerror}): give the user who runs this the right to read it "
+            "(chmod a+rx), or move it away."
+        ) from None
+
+
+def visible(folder: str | Path) -> list[os.DirEntry[str]]:
+    """Return what a folder holds and is not ignored; raises DataError if it cannot be listed."""
+    return [entry for entry in entries_of(folder) if not is_ignored(entry.name)]
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one; a link to itself is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
+    """Paths below a folder, relative to it, of everything that is not a folder and not ignored; in no order.
+
+    Linked folders are followed, each folder once: a link to one that is read already, or that holds ``root``, is left
+    out, so that links in a circle end.
+
+    Raises:
+        DataError: If a folder cannot be listed.
+    """
+    top = os.path.realpath(root)
+    seen = {_identity(each) for each in (top, *map(str, Path(top).parents))}
+    found: list[str] = []
+    folders, links = [""], list[str]()
+    while folders or links:
+        if folders:
+            folder = folders.pop()
+            seen.add(_identity(os.path.join(root, folder)))
+        else:  # after all folders that are there themselves
+            links.sort(reverse=True)
+            folder = links.pop()
+            if (identity := _identity(os.path.join(root, folder))) in seen:
+                left_out.add("links to folders that are read already", folder)
+                continue
+            seen.add(identity)
+        for entry in visible(os.path.join(root, folder)):
+            path = os.path.join(folder, entry.name)
+            if not is_folder(entry):
+                found.append(path)
+            else:
+                (links if entry.is_symlink() else folders).append(path)
+    return found
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    try:
+        found = os.stat(folder)
+    except OSError:  # listing it says what is wrong
+        return (0, 0)
+    return found.st_dev, found.st_ino
