@@ -23,6 +23,7 @@ import torch
 from hardware import spread, write_result
 
 import paceline
+from paceline.files import LeftOut
 from paceline.inference.answers import Answer
 from paceline.inference.predict import Predictor, load_predictor
 from paceline.inference.serving.metrics import resident_bytes
@@ -118,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         images = unpacked(arguments.images, arguments.count, scratch)
-        paths = [each.path for each in islice(pictures_of([images]), arguments.count)]
+        paths = [each.path for each in islice(pictures_of([images], LeftOut()), arguments.count)]
         result["images"] = len(paths)
         for name, (network, size) in NETWORKS.items():
             result[name] = measure(trained(scratch, network, size), paths, arguments.rounds)

@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.errors import DataError
 
 _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
-_NAMED = 3
+_NAMED, _LONGEST, _MOST_ENDINGS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -76,9 +76,11 @@ class LeftOut:
 
     def add(self, reason: str, name: str) -> None:
         """Count a file, folder, member or row; the reason is a plural noun ("files with other endings")."""
+        endings, first = self._endings.setdefault(reason, Counter()), self._first.setdefault(reason, [])
         _, dot, ending = name.rpartition(".")
-        self._endings.setdefault(reason, Counter())[f".{ending.lower()}" if dot and "/" not in ending else ""] += 1
-        first = self._first.setdefault(reason, [])
+        # Names of archive members are anyone's: neither long endings nor many of them are kept.
+        is_kept = dot and "/" not in ending and len(ending) <= _LONGEST and len(endings) < _MOST_ENDINGS
+        endings[f".{ending.lower()}" if is_kept else ""] += 1
         if len(first) < _NAMED:
             first.append(name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
 import resource
 import shlex
@@ -469,6 +470,26 @@ def test_predict(
     assert sum(everything[0]["probabilities"]) == pytest.approx(1)
     told = paceline_here("predict", finished, "photos")
     assert (told.code, told.err, len(told.out.splitlines())) == (0, "", 3)
+
+
+def test_predict_reports_what_it_leaves_out(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, write_images: Callable[..., Path]
+) -> None:
+    photos = write_images(tmp_path / "photos", 2)
+    (photos / "1.png").rename(os.fsdecode(os.fsencode(photos) + b"/caf\xe9.png"))
+    (photos / "notes.md").touch()
+    done = paceline_here("predict", finished, "photos", "--output", "answers.csv", "--json")
+    assert (done.code, done.err.count("\n")) == (0, 1)
+    assert "1 left out ('photos/notes.md')" in done.err
+    assert strict_json(done.out)["left_out"] == [done.err.removeprefix("note: ").rstrip()]
+    answers = (tmp_path / "answers.csv").read_text(encoding="utf-8")
+    assert "\nphotos/caf\\udce9.png,1," in answers
+    told = paceline_here("predict", finished, "photos")
+    assert (told.code, told.err) == (0, done.err)
+    os.mkfifo(tmp_path / "pipe.png")
+    refused = paceline_here("predict", finished, "pipe.png")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "'pipe.png' is a named pipe" in refused.err
 
 
 def test_audit(paceline_here: Callable[..., Any], finished: Path) -> None:

@@ -17,6 +17,7 @@ from paceline.cli.output import concluded, print_json
 from paceline.loading import loading
 
 if TYPE_CHECKING:
+    from paceline.files import LeftOut
     from paceline.inference.ahead import Seen
     from paceline.inference.answers import Answer, ImagePredictor
 
@@ -54,6 +55,7 @@ def answer_images(target: Path, asked: ImagesAsked, **given: Any) -> int:
     """
     with loading():
         from paceline.distributed.device import choose_device
+        from paceline.files import LeftOut
         from paceline.inference.ahead import BATCH, answers_ahead
         from paceline.inference.answer_files import check_output
         from paceline.inference.predict import open_predictor
@@ -64,7 +66,8 @@ def answer_images(target: Path, asked: ImagesAsked, **given: Any) -> int:
         raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
     if asked.output is not None:
         check_output(asked.output)
-    pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources)
+    left_out = LeftOut()
+    pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
     predictor = open_predictor(target, device=choose_device("auto", World()), **given)
     _check(predictor, asked)
     answers = answers_ahead(
@@ -76,8 +79,12 @@ def answer_images(target: Path, asked: ImagesAsked, **given: Any) -> int:
     )
     with contextlib.closing(answers):
         if asked.output is not None:
-            return _to_file(answers, asked.output, boxes=predictor.finds_boxes, as_json=asked.as_json)
-        return _to_screen_as_json(answers) if asked.as_json else _to_screen(answers)
+            code = _to_file(answers, asked.output, left_out, boxes=predictor.finds_boxes, as_json=asked.as_json)
+        else:
+            code = _to_screen_as_json(answers) if asked.as_json else _to_screen(answers)
+    for sentence in left_out.told():
+        click.echo(f"note: {sentence}", err=True)
+    return code
 
 
 def _check(predictor: ImagePredictor, asked: ImagesAsked) -> None:
@@ -128,7 +135,7 @@ def _to_screen_as_json(answers: Iterable[Answer]) -> int:
     return code
 
 
-def _to_file(answers: Iterator[Answer], output: Path, *, boxes: bool, as_json: bool) -> int:
+def _to_file(answers: Iterator[Answer], output: Path, left_out: LeftOut, *, boxes: bool, as_json: bool) -> int:
     """Write the answers, and say of which images there is none."""
     from paceline.inference.ahead import BATCH
     from paceline.inference.answer_files import answer_file
@@ -144,7 +151,8 @@ def _to_file(answers: Iterator[Answer], output: Path, *, boxes: bool, as_json: b
             file.write(each.row() for each in batch)
     code = concluded(passed=not unreadable)
     if as_json:
-        print_json({"output": str(output), "images": images, "unreadable": unreadable})
+        told = {"images": images, "unreadable": unreadable, "left_out": left_out.told()}
+        print_json({"output": str(output), **told})
     else:
         click.echo(f"{images:,} images, {len(unreadable):,} of them unreadable: {output}")
     return code

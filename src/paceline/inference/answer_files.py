@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import DataError, PacelineError
+from paceline.files import shown
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
@@ -40,7 +41,7 @@ class _JsonLines:
 
     def __init__(self, path: Path, *, boxes: bool) -> None:
         del boxes
-        self._file: TextIO = path.open("w", encoding="utf-8", errors="surrogateescape")
+        self._file: TextIO = path.open("w", encoding="utf-8")
 
     def write(self, rows: Iterable[Row]) -> None:
         self._file.writelines(f"{encode_json(row)}\n" for row in rows)
@@ -54,7 +55,7 @@ class _Csv:
     """One line for each label of an image, or for each object in it; one without a label for an image without any."""
 
     def __init__(self, path: Path, *, boxes: bool) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+        self._file: TextIO = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
         self._sides = _SIDES if boxes else ()
         self._csv = csv.writer(self._file, lineterminator="\n")
         self._csv.writerow(["path", "rank", "label", "probability", *self._sides, "error"])
@@ -98,7 +99,7 @@ class _Parquet:
 
     def write(self, rows: Iterable[Row]) -> None:
         # A group of rows for each batch would make a slow file.
-        self._rows += [{**row, "path": os.fsencode(row["path"]).decode("utf-8", "replace")} for row in rows]
+        self._rows += [{**row, "path": shown(os.fspath(row["path"]))} for row in rows]
         if len(self._rows) >= _AT_ONCE:
             self._flush()
 

@@ -20,10 +20,12 @@ from typing import BinaryIO
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.folder import EXTENSIONS
 from paceline.errors import DataError
-from paceline.inference.sources import LARGEST_FILE_BYTES, PictureFile, is_image_name
+from paceline.files import LeftOut, is_ignored_member
+from paceline.inference.sources import LARGEST_FILE_BYTES, OTHERS, PictureFile, is_image_name
 
 _TARS = (".tar", ".tar.gz", ".tgz")
 _BLOCK = tarfile.BLOCKSIZE
+_SPECIAL = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 _LONGEST_NAME_BYTES = 2**16
 _PIECE_BYTES = 2**20
 # What the readers of archives raise of damaged files, and zipfile (a RuntimeError) of locked ones and foreign methods.
@@ -35,15 +37,15 @@ def is_archive(path: Path) -> bool:
     return path.name.lower().endswith((".zip", *_TARS))
 
 
-def members(archive: Path) -> Iterator[PictureFile]:
-    """The pictures in an archive, in its order.
+def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
+    """The pictures in an archive, in its order; ``left_out`` is told of its other members.
 
     Members that cannot be read are pictures that cannot, and so is what follows where the archive itself is damaged.
 
     Raises:
         DataError: When the first is asked for: if the archive cannot be opened; at the end: if it held no image.
     """
-    inside = _zipped(archive) if archive.name.lower().endswith(".zip") else _in_tar(archive)
+    inside = _zipped(archive, left_out) if archive.name.lower().endswith(".zip") else _in_tar(archive, left_out)
     count = 0
     for picture in inside:
         count += 1
@@ -56,6 +58,16 @@ def _shown(archive: Path, name: str) -> Path:
     """What a member is called in answers; a name never carries control characters to a terminal."""
     printable = name if name.isprintable() else ascii(name)[1:-1]
     return archive / printable.lstrip("/")
+
+
+def _is_read(archive: Path, name: str, left_out: LeftOut) -> bool:
+    """Whether a member is a picture by its name; of others it is told, unless they are ignored."""
+    if is_ignored_member(name) and not _leads_out(name):
+        return False
+    if not is_image_name(name):
+        left_out.add(OTHERS, str(_shown(archive, name)))
+        return False
+    return True
 
 
 def _leads_out(name: str) -> bool:
@@ -95,10 +107,10 @@ class _Zip:
         return content
 
 
-def _zipped(archive: Path) -> Iterator[PictureFile]:
+def _zipped(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
     file = _Zip(archive)
     for entry in file.entries():
-        if entry.is_dir() or not is_image_name(entry.filename):
+        if entry.is_dir() or not _is_read(archive, entry.filename, left_out):
             continue
         path = _shown(archive, entry.filename)
         reason = _refusal(entry.filename, entry.file_size)
@@ -112,13 +124,13 @@ class _DamagedTarError(Exception):
     """What is wrong with a tar; nothing after it can be read."""
 
 
-def _in_tar(archive: Path) -> Iterator[PictureFile]:
+def _in_tar(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
     try:
         opened = archive.open("rb")
     except OSError as error:
         raise DataError(f"'{archive}' cannot be read: {error.strerror or error}.") from error
     with opened, opened if archive.name.lower().endswith(".tar") else gzip.GzipFile(fileobj=opened) as file:
-        reader = _Tar(file)
+        reader = _Tar(file, archive, left_out)
         first = True
         while True:
             try:
@@ -142,8 +154,10 @@ def _in_tar(archive: Path) -> Iterator[PictureFile]:
 class _Tar:
     """Reads a tar from beginning to end, so that it may be a compressed stream; in pieces, and never back."""
 
-    def __init__(self, file: BinaryIO | gzip.GzipFile) -> None:
+    def __init__(self, file: BinaryIO | gzip.GzipFile, archive: Path, left_out: LeftOut) -> None:
         self._file = file
+        self._archive = archive
+        self._left_out = left_out
 
     def following(self) -> tuple[str, bytes | str] | None:
         """The next image: its name, and its content or why it is not read; None at the end."""
@@ -155,7 +169,7 @@ class _Tar:
                 name = name if named is None else named
                 continue
             called, name = name or head.name, None
-            if not head.isreg() or not is_image_name(called):
+            if not self._is_read(head, called):
                 self._skip(padded)
                 continue
             reason = _refusal(called, head.size)
@@ -164,6 +178,13 @@ class _Tar:
                 return called, reason
             return called, self._exactly(padded)[: head.size]
         return None
+
+    def _is_read(self, head: tarfile.TarInfo, name: str) -> bool:
+        if head.isreg():
+            return _is_read(self._archive, name, self._left_out)
+        if head.type in _SPECIAL and not is_ignored_member(name):
+            self._left_out.add("links and special files in archives", str(_shown(self._archive, name)))
+        return False
 
     def _head(self) -> tarfile.TarInfo | None:
         block = self._file.read(_BLOCK)
