@@ -127,7 +127,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
-    """Paths below a folder, relative to it, of everything that is not a folder and not ignored; in no order.
+    """Paths below a folder, relative to it, of everything that is not a folder and not ignored; sorted.
 
     Linked folders are followed, each folder once: a link to one that is read already, or that holds ``root``, is left
     out, so that links in a circle end.
@@ -156,7 +156,7 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
                 found.append(path)
             else:
                 (links if entry.is_symlink() else folders).append(path)
-    return found
+    return sorted(found)
 
 
 def _identity(folder: str) -> tuple[int, int]:

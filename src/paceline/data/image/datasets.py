@@ -13,7 +13,7 @@ from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.downloads import download_archive
 from paceline.data.image.folder import ImageFolder, open_image_folder
 from paceline.data.image.huggingface import open_huggingface
-from paceline.data.image.listing import Fault, refuse
+from paceline.data.image.listing import Fault
 from paceline.data.image.manifest import open_csv
 from paceline.data.image.mapped import StoredImages
 from paceline.data.image.packed import packed_images
@@ -35,12 +35,12 @@ _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 
 
-def open_dataset(data: Data, fault: Fault = refuse) -> ImageDataset:
+def open_dataset(data: Data, fault: Fault | None = None) -> ImageDataset:
     """Open the data set that the recipe's `data` section names.
 
     Args:
         data: The section.
-        fault: Told of what is wrong with the layout of an image folder; raises unless the rest is wanted.
+        fault: Told of what is wrong with the layout of an image folder, or the rows of a table, if the rest is wanted.
 
     Raises:
         DataError: If there is no such data set, or it cannot be read.
@@ -101,7 +101,7 @@ def _open_digits(data: Data) -> ImageDataset:
     )
 
 
-def _open_cifar10(data: Data, fault: Fault) -> ImageDataset:
+def _open_cifar10(data: Data, fault: Fault | None) -> ImageDataset:
     path = _required_path(data)
     if data.download or archives.find_archive(path, "cifar10") is not None:
         return _open_archive(data)
@@ -142,16 +142,16 @@ def _open_archive(data: Data) -> ImageDataset:
     )
 
 
-def _open_folder(data: Data, fault: Fault) -> ImageDataset:
+def _open_folder(data: Data, fault: Fault | None) -> ImageDataset:
     return _of_files(data, partial(open_image_folder, fault=fault))
 
 
-def _open_csv(data: Data, fault: Fault) -> ImageDataset:
+def _open_csv(data: Data, fault: Fault | None) -> ImageDataset:
     opener = partial(open_csv, asked=Asked.of(data), fault=fault)
     return _opened(partial(_of_files, opener=opener), data)
 
 
-def _open_parquet(data: Data, fault: Fault) -> ImageDataset:
+def _open_parquet(data: Data, fault: Fault | None) -> ImageDataset:
     opener = partial(open_parquet, asked=Asked.of(data), fault=fault)
     return _opened(partial(_of_files, opener=opener), data)
 
@@ -212,6 +212,7 @@ def _of_files(data: Data, opener: Callable[..., ImageFolder | StoredImages], pat
             "std": "ImageNet's, which pretrained models expect",
             **({"validation": folder.split} if folder.is_split_off else _own_split(folder.split)),
         },
+        left_out=folder.left_out,
     )
 
 

@@ -14,16 +14,13 @@ from paceline.data.image.listing import (
     EXTENSIONS,
     Fault,
     Names,
-    entries_of,
-    is_folder,
-    is_hidden,
+    Problems,
     list_folders,
-    refuse,
-    visible,
 )
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, entries_of, is_folder, is_ignored, visible
 
 _HELD_OUT = ("val", "test")
 _PROBED = 256
@@ -58,6 +55,7 @@ class ImageFolder:
         is_split_off: Whether they were split off the training images.
         channels: What the files are decoded to: 1 or 3.
         probe: What some of the training images look like.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     train: SampleSource
@@ -69,10 +67,11 @@ class ImageFolder:
     is_split_off: bool
     channels: int
     probe: Probe
+    left_out: tuple[str, ...] = ()
 
 
 def open_image_folder(
-    path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault = refuse
+    path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault | None = None
 ) -> ImageFolder:
     """List an image folder, and look at the heads of a few images.
 
@@ -80,15 +79,20 @@ def open_image_folder(
         path: The folder.
         channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
         validation_fraction: Share of each class held out where the folder has no split of its own.
-        fault: Told of everything that is laid out in another way; raises unless the rest is wanted.
+        fault: Told of everything that is laid out in another way, if the rest is wanted.
 
     Raises:
         DataError: If the folder is missing, or is laid out in another way.
     """
     root = _existing_folder(Path(path).expanduser())
-    train_folder, held_out_folder = _split_folders(root, fault)
-    listed = list_folders(root, [each for each in (train_folder, held_out_folder) if each is not None], fault)
+    problems, left_out = Problems(), LeftOut()
+    train_folder, held_out_folder = _split_folders(root, problems)
+    folders = [each for each in (train_folder, held_out_folder) if each is not None]
+    listed = list_folders(root, folders, problems, remembered=fault is None)
     train = listed.listings[0]
+    if held_out_folder is not None:
+        _require_same_classes(train_folder, train.classes, held_out_folder, listed.listings[1].classes, problems)
+    problems.tell(fault)
     probe = probe_files(root, train.names)
     channels = channels or (1 if probe.greyscale else 3)
     sources: tuple[SampleSource, SampleSource]
@@ -100,7 +104,6 @@ def open_image_folder(
         split = split_off(validation_fraction)
     else:
         held_out = listed.listings[1]
-        _require_same_classes(train_folder, train.classes, held_out_folder, held_out.classes, fault)
         classes = tuple(sorted({*train.classes, *held_out.classes}))
         sources = (
             FileSource(root, train.names, train.labels_among(classes), channels),
@@ -108,6 +111,10 @@ def open_image_folder(
         )
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
+    for folder in dict.fromkeys([root, *folders]):
+        for entry in visible(folder):
+            if not is_folder(entry):
+                left_out.add("files beside class folders", os.path.relpath(entry.path, root))
     return ImageFolder(
         train=sources[0],
         validation=sources[1],
@@ -118,6 +125,7 @@ def open_image_folder(
         is_split_off=held_out_folder is None,
         channels=channels,
         probe=probe,
+        left_out=left_out.told(),
     )
 
 
@@ -132,23 +140,23 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
     root = Path(path).expanduser()
     if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
         return None
-    (listing,) = list_folders(root, [root / "test"], lambda _: None).listings
+    (listing,) = list_folders(root, [root / "test"], Problems(), remembered=False).listings
     labels = listing.labels_among(classes)
     names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
     return FileSource(root, names, labels[labels >= 0], channels) if names else None
 
 
 def unread_entries(path: str | Path) -> Iterator[str]:
-    """What lies in an image folder and is read by nobody: hidden entries, and files beside class folders."""
+    """What lies in an image folder and is not read: what is ignored by its name, and files beside class folders."""
     root = Path(path).expanduser()
-    train, held_out = _split_folders(root, lambda _: None)
+    train, held_out = _split_folders(root, Problems())
     splits = [train] if held_out is None else [train, held_out]
     for folder in dict.fromkeys([root, *splits]):
-        yield from (entry.path for entry in entries_of(folder) if not is_folder(entry) or is_hidden(entry))
+        yield from (entry.path for entry in entries_of(folder) if not is_folder(entry) or is_ignored(entry.name))
     for folder in splits:
         for each in visible(folder):
             if is_folder(each):
-                yield from (entry.path for entry in entries_of(Path(each.path)) if is_hidden(entry))
+                yield from (entry.path for entry in entries_of(Path(each.path)) if is_ignored(entry.name))
 
 
 def probe_files(root: Path, names: Names) -> Probe:
@@ -179,29 +187,30 @@ def _existing_folder(root: Path) -> Path:
     )
 
 
-def _split_folders(root: Path, fault: Fault) -> tuple[Path, Path | None]:
+def _split_folders(root: Path, problems: Problems) -> tuple[Path, Path | None]:
     """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
     names = sorted(entry.name for entry in visible(root) if is_folder(entry))
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
         if held_out is not None:
-            fault(
-                f"{str(root)!r} has {held_out!r} but no 'train': put the training images into train/CLASS/, "
-                f"or, if {held_out!r} is a class, rename it."
+            problems.add(
+                f"{str(root)!r} has {held_out!r} but no 'train'",
+                f": put the training images into train/CLASS/, or, if {held_out!r} is a class, rename it",
             )
             return root / held_out, None
         return root, None
     for name in names:
         if name not in ("train", *_HELD_OUT):
-            fault(
-                f"{str(root)!r} has {name!r} beside 'train', which would not be read: held-out images "
-                "belong in 'val' or 'test', classes in 'train'; rename or move the folder."
+            problems.add(
+                f"{str(root)!r} has {name!r} beside 'train'",
+                ", which would not be read: held-out images belong in 'val' or 'test', classes in 'train'; rename or "
+                "move the folder",
             )
     return root / "train", None if held_out is None else root / held_out
 
 
 def _require_same_classes(
-    train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...], fault: Fault
+    train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...], problems: Problems
 ) -> None:
     lacking = [
         f"{str(folder)!r} lacks the classes {', '.join(missing)}"
@@ -212,9 +221,9 @@ def _require_same_classes(
         if missing
     ]
     if lacking:
-        fault(
-            f"{' and '.join(lacking)}, but {train.name}/ and {held_out.name}/ must hold the same classes: add or "
-            "rename the class folders."
+        problems.add(
+            " and ".join(lacking),
+            f", but {train.name}/ and {held_out.name}/ must hold the same classes: add or rename the class folders",
         )
 
 

@@ -14,6 +14,8 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,53 @@ from numpy.typing import NDArray
 
 from paceline.data.remembered import Arrays, recall_arrays, remember_arrays
 from paceline.errors import DataError
+from paceline.files import has_ending, is_folder, visible
 from paceline.machine import cache_folder
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
 WORTH_SECONDS = 0.5  # listing that takes less is done again
-_VERSION = 1
+_VERSION = 2
 _SPOT_CHECKS = 64
+_NAMED = 3
 # Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
 _TOO_FRESH_NS = 3_000_000_000
 
 Stamp = tuple[int, ...]
 Fault = Callable[[str], None]
-"""Told in one sentence what is wrong with a folder's layout; if it returns, that part of the folder is left out."""
+"""Told in one sentence what is wrong with a source; that part of it is left out."""
 
 
-def refuse(message: str) -> None:
-    """Take a folder as it should be, or not at all: what a run does.
+class Problems:
+    """Collects what is wrong with a source, so that all of it is told at once."""
 
-    Raises:
-        DataError: Always.
-    """
-    raise DataError(message)
+    def __init__(self) -> None:
+        self.count = 0
+        self._found: dict[str, list[str]] = {}
+
+    def add(self, what: str, rule: str) -> None:
+        """Take one: what was found, and the rest of the sentence, which is the same for all of its kind."""
+        self.count += 1
+        self._found.setdefault(rule, []).append(what)
+
+    def tell(self, fault: Fault | None) -> None:
+        """Tell ``fault`` of each, in a sentence; without one, refuse them all in one message.
+
+        Raises:
+            DataError: With the first of each kind, how many more there are, and some of these.
+        """
+        if fault is not None:
+            for rule, found in self._found.items():
+                for what in found:
+                    fault(f"{what}{rule}.")
+        elif self._found:
+            raise DataError(" ".join(starmap(_all_of_a_kind, self._found.items())))
+
+
+def _all_of_a_kind(rule: str, found: Sequence[str]) -> str:
+    if len(found) == 1:
+        return f"{found[0]}{rule}."
+    named = ", ".join(found[1 : 1 + _NAMED]) + ", …" * (len(found) > 1 + _NAMED)
+    return f"{found[0]}{rule} (and {len(found) - 1:,} more: {named})."
 
 
 @dataclass(frozen=True)
@@ -110,28 +138,31 @@ class Listed:
     how: str
 
 
-def list_folders(root: Path, folders: Sequence[Path], fault: Fault = refuse) -> Listed:
+def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool) -> Listed:
     """List folders of class folders that lie under ``root``, or are it.
 
     Args:
         root: What the names are relative to.
         folders: Which to list.
-        fault: Told what is laid out in another way. Only what nobody had to be told of is remembered, or recalled.
+        problems: Told of what is laid out in another way.
+        remembered: Whether an earlier listing may be recalled, and this one remembered if nothing is wrong with it.
     """
     memory = cache_file(root)
-    known = _recall(memory, root, folders) if fault is refuse else None
+    known = _recall(memory, root, folders) if remembered else None
     if known is not None:
         return known
+    wrong_before = problems.count
     begin, now = time.perf_counter(), time.time_ns()
     stamps: dict[str, Stamp] = {}
     hashed = hashlib.sha256()
-    listings = tuple(_list_classes(root, folder, stamps, hashed, fault) for folder in folders)
+    listings = tuple(_list_classes(root, folder, stamps, hashed, problems) for folder in folders)
     digest = hashed.hexdigest()
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
     settled = all(max(stamp[:2]) < now - _TOO_FRESH_NS for stamp in stamps.values())
     unchanged = all(_stamp(path) == stamp for path, stamp in stamps.items())
-    if fault is refuse and seconds >= WORTH_SECONDS and settled and unchanged:
+    is_clean = remembered and problems.count == wrong_before
+    if is_clean and seconds >= WORTH_SECONDS and settled and unchanged:
         how += _remember(memory, folders, Listed(listings, digest, how), stamps)
     return Listed(listings, digest, how)
 
@@ -145,18 +176,21 @@ def cache_file(root: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- listing
 
 
-def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], hashed: hashlib._Hash, fault: Fault) -> Listing:
+def _list_classes(
+    root: Path, folder: Path, stamps: dict[str, Stamp], hashed: hashlib._Hash, problems: Problems
+) -> Listing:
     _note(stamps, folder)
     classes = sorted(entry.name for entry in visible(folder) if is_folder(entry))
     if not classes:
-        fault(
-            f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*: make "
-            "one folder per class, or correct data.path."
+        problems.add(
+            f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*",
+            ": make one folder per class, or correct data.path",
         )
     if len(classes) == 1:
-        fault(
-            f"{str(folder)!r} has one class folder, {classes[0]!r}, but a classifier needs at least two: add "
-            "the other classes, or point data.path at the folder that holds them all."
+        problems.add(
+            f"{str(folder)!r} has one class folder, {classes[0]!r}",
+            ", but a classifier needs at least two: add the other classes, or point data.path at the folder that holds "
+            "them all",
         )
     prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
     names: list[bytes] = []
@@ -164,7 +198,7 @@ def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], hashed: ha
     counts = []
     for name in classes:
         _note(stamps, folder / name)
-        files = _list_images(folder / name, fault)
+        files = _list_images(folder / name, problems)
         lead = prefix + os.fsencode(name + os.sep)
         names += [lead + os.fsencode(file) for file, _ in files]
         sizes += [size for _, size in files]
@@ -178,67 +212,34 @@ def _list_classes(root: Path, folder: Path, stamps: dict[str, Stamp], hashed: ha
     )
 
 
-def _list_images(folder: Path, fault: Fault) -> list[tuple[str, int]]:
+def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     """Return name and size of every file of a class folder, sorted by name."""
     files = []
     try:
-        entries = visible(folder)
+        entries = sorted(visible(folder), key=attrgetter("name"))
     except DataError as error:
-        fault(str(error))
+        problems.add(str(error).removesuffix("."), "")
         return []
     for entry in entries:
         if is_folder(entry):
-            fault(
-                f"{entry.path!r} is a folder inside a class folder, where only images are read: move its "
-                "images up into the class folder, or the folder away."
+            problems.add(
+                repr(entry.path),
+                " is a folder inside a class folder, where only images are read: move its images up into the class "
+                "folder, or the folder away",
             )
-        elif entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
-            fault(
-                f"{entry.path!r} is not an image by its extension (read are {', '.join(EXTENSIONS)}): "
-                "remove or convert it."
+        elif not has_ending(entry.name, EXTENSIONS):
+            problems.add(
+                repr(entry.path),
+                f" is not an image by its extension (read are {', '.join(EXTENSIONS)}): remove or convert it",
             )
         elif (size := _size(entry)) is None:
-            fault(f"{entry.path!r} is neither a file nor a link to one, and reading it may wait for ever: remove it.")
+            rule = " is neither a file nor a link to one, and reading it may wait for ever: remove it"
+            problems.add(repr(entry.path), rule)
         else:
             files.append((entry.name, size))
     if not entries:
-        fault(f"The class folder {str(folder)!r} is empty: put its images there, or remove the folder.")
-    files.sort()
+        problems.add(f"The class folder {str(folder)!r}", " is empty: put its images there, or remove the folder")
     return files
-
-
-def visible(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what a folder holds, but for names that begin with a dot; raises DataError if it may not be listed."""
-    return [entry for entry in entries_of(folder) if not is_hidden(entry)]
-
-
-def entries_of(folder: Path) -> list[os.DirEntry[str]]:
-    """Return all that a folder holds.
-
-    Raises:
-        DataError: If it may not be listed.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except PermissionError as error:
-        raise DataError(
-            f"{str(folder)!r} cannot be listed ({error.strerror}): give the one who trains the right to read it "
-            "(chmod a+rx), or move it away."
-        ) from None
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, or a link to one; a link to itself is none."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def is_hidden(entry: os.DirEntry[str]) -> bool:
-    """Whether a name begins with a dot: such entries are read by nobody."""
-    return entry.name.startswith(".")
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:

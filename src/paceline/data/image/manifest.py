@@ -16,12 +16,12 @@ import numpy as np
 from paceline.data.image.columns import Asked, Parts, find_columns, parts_of
 from paceline.data.image.folder import probe_files
 from paceline.data.image.labels import as_label, number_classes
-from paceline.data.image.listing import Fault, Names, refuse
+from paceline.data.image.listing import Fault, Names, Problems
 from paceline.data.image.mapped import StoredImages
 from paceline.data.image.source import FileSource, Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import odd_kind
 
 # Normalising a path, as of a table in a folder, takes one of the slashes away.
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -48,7 +48,7 @@ class PathRows:
 
 
 def open_csv(
-    path: str | Path, *, channels: int | None, validation_fraction: float, asked: Asked, fault: Fault = refuse
+    path: str | Path, *, channels: int | None, validation_fraction: float, asked: Asked, fault: Fault | None = None
 ) -> StoredImages:
     """Read a table of paths and labels, and look at the heads of a few images.
 
@@ -57,13 +57,12 @@ def open_csv(
         channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
         validation_fraction: Share of each class held out where no row is of a split for that.
         asked: Which columns.
-        fault: Told of each row that names no file, or one that another row names; raises unless the rest is wanted.
+        fault: Told of each row that names no file, or one that another row names, if the rest is wanted.
 
     Raises:
         DataError: If it cannot be read, or a column, a label or a path is missing.
     """
     file = Path(path).expanduser()
-    refuse_odd_kinds(file)
     header, rows, lines = _read(file)
     columns = find_columns(asked, header, repr(str(file)))
     image, label = header.index(columns.image), header.index(columns.label)
@@ -83,7 +82,7 @@ def open_csv(
 
 
 def open_paths(
-    rows: PathRows, table: str, *, channels: int | None, validation_fraction: float, fault: Fault
+    rows: PathRows, table: str, *, channels: int | None, validation_fraction: float, fault: Fault | None
 ) -> StoredImages:
     """Open the images that rows name.
 
@@ -98,7 +97,9 @@ def open_paths(
         DataError: See :func:`open_csv`.
     """
     parts = [rows.parts.train] if rows.parts.held_out is None else [rows.parts.train, rows.parts.held_out]
-    sizes = _sizes(rows, np.concatenate(parts), fault)
+    problems = Problems()
+    sizes = _sizes(rows, np.concatenate(parts), problems)
+    problems.tell(fault)
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
         raise DataError(f"{table!r} names no image that is there: correct the paths in it.")
@@ -132,6 +133,8 @@ def open_paths(
 def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
     """The header, the rows, and the line that each row ends at."""
     try:
+        if kind := odd_kind(file):
+            raise OSError(0, f"it is {kind}, not a file")
         with open(file, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline(_LARGEST_HEAD)
             opened.seek(0)
@@ -174,7 +177,7 @@ def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int
             )
 
 
-def _sizes(rows: PathRows, wanted: Ids, fault: Fault) -> Ids:
+def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
     """The length in bytes of the file that each row names; -1 for those that are left out."""
     sizes = np.full(len(rows.paths), -1, dtype=np.int64)
     seen: dict[str, int] = {}
@@ -182,20 +185,20 @@ def _sizes(rows: PathRows, wanted: Ids, fault: Fault) -> Ids:
         path = rows.paths[row]
         whole = os.path.normpath(os.path.join(rows.root, path))
         if not path:
-            fault(f"{rows.where(row)} names no image: give its path, or remove the line.")
+            problems.add(rows.where(row), " names no image: give its path, or remove the line")
         elif _ADDRESS.match(path):
             # Not repeated: an address may hold a password.
-            fault(
-                f"{rows.where(row)} names an address, and a table names files: copy the images here, and give paths "
-                "from the table on."
+            problems.add(
+                rows.where(row),
+                " names an address, and a table names files: copy the images here, and give paths from the table on",
             )
         elif whole in seen:
-            fault(
-                f"{rows.where(row)} names {path!r}, which {rows.where(seen[whole])} names too"
-                f"{_otherwise(rows, seen[whole], row)}: keep one of them."
-            )
+            also = f"which {rows.where(seen[whole])} names too{_otherwise(rows, seen[whole], row)}"
+            problems.add(f"{rows.where(row)} names {path!r}, {also}", ": keep one of them")
         elif (size := _size(whole)) is None:
-            fault(f"{rows.where(row)} names {path!r}, but there is no file {whole!r}: correct it, or remove the line.")
+            kind = odd_kind(whole)
+            what = f"{whole!r} is {kind}" if kind else f"there is no file {whole!r}"
+            problems.add(f"{rows.where(row)} names {path!r}, but {what}", ": correct it, or remove the line")
         else:
             seen[whole] = row
             sizes[row] = size

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.columns import Asked, Found, Parts, find_columns, parts_of
 from paceline.data.image.labels import as_label, number_classes
-from paceline.data.image.listing import Fault, refuse
+from paceline.data.image.listing import Fault
 from paceline.data.image.manifest import PathRows, open_paths
 from paceline.data.image.mapped import Names, StoredImages
 from paceline.data.image.parquet_source import (
@@ -63,7 +63,7 @@ def open_parquet(
     channels: int | None,
     validation_fraction: float,
     asked: Asked,
-    fault: Fault = refuse,
+    fault: Fault | None = None,
     in_any_order: bool = True,
 ) -> StoredImages:
     """Read the labels, and look at the heads of a few images.
@@ -73,7 +73,7 @@ def open_parquet(
         channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
         validation_fraction: Share of each class held out where there is no split for that.
         asked: Which columns.
-        fault: Told of paths that are wrong, where the table holds paths; raises unless the rest is wanted.
+        fault: Told of paths that are wrong, where the table holds paths, if the rest is wanted.
         in_any_order: Whether images will be read in any order, which row groups may be too large for.
 
     Raises:

@@ -175,7 +175,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
 def _texts(root: Path, left_out: LeftOut) -> Documents:
     """Every .txt file below a folder, by its path there, sorted."""
     texts = []
-    for path in sorted(files_below(root, left_out)):
+    for path in files_below(root, left_out):
         if has_ending(path, ("txt",)):
             texts.append((shown(path), _text_of(root / path)))
         else:

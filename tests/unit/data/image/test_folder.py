@@ -189,6 +189,25 @@ def test_a_held_out_folder_of_another_name(tmp_path: Path) -> None:
     fault("has 'validation' beside 'train'", tmp_path)
 
 
+def test_all_that_is_wrong_is_in_one_message(tmp_path: Path) -> None:
+    before = opened(make(tmp_path, "cat/0.png", "dog/0.png"))
+    for name in ("cat/Thumbs.db", "dog/desktop.ini", "__MACOSX/cat/._0.png", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    found = opened(tmp_path)
+    assert (found.digest, found.classes) == (before.digest, ("cat", "dog"))
+    assert found.left_out == ("files beside class folders: 1 left out ('README.md')",)
+    for name in ("cat/movie.mp4", "dog/IMG_1.HEIC", *(f"dog/z{number}.txt" for number in range(9))):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "nothing-here").mkdir()
+    with pytest.raises(DataError) as raised:
+        open_image_folder(tmp_path, channels=3, validation_fraction=0)
+    assert all(
+        each in str(raised.value) for each in ("movie.mp4", "and 10 more", "IMG_1.HEIC", "nothing-here' is empty")
+    )
+    assert len(str(raised.value)) < 1000
+
+
 def test_a_pipe_is_no_image(tmp_path: Path) -> None:
     """Opening one waits until somebody writes to it."""
     make(tmp_path, "cat/1.png", "dog/1.png")
