@@ -17,16 +17,17 @@ import numpy as np
 
 from paceline.data.image.mapped import MappedFile, Names
 from paceline.data.image.source import Ids
-from paceline.data.remembered import recall_arrays, remember_arrays
+from paceline.data.remembered import Arrays, recall_arrays, remember_arrays
 from paceline.errors import DataError
 from paceline.machine import cache_folder
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0", b"7")
+_SPECIAL = (b"1", b"2", b"3", b"4", b"6")  # links, devices, named pipes
 _LONG_NAME, _EXTENDED = b"L", b"x"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7z": "xz", b"(\xb5/": "zstd"}
 # Another number is another layout of the remembered file.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,13 @@ class TarIndex:
         names: Their paths.
         begin: First byte of each file's content, int64 [N].
         length: Its length, int64 [N].
+        special: Paths of links, devices and pipes, which are not read.
     """
 
     names: Names
     begin: Ids
     length: Ids
+    special: Names
 
 
 def index_tar(file: MappedFile) -> TarIndex:
@@ -55,9 +58,9 @@ def index_tar(file: MappedFile) -> TarIndex:
     if recalled is not None:
         return recalled
     index = _scan(file)
-    remember_arrays(
-        memory, {"blob": index.names.blob, "ends": index.names.ends, "begin": index.begin, "length": index.length}
-    )
+    arrays: Arrays = {"blob": index.names.blob, "ends": index.names.ends, "begin": index.begin, "length": index.length}
+    arrays |= {"special_blob": index.special.blob, "special_ends": index.special.ends}
+    remember_arrays(memory, arrays)
     return index
 
 
@@ -72,6 +75,7 @@ def _scan(file: MappedFile) -> TarIndex:
     if file.size == 0:
         raise _damaged(file.path, "it is empty")
     names: list[str] = []
+    special: list[str] = []
     places: list[tuple[int, int]] = []
     with open(file.path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         for magic, name in _COMPRESSED.items():
@@ -81,14 +85,19 @@ def _scan(file: MappedFile) -> TarIndex:
                     "decompress it (the images in it are compressed already)."
                 )
         for name, begin, length in _members(content, file.path):
-            names.append(name)
-            places.append((begin, length))
+            if length is None:
+                special.append(name)
+            else:
+                names.append(name)
+                places.append((begin, length))
     table = np.array(places, dtype=np.int64).reshape(-1, 2)
-    return TarIndex(names=Names.of(names), begin=table[:, 0].copy(), length=table[:, 1].copy())
+    return TarIndex(
+        names=Names.of(names), begin=table[:, 0].copy(), length=table[:, 1].copy(), special=Names.of(special)
+    )
 
 
-def _members(content: mmap.mmap, path: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first byte, length) of each regular file."""
+def _members(content: mmap.mmap, path: str) -> Iterator[tuple[str, int, int | None]]:
+    """Yield (name, first byte, length) of each regular file, and None as the length of what is special."""
     position = 0
     said: dict[str, str] = {}
     while position + _BLOCK <= len(content):
@@ -106,8 +115,8 @@ def _members(content: mmap.mmap, path: str) -> Iterator[tuple[str, int, int]]:
         elif kind == _EXTENDED:
             said |= _extended(content[begin : begin + length])
         else:
-            if kind in _REGULAR:
-                yield said.get("path") or _name(head), begin, length
+            if kind in _REGULAR or kind in _SPECIAL:
+                yield said.get("path") or _name(head), begin, length if kind in _REGULAR else None
             said = {}
     if content[position:].strip(b"\0"):
         raise _damaged(path, f"at byte {position} it breaks off")
@@ -156,7 +165,12 @@ def _recall(path: Path) -> TarIndex | None:
     arrays = recall_arrays(path)
     try:
         if arrays is not None:
-            return TarIndex(names=Names(arrays["blob"], arrays["ends"]), begin=arrays["begin"], length=arrays["length"])
+            return TarIndex(
+                names=Names(arrays["blob"], arrays["ends"]),
+                begin=arrays["begin"],
+                length=arrays["length"],
+                special=Names(arrays["special_blob"], arrays["special_ends"]),
+            )
     except KeyError:
         pass  # of another version
     return None

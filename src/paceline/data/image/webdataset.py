@@ -31,9 +31,11 @@ from paceline.data.image.mapped import (
 )
 from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.table_files import files_ending_in
 from paceline.data.image.tar_index import TarIndex, index_tar, memory_of
 from paceline.data.remembered import recall_arrays, remember_arrays
 from paceline.errors import DataError
+from paceline.files import LeftOut, has_ending, is_ignored_member
 
 _LABELS = ("label", "cls")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -74,9 +76,10 @@ def open_webdataset(path: str | Path, *, channels: int | None, validation_fracti
     Raises:
         DataError: If there are no such tars, or one is damaged, or a sample has no label.
     """
-    train_tars, held_out_tars, held_out = _splits(path)
-    train = _read(train_tars)
-    parts = [train] if not held_out_tars else [train, _read(held_out_tars)]
+    left_out = LeftOut()
+    train_tars, held_out_tars, held_out = _splits(path, left_out)
+    train = _read(train_tars, left_out)
+    parts = [train] if not held_out_tars else [train, _read(held_out_tars, left_out)]
     classes, labels = number_classes([part.labels for part in parts], str(path))
     found = probe(MappedSource(train.content, labels[0], 3, train.name))
     channels = channels or (1 if found.greyscale else 3)
@@ -93,6 +96,7 @@ def open_webdataset(path: str | Path, *, channels: int | None, validation_fracti
         is_split_off=len(parts) == 1,
         channels=channels,
         probe=found,
+        left_out=left_out.told(),
     )
 
 
@@ -111,12 +115,12 @@ def _alternatives(text: str) -> list[str]:
     return [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
 
 
-def _splits(path: str | Path) -> tuple[list[Path], list[Path], str]:
+def _splits(path: str | Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
     """Return the tars to train on, those held out, and which those are."""
     root = Path(path).expanduser()
     if not root.is_dir():
         return _tars(str(root)), [], ""
-    tars = sorted(found for found in root.rglob("*.tar") if found.is_file())
+    tars = files_ending_in("tar", root, left_out)
     if not tars:
         raise DataError(f"{str(root)!r} has no .tar files in it: correct the path.")
     by_split: dict[str, list[Path]] = {}
@@ -142,28 +146,28 @@ def _tars(pattern: str) -> list[Path]:
     found: list[Path] = []
     for written in expand(pattern):
         matches = sorted(glob.glob(written)) if glob.has_magic(written) else [written]
-        missing = not matches or not Path(matches[0]).is_file()
-        if missing:
+        if not matches or not Path(matches[0]).exists():
             raise DataError(f"{pattern!r} names {written!r}, and there is no such file: correct the path.")
         found += map(Path, matches)
     return found
 
 
-def _read(tars: Sequence[Path]) -> _Part:
+def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
     files = mapped_files(tars)
     indexes = [index_tar(file) for file in files]
     names: list[str] = []
     labels: list[int | str] = []
     rows: list[tuple[int, int, int]] = []
     for number, (file, index) in enumerate(zip(files, indexes, strict=True)):
-        samples = _samples(file, index)
+        samples = _samples(file, index, left_out)
         names += [index.names[image] for image, _ in samples]
         labels += _labels(file, index, samples)
         rows += [(number, int(index.begin[image]), int(index.length[image])) for image, _ in samples]
     if not rows:
+        unread = " ".join(f"{each}." for each in left_out.told())
         raise DataError(
             f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected are members "
-            f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)})."
+            f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)}). {unread}".rstrip()
         )
     table = np.array(rows, dtype=np.int64)
     places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
@@ -171,13 +175,14 @@ def _read(tars: Sequence[Path]) -> _Part:
     return _Part(MappedBytes(files, places), told, labels, places.length)
 
 
-def _samples(file: MappedFile, index: TarIndex) -> list[tuple[int, dict[str, int]]]:
+def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
     """Each image's number among the members, and the numbers of all members of its sample by their endings."""
     groups: dict[str, dict[str, int]] = {}
     for member in range(len(index.names)):
-        folder, _, name = index.names[member].removeprefix("./").rpartition("/")
+        path = index.names[member].removeprefix("./")
+        folder, _, name = path.rpartition("/")
         stem, _, suffix = name.partition(".")
-        if not stem:
+        if not stem or is_ignored_member(path):
             continue
         members = groups.setdefault(f"{folder}/{stem}", {})
         if suffix.lower() in members:
@@ -192,7 +197,20 @@ def _samples(file: MappedFile, index: TarIndex) -> list[tuple[int, dict[str, int
         if len(images) > 1:
             raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
         found += [(members[suffix], members) for suffix in images]
+        used = (*images, "cls" if "cls" in members else "json") if images else ()
+        for suffix, member in members.items():
+            if suffix not in used:
+                left_out.add(_why_unread(suffix), index.names[member])
+    for number in range(len(index.special)):
+        if not is_ignored_member(index.special[number].removeprefix("./")):
+            left_out.add("links and special files in tars", index.special[number])
     return found
+
+
+def _why_unread(suffix: str) -> str:
+    if has_ending(suffix, EXTENSIONS):
+        return "images with a dot in their names, where the name of a WebDataset sample ends (rename them)"
+    return "members that are neither an image nor a label of one"
 
 
 def _both(one: str, other: str) -> str:
@@ -219,7 +237,7 @@ def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str
 def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
     if "cls" in members:
         try:
-            return as_label(bytes(content[members["cls"]]).decode().strip(), name)
+            return as_label(bytes(content[members["cls"]]).decode("utf-8-sig").strip(), name)
         except UnicodeDecodeError:
             raise DataError(f"{name!r}: its .cls is not in UTF-8; write it again in that encoding.") from None
     if "json" in members:

@@ -29,6 +29,7 @@ from paceline.data.image.selection import choose_classes, digest_of, first_of_al
 from paceline.data.image.source import ArraySource, FileSource, Ids, SampleSource, SubsetSource, encoded_source
 from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError
+from paceline.files import is_ignored
 from paceline.recipe.data import check_part
 
 Kind = Literal[
@@ -110,6 +111,7 @@ class OpenedOrigin:
 
     Attributes:
         origin: What the packed dataset says of it.
+        left_out: What is there and not used, a sentence for each kind.
         classes: Class names.
         channels: What its images would be decoded to for training, 1 or 3.
         splits: ``train``, and ``validation`` if it has such images of its own.
@@ -119,6 +121,7 @@ class OpenedOrigin:
     classes: tuple[str, ...]
     channels: Literal[1, 3]
     splits: Mapping[str, OriginSplit]
+    left_out: tuple[str, ...] = ()
 
     @property
     def has_files(self) -> bool:
@@ -292,9 +295,9 @@ def _kind_of_file(path: Path) -> Kind:
             return kind
     if path.suffix.lower() in (".csv", ".tsv"):
         return "csv"
-    if path.suffix == ".parquet" and (found := find_files(path)) is not None:
+    if path.suffix.lower() == ".parquet" and (found := find_files(path)) is not None:
         return _kind_of_tables(found)
-    if path.suffix == ".tar":
+    if path.suffix.lower() == ".tar":
         return "webdataset"
     raise DataError(
         f"{str(path)!r} is a file, and none that can be packed by its name (a .tar of WebDataset, a .parquet, a .csv "
@@ -313,11 +316,14 @@ def _suffixes(root: Path) -> set[str]:
     """Endings of the files in a folder, and of the first few in each folder in it: a million need not be listed."""
     found = set()
     for entry in root.iterdir():
+        if is_ignored(entry.name):
+            continue
         if not entry.is_dir():
-            found.add(entry.suffix)
+            found.add(entry.suffix.lower())
             continue
         with os.scandir(entry) as inside:
-            found |= {Path(each.name).suffix for each in islice(inside, _LOOKED_AT)}
+            seen = (each.name for each in inside if not is_ignored(each.name))
+            found |= {Path(name).suffix.lower() for name in islice(seen, _LOOKED_AT)}
     return found
 
 
@@ -332,6 +338,7 @@ def _of_images(kind: Kind, opened: ImageFolder | StoredImages, root: str) -> Ope
         classes=opened.classes,
         channels=1 if opened.channels == 1 else 3,
         splits={name: _split(source, root) for name, source in sources.items()},
+        left_out=opened.left_out,
     )
 
 

@@ -105,6 +105,8 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
     opened = open_origin(request.source, request.kind, request.wanted)
     form = choose_form(request, opened)
     say(_described(request, opened, form))
+    for sentence in opened.left_out:
+        say(sentence)
     finished = _finished(root, opened, form)
     if finished is not None:
         return Packed(manifest=finished, found=finished.total)

@@ -116,6 +116,9 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
             splits["test"] = test
         for entry in unread_entries(root):
             unread.add(entry)
+    else:
+        for sentence in dataset.left_out:
+            unread.add(sentence)
     return Subject(source, dataset, splits, layout, unread, root)
 
 

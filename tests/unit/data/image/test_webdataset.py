@@ -16,7 +16,7 @@ from PIL import Image
 from paceline.data.image import tar_index
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
-from paceline.data.image.mapped import MappedFile
+from paceline.data.image.mapped import MappedFile, StoredImages
 from paceline.data.image.source import EncodedSource, SubsetSource
 from paceline.data.image.tar_index import index_tar
 from paceline.data.image.webdataset import expand, open_webdataset
@@ -211,6 +211,52 @@ def test_labels_in_json_and_names_of_classes(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_samples_is_told(tmp_path: Path, members: list[Member], message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_webdataset(write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0)
+
+
+def opened_tar(path: Path) -> StoredImages:
+    return open_webdataset(path, channels=3, validation_fraction=0)
+
+
+def test_members_that_are_not_read_are_reported(tmp_path: Path) -> None:
+    dotted = [(name.replace("0.", ".5_cm."), content) for name, content in samples([10, 20])]
+    hidden = [(name, b"x") for name in ("__MACOSX/._1.jpg", "a/.ipynb_checkpoints/1.jpg", ".DS_Store", "b/Thumbs.db")]
+    other = [("7.avif", b"x"), ("7.cls", b"0"), ("000001.json", b"{}"), ("UPPER.JPG", jpeg(8)), ("UPPER.CLS", b"0")]
+    path = write_tar(tmp_path / "x.tar", [*samples(range(4)), *dotted, *hidden, *other])
+    with tarfile.open(path, "a") as tar:
+        for name, kind in (
+            ("link.jpg", tarfile.SYMTYPE),
+            ("hard.jpg", tarfile.LNKTYPE),
+            ("pipe.jpg", tarfile.FIFOTYPE),
+        ):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, "000000.jpg"
+            tar.addfile(entry)
+    for _ in range(2):  # the second time from what is remembered
+        found = opened_tar(path)
+        assert len(found.train) == 5
+        dots, others, links = sorted(found.left_out, key=lambda each: each.split()[0] != "images")
+        assert ": 2 left out (" in dots
+        assert "dot" in dots
+        assert "00001.5_cm.jpg" in dots
+        assert ": 5 left out (" in others
+        assert all(each in others for each in ("1 .avif", "3 .cls", "'00001.5_cm.cls'"))
+        assert links.startswith("links and special files in tars: 3 left out ('link.jpg', 'hard.jpg', 'pipe.jpg')")
+    with pytest.raises(DataError, match=r"holds no images.*a dot in their names.*'00001\.5_cm\.jpg'"):
+        opened_tar(write_tar(tmp_path / "dots.tar", dotted))
+
+
+def test_what_is_ignored_changes_no_digest(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "tars" / "x.tar", samples(range(4)))
+    before = opened_tar(path).digest
+    write_tar(path, [*samples(range(4)), ("__MACOSX/._000000.jpg", b"x"), ("9.txt", b"x")])
+    write_tar(tmp_path / "tars" / ".y.tar", samples(range(9)))
+    (tmp_path / "tars" / "README.md").touch()
+    found = opened_tar(tmp_path / "tars")
+    assert found.digest == before
+    assert "README.md" in found.left_out[0]
+    os.mkfifo(tmp_path / "tars" / "pipe.tar")
+    with pytest.raises(DataError, match=r"pipe\.tar' is a named pipe"):
+        opened_tar(tmp_path / "tars")
 
 
 def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
