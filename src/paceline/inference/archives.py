@@ -20,7 +20,7 @@ from typing import BinaryIO
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.folder import EXTENSIONS
 from paceline.errors import DataError
-from paceline.files import LeftOut, is_ignored_member
+from paceline.files import LeftOut, is_ignored_member, refuse_odd_kinds
 from paceline.inference.sources import LARGEST_FILE_BYTES, OTHERS, PictureFile, is_image_name
 
 _TARS = (".tar", ".tar.gz", ".tgz")
@@ -45,6 +45,7 @@ def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
     Raises:
         DataError: When the first is asked for: if the archive cannot be opened; at the end: if it held no image.
     """
+    refuse_odd_kinds(archive)
     inside = _zipped(archive, left_out) if archive.name.lower().endswith(".zip") else _in_tar(archive, left_out)
     count = 0
     for picture in inside:

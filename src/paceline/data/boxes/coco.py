@@ -24,6 +24,7 @@ from paceline.data.image.contents import MOST_IMAGES, content_digest
 from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # faults in a message
@@ -148,6 +149,7 @@ def read_annotations(
     Raises:
         DataError: If it is malformed; names the first faults and says how many there are.
     """
+    refuse_odd_kinds(file)
     try:
         content = file.read_bytes()
         tree = json.loads(content, parse_constant=str)  # NaN and Infinity are text, and so no numbers

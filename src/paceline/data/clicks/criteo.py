@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 
 DENSE, CATEGORIES = 13, 26
 _FIELDS = 1 + DENSE + CATEGORIES
@@ -127,7 +128,8 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def opened(path: Path) -> gzip.GzipFile | BinaryIO:
-    """A file of lines, packed or not."""
+    """A file of lines, packed or not; raises DataError if it is a pipe or a device."""
+    refuse_odd_kinds(path)
     return gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
 
 

@@ -31,7 +31,7 @@ from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.data.image.table_files import TEST, TRAIN, VALIDATION, files_ending_in, splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, refuse_odd_kinds
+from paceline.files import LeftOut
 
 _Kind = Literal["bytes", "struct", "path"]
 
@@ -138,8 +138,6 @@ def _find(path: str | Path, left_out: LeftOut) -> _Tables:
     if not paths:
         what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
         raise DataError(f"data.path is {str(path)!r}, and there {what}: correct the path.")
-    for each in paths:
-        refuse_odd_kinds(each)
     schema, features = read_schema(paths[0])
     return _Tables(root, tuple(paths), schema, features)
 

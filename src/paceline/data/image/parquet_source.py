@@ -23,6 +23,7 @@ from paceline.data.image.folder import Probe
 from paceline.data.image.mapped import MappedFile, Names, mapped_files, probe
 from paceline.data.image.source import Ids, Image
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 from paceline.units import format_bytes
 
 # Kept in each process that reads; hub datasets have groups of 100 images.
@@ -112,6 +113,7 @@ def read_metadata(path: Path) -> Any:
         DataError: If it is damaged, or none.
     """
     arrow = require_pyarrow()
+    refuse_odd_kinds(path)
     try:
         return arrow.parquet.read_metadata(path, memory_map=True)
     except (OSError, arrow.ArrowException) as error:
@@ -125,6 +127,7 @@ def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
         DataError: If it is damaged, or none.
     """
     arrow = require_pyarrow()
+    refuse_odd_kinds(path)
     try:
         schema = arrow.parquet.read_schema(path, memory_map=True)
     except (OSError, arrow.ArrowException) as error:

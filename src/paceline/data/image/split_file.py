@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.sample_names import Hashes
 from paceline.errors import DataError, RecipeError
+from paceline.files import refuse_odd_kinds
 
 _HEAD = "paceline split 1"
 _SIDES = ("train", "validation")
@@ -93,6 +94,7 @@ def read_split(path: Path, *, is_new: bool = False) -> KeptSplit:
     Raises:
         DataError: If it cannot be read, is none, or is not as it was written.
     """
+    refuse_odd_kinds(path)
     try:
         content = path.read_bytes()
     except OSError as error:

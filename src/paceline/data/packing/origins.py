@@ -29,7 +29,7 @@ from paceline.data.image.selection import choose_classes, digest_of, first_of_al
 from paceline.data.image.source import ArraySource, FileSource, Ids, SampleSource, SubsetSource, encoded_source
 from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError
-from paceline.files import is_ignored
+from paceline.files import is_ignored, refuse_odd_kinds
 from paceline.recipe.data import check_part
 
 Kind = Literal[
@@ -267,7 +267,8 @@ def _detected(path: str) -> Kind:
         if "{" in path or has_magic(path):
             return "parquet" if path.endswith(".parquet") else "webdataset"
         raise DataError(f"there is no {str(root)!r}: correct the path.")
-    if root.is_file():
+    if not root.is_dir():
+        refuse_odd_kinds(root)
         return _kind_of_file(root)
     if (root / MANIFEST).is_file() or (root / UNFINISHED).is_dir():
         return "packed"

@@ -13,7 +13,7 @@ from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.huggingface import choose_splits, find_files
 from paceline.data.text.corpus import Documents
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut
+from paceline.files import LeftOut, refuse_odd_kinds
 
 
 def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
@@ -54,6 +54,7 @@ def _named(split: str, texts: Iterator[str | None], left_out: LeftOut) -> Iterat
 
 def _of_arrow(file: Path, column: str) -> Iterator[str | None]:
     arrow = require_pyarrow()
+    refuse_odd_kinds(file)
     try:
         with arrow.memory_map(str(file)) as mapped, arrow.ipc.open_stream(mapped) as stream:
             _check_column(stream.schema, column, file)
@@ -65,6 +66,7 @@ def _of_arrow(file: Path, column: str) -> Iterator[str | None]:
 
 def _of_parquet(file: Path, column: str) -> Iterator[str | None]:
     arrow = require_pyarrow()
+    refuse_odd_kinds(file)
     try:
         with arrow.parquet.ParquetFile(file) as opened:
             _check_column(opened.schema_arrow, column, file)

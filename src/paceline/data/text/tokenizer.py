@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 
 TokenIds = NDArray[np.int64]
 MASK_WORDS = ("[MASK]", "<mask>")
@@ -104,6 +105,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     path = Path(name)
     if path.is_dir():
         return _of_huggingface(path)
+    refuse_odd_kinds(path)
     try:
         tree = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
