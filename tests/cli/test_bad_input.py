@@ -623,39 +623,3 @@ def test_scoring_with_loader_processes_that_would_run_out_of_files(
 ) -> None:
     done = paceline_here("evaluate", finished, "data.backend=pytorch", "data.workers=30")
     assert_refused(done, "30 loader processes (data.workers=30, data.prefetch=2)", "'ulimit -n ", "lower data.workers")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "pipe.yaml", "--plan-only"),
-        ("train", "pipe", "--plan-only"),
-        ("train", "digits", "--plan-only", "data.split_file=pipe.json"),
-        ("train", "digits", "--plan-only", "data.dataset=csv", "data.path=pipe.csv"),
-        ("train", "digits", "--plan-only", "data.dataset=huggingface", "data.path=pipe.parquet"),
-        ("train", "gpt-small-docs", "--plan-only", "data.text.tokenizer=pipe.json"),
-        ("train", "digits", "--run-dir", "run", "model.initialize_from=pipe.safetensors"),
-        ("check-data", "pipe.tar"),
-        ("pack", "pipe.csv", "packed"),
-        ("predict", "pipe.safetensors", "x.png"),
-    ],
-)
-def test_a_named_pipe_is_never_waited_for(
-    paceline_here: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    for name in ("pipe", *(f"pipe.{ending}" for ending in ("yaml", "json", "csv", "parquet", "tar", "safetensors"))):
-        os.mkfifo(tmp_path / name)
-    (tmp_path / "x.png").touch()
-    done = paceline_here(*arguments)
-    assert (done.code, done.out, "Traceback" in done.err) == (2, "", False)
-    assert "named pipe" in done.err or "not a regular file" in done.err
-
-
-def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("base: digits\nseed: 7\n", encoding="utf-8-sig")
-    plan = paceline_here("train", "r.yaml", "--plan-only", "--json")
-    assert (plan.code, json.loads(plan.out)["recipe"]["seed"]) == (0, 7)
-    (tmp_path / "r.yaml").write_text("base: digits\n", encoding="utf-16")
-    done = paceline_here("train", "r.yaml", "--plan-only")
-    assert (done.code, "Traceback" in done.err) == (2, False)
-    assert "r.yaml" in done.err

@@ -99,7 +99,9 @@ class _Parquet:
 
     def write(self, rows: Iterable[Row]) -> None:
         # A group of rows for each batch would make a slow file.
-        self._rows += [{**row, "path": shown(os.fspath(row["path"]))} for row in rows]
+        self._rows += [
+            {**row, "path": shown(os.fspath(row["path"])), "labels": list(map(shown, row["labels"]))} for row in rows
+        ]
         if len(self._rows) >= _AT_ONCE:
             self._flush()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from paceline.errors import DataError
 
@@ -24,3 +27,8 @@ def require_pyarrow() -> ModuleType:
         ) from error
     found: ModuleType = pa
     return found
+
+
+def mapped(path: str | Path) -> Any:
+    """A file for pyarrow to read, mapped into memory; unlike for pyarrow's own openers its name may be any bytes."""
+    return require_pyarrow().memory_map(os.fsencode(path))

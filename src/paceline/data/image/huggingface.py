@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.arrow import require_pyarrow
+from paceline.data.image.arrow import mapped, require_pyarrow
 from paceline.data.image.columns import Asked
 from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, StoredImages, mapped_files, probe
 from paceline.data.image.parquet import open_parquet
@@ -275,8 +275,8 @@ def checked_labels(labels: Ids, columns: Columns, split: str, root: Path) -> Ids
 
 def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: Any) -> MappedSource:
     """Read where the images of a split lie, and add that and their labels and names to a digest."""
-    mapped = mapped_files(files.splits[split])
-    rows = [_rows(Path(file.path), columns) for file in mapped]
+    found_files = mapped_files(files.splits[split])
+    rows = [_rows(Path(file.path), columns) for file in found_files]
     labels = np.concatenate([each.labels for each in rows])
     places = Places(
         file=np.repeat(np.arange(len(rows)), [len(each.labels) for each in rows]),
@@ -288,7 +288,7 @@ def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: A
     checked_labels(labels, columns, split, files.root)
     for part in (places.length, labels, names.ends, names.blob):
         digest.update(np.ascontiguousarray(part).tobytes())
-    return MappedSource(MappedBytes(mapped, places), labels, 3, _RowName(names, str(files.root)))
+    return MappedSource(MappedBytes(found_files, places), labels, 3, _RowName(names, str(files.root)))
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class _Rows:
 
 def _rows(path: Path, columns: Columns) -> _Rows:
     arrow = require_pyarrow()
-    with arrow.memory_map(str(path)) as file:
+    with mapped(path) as file:
         whole = file.read_buffer()
         batches = list(arrow.ipc.open_stream(whole))
         begin, length, names, labels = [], [], [], []

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.data.image.arrow import require_pyarrow
+from paceline.data.image.arrow import mapped, require_pyarrow
 from paceline.data.image.columns import Asked, Found, Parts, find_columns, parts_of
 from paceline.data.image.labels import as_label, number_classes
 from paceline.data.image.listing import Fault
@@ -179,7 +179,7 @@ def _read(tables: _Tables, columns: Sequence[str]) -> Any:
     found = []
     for path in tables.paths:
         try:
-            with arrow.parquet.ParquetFile(path, memory_map=True) as opened:
+            with arrow.parquet.ParquetFile(mapped(path)) as opened:
                 lacking = [name for name in columns if name not in opened.schema_arrow.names]
                 if lacking:
                     raise DataError(
@@ -303,7 +303,7 @@ def _read_paths(tables: _Tables, column: str) -> list[str | None]:
     arrow = require_pyarrow()
     found: list[str | None] = []
     for path in tables.paths:
-        with arrow.parquet.ParquetFile(path, memory_map=True) as opened:
+        with arrow.parquet.ParquetFile(mapped(path)) as opened:
             table = opened.read(columns=[f"{column}.path"], use_threads=False)
         for piece in table.column(column).chunks:
             found += piece.field("path").to_pylist()
@@ -317,7 +317,7 @@ def _check_present(tables: _Tables, table: Any, names: Sequence[str]) -> None:
         if group.nulls == 0:
             continue
         arrow, path = require_pyarrow(), table.files[group.file].path
-        with arrow.parquet.ParquetFile(path, memory_map=True) as opened:
+        with arrow.parquet.ParquetFile(mapped(path)) as opened:
             rows = opened.read_row_group(group.number, columns=[table.leaf], use_threads=False)
         images = rows.column(table.column).combine_chunks()
         images = images.field("bytes") if table.leaf != table.column else images

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.arrow import require_pyarrow
+from paceline.data.image.arrow import mapped, require_pyarrow
 from paceline.data.image.decode import BrokenImageError, decode, upright_size
 from paceline.data.image.folder import Probe
 from paceline.data.image.mapped import MappedFile, Names, mapped_files, probe
 from paceline.data.image.source import Ids, Image
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_odd_kinds, shown
 from paceline.units import format_bytes
 
 # Kept in each process that reads; hub datasets have groups of 100 images.
@@ -115,7 +115,7 @@ def read_metadata(path: Path) -> Any:
     arrow = require_pyarrow()
     refuse_odd_kinds(path)
     try:
-        return arrow.parquet.read_metadata(path, memory_map=True)
+        return arrow.parquet.read_metadata(mapped(path))
     except (OSError, arrow.ArrowException) as error:
         raise unreadable(path, error) from error
 
@@ -129,7 +129,7 @@ def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
     arrow = require_pyarrow()
     refuse_odd_kinds(path)
     try:
-        schema = arrow.parquet.read_schema(path, memory_map=True)
+        schema = arrow.parquet.read_schema(mapped(path))
     except (OSError, arrow.ArrowException) as error:
         raise unreadable(path, error) from error
     try:
@@ -234,7 +234,7 @@ class ParquetSource:
         """Over labels and names, and the files' names and sizes."""
         digest = hashlib.sha256()
         for file in self.table.files:
-            digest.update(f"{Path(file.path).name}\0{file.size}\n".encode())
+            digest.update(f"{shown(Path(file.path).name)}\0{file.size}\n".encode())
         for part in (self.labels, self.names.ends, self.names.blob):
             digest.update(part.tobytes())
         return digest.hexdigest()
@@ -248,7 +248,7 @@ class ParquetSource:
                 # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
                 raise OSError("it has changed since the run began")
             metadata = table.metadata[group.file]
-            with arrow.parquet.ParquetFile(file.path, memory_map=True, metadata=metadata) as opened:
+            with arrow.parquet.ParquetFile(mapped(file.path), metadata=metadata) as opened:
                 rows = opened.read_row_group(group.number, columns=[table.leaf], use_threads=False)
         except (OSError, arrow.ArrowException) as error:
             reason = f"{file.path}, in which it lies: {' '.join(str(error).split())}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.data.image.arrow import require_pyarrow
+from paceline.data.image.arrow import mapped, require_pyarrow
 from paceline.data.image.huggingface import choose_splits, find_files
 from paceline.data.text.corpus import Documents
 from paceline.errors import DataError, did_you_mean
@@ -56,7 +56,7 @@ def _of_arrow(file: Path, column: str) -> Iterator[str | None]:
     arrow = require_pyarrow()
     refuse_odd_kinds(file)
     try:
-        with arrow.memory_map(str(file)) as mapped, arrow.ipc.open_stream(mapped) as stream:
+        with mapped(file) as content, arrow.ipc.open_stream(content) as stream:
             _check_column(stream.schema, column, file)
             for batch in stream:
                 yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
@@ -68,7 +68,7 @@ def _of_parquet(file: Path, column: str) -> Iterator[str | None]:
     arrow = require_pyarrow()
     refuse_odd_kinds(file)
     try:
-        with arrow.parquet.ParquetFile(file) as opened:
+        with arrow.parquet.ParquetFile(mapped(file)) as opened:
             _check_column(opened.schema_arrow, column, file)
             for batch in opened.iter_batches(columns=[column]):
                 yield from batch.column(0).to_pylist()
