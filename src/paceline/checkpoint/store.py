@@ -211,7 +211,8 @@ class CheckpointStore:
                 raise
             except CheckpointError as error:
                 if not os.path.lexists(path := self.path(step)):
-                    return self.read_newest(read, without=without)  # it was pruned meanwhile, after a newer one was saved
+                    # It was pruned meanwhile, after a newer one was saved.
+                    return self.read_newest(read, without=without)
                 damaged.append(DamagedCheckpoint(path, step, str(error)))
         return None, damaged
 

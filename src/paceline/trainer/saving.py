@@ -188,7 +188,7 @@ def _restore(run: Run, checkpoint: Path, *, resumes: int) -> None:
     run.components.restore(states)
     # The checkpoint knows none that came after it.
     run.progress.resumes = max(run.progress.resumes, resumes) + 1
-    run.saved_position, run.saved_name = run.progress.position, choice.path.name
+    run.saved_position, run.saved_name = run.progress.position, checkpoint.name
     # A kill between a save and its best.json would have left an older name there.
     store = CheckpointStore(run.directory.checkpoints)
     run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))
