@@ -159,8 +159,7 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any], lengths: Sampl
         global_batch_size=int(plan["global_batch_size"]),
         logical_ranks=1,
         repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
-        # Runs of earlier versions have no phases, and one size.
-        growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan.get("batch_phases", [])[1:]),
+        growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan["batch_phases"][1:]),
         lengths=lengths,
     )
 

@@ -66,7 +66,14 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 
 
 # What a run's continuation, and its audit, are compared with.
-_NEEDED = {"strategy": str, "data": dict, "total_steps": int, "train_samples": int, "global_batch_size": int}
+_NEEDED = {
+    "strategy": str,
+    "data": dict,
+    "batch_phases": list,
+    "total_steps": int,
+    "train_samples": int,
+    "global_batch_size": int,
+}
 
 
 def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
     Raises:
         RunDirectoryError: If it is missing, damaged, or lacks one of them.
     """
-    plan = read_plan(run)
+    plan = {"batch_phases": [], **read_plan(run)}  # which runs of earlier versions lack
     for key, kind in _NEEDED.items():
         if not isinstance(plan.get(key), kind):
             raise RunDirectoryError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
 from paceline.checkpoint.restore import Choice
 from paceline.checkpoint.store import CheckpointStore, step_of
 from paceline.data.balance import SampleLengths
@@ -205,7 +206,8 @@ def _check_links(directory: RunDirectory) -> None:
 
 def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
     """Rename outputs that no run depends on and that cannot be read; yields an incident for each."""
-    for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log):
+    best = directory.checkpoints / BEST_FILE_NAME
+    for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log, best):
         why = _damage_of(directory, path)
         if why is None:
             continue

@@ -14,6 +14,7 @@ from paceline.checkpoint.mirror import Found, read_commits
 from paceline.checkpoint.restore import Choice
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
+from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
 from paceline.storage.remote import Remote
 from paceline.telemetry.display import SilentDisplay
@@ -115,6 +116,20 @@ def test_a_checkpoint_that_was_asked_for_comes_from_the_copy(
     assert [each["step"] for each in events(again.run_dir, "resume")] == [back_to]
     assert again.summary.weights_sha256 == first.summary.weights_sha256
     assert steps_at(address)[0] == 8
+
+
+@pytest.mark.parametrize("gone", ["run", "run/checkpoints"])
+def test_the_copy_is_of_the_same_run(mirrored: Train, runs: Path, events: Callable[..., Any], gone: str) -> None:
+    whole = mirrored("whole", {"checkpoint.mirror": None})
+    first = mirrored("run", {"train.until": "6 steps"})
+    identity = (first.run_dir / "run.json").read_text()
+    shutil.rmtree(runs / gone)
+    again = mirrored("run")
+    assert [each["step"] for each in events(again.run_dir, "resume")] == [6]
+    assert again.summary.weights_sha256 == whole.summary.weights_sha256
+    assert (again.run_dir / "run.json").read_text() == identity
+    assert incidents(events, again.run_dir) == []
+    assert audit_run(again.run_dir).passed
 
 
 @pytest.mark.parametrize("initial", ["nowhere.safetensors", None])
