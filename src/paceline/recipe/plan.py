@@ -416,6 +416,7 @@ _ALWAYS_TOLD = (
     "data.evaluation_shape",
     "data.validation",
     "data.classes",
+    "data.content_digest",
     "data.subset",
     "data.only_classes",
     "parallel.exact",

@@ -92,20 +92,25 @@ class Detection(Task):
         self._check_wishes()
         self._threads, why = self._choose_threads(world)
         is_generated = found.name == "shapes"
+        content, content_told = content_of_pictures(found)
         return DataFacts(
             train_samples=len(found.train),
             evaluation_samples=len(found.validation),
             description={
                 "dataset": found.name,
                 "digest": found.digest,
-                **({} if (content := content_of_pictures(found)) is None else {"content_digest": content}),
+                **({} if content is None else {"content_digest": content}),
                 "classes": len(found.classes),
                 "channels": 3,
                 "workers": self._threads,
                 "masks": self.has_masks,
                 **found.facts,
             },
-            reasons={"data.workers": why, "data.boxes.masks": "as the model's name says"},
+            reasons={
+                "data.workers": why,
+                "data.boxes.masks": "as the model's name says",
+                **({"data.content_digest": content_told} if content_told else {}),
+            },
             unused=self._unused(is_generated=is_generated),
         )
 

@@ -103,6 +103,8 @@ class ImageClassification(Task):
         empty = len(found.classes) - len(np.unique(found.train.labels))
         if empty:
             reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
+        content, content_told = content_of(found)
+        reasons |= {"data.content_digest": content_told} if content_told else {}
         self._choose_metrics(reasons)
         return DataFacts(
             train_samples=len(found.train) * self.recipe.data.augment.repeats,
@@ -110,7 +112,7 @@ class ImageClassification(Task):
             description={
                 "dataset": found.name,
                 "digest": found.digest,
-                **({} if (content := content_of(found)) is None else {"content_digest": content}),
+                **({} if content is None else {"content_digest": content}),
                 "classes": len(found.classes),
                 **({"classes_without_images": empty} if empty else {}),
                 "image_size": found.image_size,

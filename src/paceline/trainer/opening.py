@@ -349,8 +349,8 @@ def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewh
     # A run that is older than this digest, or of a set that is too large for it, has none.
     if before.get("content_digest") != now.get("content_digest") and before.keys() & now.keys() >= {"content_digest"}:
         raise RunDirectoryError(
-            f"images of the run in {where} have changed since it began, under the same names and sizes: other pixels, "
-            f"or files that were swapped; restore them, or begin {elsewhere}."
+            f"images of the run in {where} have changed since it began, under the same names and sizes "
+            f"({asked.plan.reasons.get('data.content_digest', 'other pixels')}): restore them, or begin {elsewhere}."
         )
     if before.get("teacher") != now.get("teacher"):
         raise RunDirectoryError(

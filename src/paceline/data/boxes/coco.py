@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.boxes.objects import BoxDataset, Objects
 from paceline.data.boxes.outlines import mask_of, outline_fault
-from paceline.data.image.contents import MOST_IMAGES, content_digest
+from paceline.data.image.contents import MOST_IMAGES, TOO_LARGE, content_digest
 from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image
 from paceline.errors import DataError
@@ -127,11 +127,13 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     )
 
 
-def content_of_pictures(dataset: BoxDataset) -> str | None:
-    """Digest the pictures' files; None if they are too many, one cannot be read, or they are drawn."""
+def content_of_pictures(dataset: BoxDataset) -> tuple[str | None, str]:
+    """Digest the pictures' files, as ``content_digest``; nothing is said of pictures that are drawn."""
     splits = [each for each in (dataset.train, dataset.validation) if isinstance(each, CocoSource)]
-    if not splits or sum(map(len, splits)) > MOST_IMAGES:
-        return None
+    if not splits:
+        return None, ""
+    if sum(map(len, splits)) > MOST_IMAGES:
+        return None, TOO_LARGE
     paths = [split.path(sample) for split in splits for sample in range(len(split))]
     return content_digest(paths, len(paths), lambda at: read_file(paths[at]), dataset.digest)
 

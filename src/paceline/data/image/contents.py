@@ -16,31 +16,33 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from paceline.data.image.dataset import ImageDataset
-from paceline.data.image.source import BrokenImageError, Content, EncodedSource, encoded_source, files_of
+from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.data.remembered import remember
 from paceline.machine import cache_folder
+from paceline.units import format_bytes
 
 MOST_IMAGES = 20_000
 LARGEST_BYTES = 512 * 2**20
+TOO_LARGE = (
+    f"none: more than {MOST_IMAGES:,} images or {format_bytes(LARGEST_BYTES)}; a resume compares names and sizes"
+)
+_UNREADABLE = "none, since {!r} cannot be read: a resume compares names and sizes"
 _READERS = 8  # each waits for the disk most of the time
 _AT_ONCE = 64
 # Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
 _TOO_FRESH_NS = 3_000_000_000
 
 
-def content_of(dataset: ImageDataset) -> str | None:
-    """Digest the image files of all splits; None if there are none, they are too many, or one cannot be read."""
+def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
+    """Digest the image files of all splits, as :func:`content_digest`; nothing is said where there are no files."""
     splits = [each for each in (dataset.train, dataset.validation, dataset.holdout) if each is not None]
+    sources = [each for each in map(encoded_source, splits) if each is not None]
+    if len(sources) < len(splits) or any(files_of(each, np.arange(0)) is None for each in splits):
+        return None, ""
     if sum(map(len, splits)) > MOST_IMAGES:
-        return None
-    paths: set[str] = set()
-    samples: list[tuple[EncodedSource, int]] = []
-    for split in splits:
-        source, files = encoded_source(split), files_of(split, np.arange(len(split)))
-        if source is None or files is None:
-            return None
-        paths.update(files)
-        samples += [(source, sample) for sample in range(len(split))]
+        return None, TOO_LARGE
+    paths = {path for each in splits for path in files_of(each, np.arange(len(each))) or ()}
+    samples = [(source, sample) for source in sources for sample in range(len(source))]
 
     def read(at: int) -> Content:
         source, sample = samples[at]
@@ -49,7 +51,9 @@ def content_of(dataset: ImageDataset) -> str | None:
     return content_digest(sorted(paths), len(samples), read, dataset.digest)
 
 
-def content_digest(paths: Sequence[str], count: int, read: Callable[[int], Content], which: str) -> str | None:
+def content_digest(
+    paths: Sequence[str], count: int, read: Callable[[int], Content], which: str
+) -> tuple[str | None, str]:
     """Digest images in their order, or recall the digest if no file has changed.
 
     Args:
@@ -59,17 +63,23 @@ def content_digest(paths: Sequence[str], count: int, read: Callable[[int], Conte
         which: Says which images of these files they are.
 
     Returns:
-        Hexadecimal; None if the images or their files are too many or too large, or one cannot be read.
+        Hexadecimal, and what it is of, for people; None and why, if the files are too large, or one cannot be read.
     """
     now = time.time_ns()
-    stamps = None if count > MOST_IMAGES else _stamps(paths)
-    if stamps is None or sum(size for size, *_ in stamps) > LARGEST_BYTES:
-        return None
+    try:
+        stamps = list(map(_stamp, paths))
+    except OSError as error:
+        return None, _UNREADABLE.format(error.filename)
+    if sum(size for size, *_ in stamps) > LARGEST_BYTES:
+        return None, TOO_LARGE
+    changes = ((max(times), path) for (_, _, *times), path in zip(stamps, paths, strict=True))
+    newest, last = max(changes, default=(0, ""))
+    told = f"of {count:,} images; {last!r} changed last"
     memory = cache_folder() / "contents" / _hashed("\0".join([which, *paths]).encode("utf-8", "surrogateescape")).hex()
     state = _hashed(repr(stamps).encode()).hex()
     known = _recall(memory, state)
     if known is not None:
-        return known
+        return known, told
 
     def hashes(first: int) -> bytes:
         return b"".join(_hashed(read(at)) for at in range(first, min(first + _AT_ONCE, count)))
@@ -77,21 +87,17 @@ def content_digest(paths: Sequence[str], count: int, read: Callable[[int], Conte
     try:
         with ThreadPoolExecutor(_READERS) as pool:
             digest = _hashed(b"".join(pool.map(hashes, range(0, count, _AT_ONCE)))).hex()
-    except BrokenImageError:
-        return None
-    newest = max((max(changed) for _, _, *changed in stamps), default=0)
-    if newest < now - _TOO_FRESH_NS and _stamps(paths) == stamps:
+    except BrokenImageError as error:
+        return None, _UNREADABLE.format(error.path)
+    if newest < now - _TOO_FRESH_NS:
         remember(memory, f"{state} {digest}".encode())
-    return digest
+    return digest, told
 
 
-def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int, int]] | None:
-    """Size, inode, and times of writing and change of each file; None if one is not there."""
-    try:
-        found = [os.stat(path) for path in paths]
-    except OSError:
-        return None
-    return [(each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns) for each in found]
+def _stamp(path: str) -> tuple[int, int, int, int]:
+    """A file's size, inode, and times of writing and change; raises OSError."""
+    found = os.stat(path)
+    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _recall(memory: os.PathLike[str], state: str) -> str | None:

@@ -124,7 +124,7 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
 
 def test_pictures_have_a_digest_of_their_own(root: Path) -> None:
     def found() -> str | None:
-        return content_of_pictures(open_coco(str(root), masks=False, keep_empty=True))
+        return content_of_pictures(open_coco(str(root), masks=False, keep_empty=True))[0]
 
     before = found()
     Image.new("RGB", (16, 12), "blue").save(root / "val" / "b.png")

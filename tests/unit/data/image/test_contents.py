@@ -42,7 +42,7 @@ def age(folder: Path) -> None:
 
 def found(path: Path, **keys: Any) -> str | None:
     dataset = {"validation_fraction": 0.2, "dataset": "image_folder"} | keys
-    return content_of(open_dataset(Data(path=str(path), **dataset)))
+    return content_of(open_dataset(Data(path=str(path), **dataset)))[0]
 
 
 def swap(one: Path, other: Path) -> None:
