@@ -70,6 +70,8 @@ def had_checkpoint(directory: RunDirectory) -> bool:
         return identity.has_checkpoint
     if not directory.events.exists():
         return False
-    kinds = [event["event"] for event in read_events(directory.events, kinds={"checkpoint", "resume", "stop"})]
-    # Each save waits for the one before, and a run stops after its last one.
-    return kinds.count("checkpoint") > 1 or "resume" in kinds or "stop" in kinds
+    events = list(read_events(directory.events, kinds={"checkpoint", "resume", "finish"}))
+    # Each save waits for the one before, and a run that does not fail ends after its last one.
+    return sum(event["event"] == "checkpoint" for event in events) > 1 or any(
+        event["event"] == "resume" or event.get("status") in ("completed", "stopped") for event in events
+    )

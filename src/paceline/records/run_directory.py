@@ -39,11 +39,11 @@ class RunDirectory:
 
     Attributes:
         root: The directory.
-        open_folders: Descriptors of the folders that :meth:`check_in_place` watches.
+        open_parts: Descriptors of what :meth:`check_in_place` watches.
     """
 
     root: Path
-    open_folders: Mapping[Path, int] = field(default_factory=dict, repr=False, compare=False)
+    open_parts: Mapping[Path, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def identity(self) -> Path:
@@ -143,35 +143,41 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[RunDirectory]:
-        """Hold the root and the folder of checkpoints open, for :meth:`check_in_place`.
+        """Hold open what a run cannot lose while it trains, for :meth:`check_in_place`.
 
         An open descriptor keeps the inode's number from being reused, or changed by a network file system.
+
+        Raises:
+            RunDirectoryError: If a part cannot be opened.
         """
         with contextlib.ExitStack() as held:
-            folders = {}
-            for path in (self.root, self.checkpoints):
-                if path.is_dir():
-                    folders[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-                    held.callback(os.close, folders[path])
-            yield replace(self, open_folders=folders)
+            parts = {}
+            for path in (self.root, self.checkpoints, self.ledger, self.events):
+                try:
+                    self.events.touch()
+                    parts[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise cannot("open", path, error) from error
+                held.callback(os.close, parts[path])
+            yield replace(self, open_parts=parts)
 
     def check_in_place(self) -> None:
-        """See to it that the held folders still have their names.
+        """See to it that the held parts still have their names.
 
         Raises:
             RunDirectoryError: If one was moved, removed, replaced or unmounted.
         """
-        for path, folder in self.open_folders.items():
+        for path, part in self.open_parts.items():
             try:
-                is_same = os.path.samestat(os.stat(path), os.fstat(folder))
+                is_same = os.path.samestat(os.stat(path), os.fstat(part))
             except (FileNotFoundError, NotADirectoryError):
                 is_same = False
             except OSError as error:
-                raise cannot("look at", path, error, what="folder") from error
+                raise cannot("look at", path, error) from error
             if not is_same:
                 raise RunDirectoryError(
                     f"'{path}' was moved, removed or unmounted while the run trained; nothing more is saved. Bring "
-                    "it back, or give its new place to --run-dir, and run the same command again."
+                    "it back, or give the run directory's new place to --run-dir, and run the same command again."
                 )
 
 

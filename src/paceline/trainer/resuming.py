@@ -135,11 +135,12 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
             f"no checkpoint in {directory.checkpoints} is whole: {choice.damaged[0].reason} "
             "To begin again, start in another run directory."
         )
-    if foreign and (choice.path is None or choice.step in {each.step for each in foreign}):
-        raise CheckpointError(
-            f"{foreign[-1].path} is a checkpoint of another run than '{directory.root}': {foreign[-1].reason}. Put the "
-            "run's own checkpoints back, or train in another --run-dir."
-        )
+    for each in reversed(foreign):
+        if choice.path is None or each.step == choice.step:
+            raise CheckpointError(
+                f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's own "
+                "checkpoints back, or train in another --run-dir."
+            )
     if choice.path is None and had_checkpoint(directory):
         raise CheckpointError(
             f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "

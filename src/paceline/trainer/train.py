@@ -226,7 +226,7 @@ def _opened(
             check_begun(resumes, recipe, opening)
             opening = replace(opening, notices=(*looked.notices, *opening.notices))
             with (
-                directory.held() if launch.world.is_first else contextlib.nullcontext(directory) as held,
+                _held(directory, launch.world, opening) as held,
                 mirroring_beside(held, asked, opening, looked, collectives, display.message) as mirroring,
             ):
                 setting = Setting(
@@ -242,6 +242,11 @@ def _opened(
                     started=started,
                 )
                 yield loaded, opening, setting
+
+
+def _held(directory: RunDirectory, world: World, opening: Opening) -> contextlib.AbstractContextManager[RunDirectory]:
+    """The directory, watched by the first process as long as it trains."""
+    return directory.held() if world.is_first and not opening.completed else contextlib.nullcontext(directory)
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:

@@ -147,6 +147,19 @@ def move_checkpoints(run: Path) -> None:
     (run / "checkpoints").rename(run.with_name("disk"))
 
 
+def test_a_run_whose_records_are_removed_ends(
+    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str
+) -> None:
+    def on_loss(batch: Any, _: Any) -> None:
+        if batch.slice.step == 6:
+            (runs / "run/events.jsonl").unlink()
+
+    with pytest.raises(TrainingError, match=r"events\.jsonl' was moved, removed"):
+        train_tiny("run", {"checkpoint.every": "4 steps", **LONGER}, task=tiny_task(on_loss=on_loss))
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert [each["incident"] for each in incidents(runs / "run")] == ["missing_records"]
+
+
 @pytest.mark.parametrize("strike", [move_all, replace_all, move_checkpoints])
 def test_a_run_that_is_moved_ends_and_stays_in_one_place(
     train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str, strike: Callable[[Path], None]
