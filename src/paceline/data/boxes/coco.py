@@ -238,8 +238,6 @@ def _classes(entries: list[Any], fault: _Faults) -> dict[int, str]:
             continue
         if number in found:
             fault(f"categories[{position}] has the id {_shown(number)}, which another one has")
-        elif name in found.values():
-            fault(f"categories[{position}] has the name {_shown(name)}, which another one has")
         found[number] = name
     return dict(sorted(found.items()))
 

@@ -183,11 +183,8 @@ class Picture:
             image.load()
             if image.format == "PNG":
                 _correct_transparency(image, self._content)
-            depth, is_negative = _grey_depth(image)
-            upright = _upright(image) if self._is_turned else image
-            if depth:
-                return _high_bits(upright, self._channels, depth, is_negative=is_negative)
-            return _pixels(upright, self._channels)
+            grey_depth = _grey_depth(image)
+            return _pixels(_upright(image) if self._is_turned else image, self._channels, grey_depth)
 
 
 class DecodedPicture:
@@ -392,6 +389,11 @@ def _grey_depth(image: Image.Image) -> tuple[int, bool]:
     return 16 if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SCALED) else 0, False
 
 
+def pixels_of(image: Image.Image, channels: int) -> Pixels:
+    """Convert a loaded image of Pillow's to uint8 [H, W, channels]; raises ValueError if its numbers have no range."""
+    return _pixels(image, channels, _grey_depth(image))
+
+
 def _high_bits(image: Image.Image, channels: int, depth: int, *, is_negative: bool) -> Pixels:
     """Keep the high 8 bits of grey pixels, which Pillow would clip; what is transparent is white."""
     values = np.asarray(image).clip(0, 2**depth - 1)
@@ -402,8 +404,10 @@ def _high_bits(image: Image.Image, channels: int, depth: int, *, is_negative: bo
     return np.repeat(grey[:, :, None], channels, axis=2)
 
 
-def _pixels(image: Image.Image, channels: int) -> Pixels:
-    """Convert a loaded image of any other mode to uint8 [H, W, channels]."""
+def _pixels(image: Image.Image, channels: int, grey_depth: tuple[int, bool]) -> Pixels:
+    depth, is_negative = grey_depth
+    if depth:
+        return _high_bits(image, channels, depth, is_negative=is_negative)
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} (32 bits) have no fixed range; store 8 or 16 bits")
     if image.mode in _WITH_ALPHA or "transparency" in image.info:

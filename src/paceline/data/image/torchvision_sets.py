@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.decode import BrokenImageError, pixels_of
 from paceline.data.image.downloads import downloading
 from paceline.data.image.folder import Probe, probe_files
 from paceline.data.image.mapped import StoredImages
@@ -368,8 +368,7 @@ def _pixels(image: Any, channels: int) -> Image:
     from PIL import Image as Pillow
 
     if isinstance(image, Pillow.Image):
-        found = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-        return found[..., None] if channels == 1 else found
+        return pixels_of(image, channels)
     raise ValueError(f"it hands out {type(image).__name__}, and no image of Pillow's")
 
 

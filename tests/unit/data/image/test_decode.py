@@ -218,6 +218,20 @@ def test_what_a_pnm_says_is_white_is_white(tmp_path: Path, largest: int, kind: s
     assert decode_module.image_header(path) == ((1, 3), kind in ("P2", "P5"))
 
 
+def test_an_image_of_pillows_is_shown_as_its_file_is() -> None:
+    """As a data set of torchvision's may hand it out."""
+    for image in (
+        Image.fromarray(np.array([[1000, 40000]], dtype=np.uint16)),
+        Image.new("RGBA", (2, 1), (0, 0, 0, 0)),
+        Image.new("LA", (2, 1), (10, 255)),
+        quadrants(),
+    ):
+        for channels in (1, 3):
+            assert np.array_equal(decode_module.pixels_of(image, channels), decode(png(image), channels))
+    with pytest.raises(ValueError, match="no fixed range"):
+        decode_module.pixels_of(Image.new("F", (2, 1)), 3)
+
+
 def test_grey_tiffs_fill_their_range() -> None:
     for order in "<>":
         assert decode(raw_tiff(2, 16, 1, 1, struct.pack(f"{order}2H", 500, 40000), order), 1).tolist() == [[[1], [156]]]
