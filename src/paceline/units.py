@@ -19,6 +19,9 @@ _UNITS: dict[str, DurationUnit] = {
 }
 DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
 
+# Steps, samples or epochs; a sum of seconds that every clock and time-out can take.
+_LONGEST, _LONGEST_SECONDS = 1e15, 1e9
+
 TimeUnit = Literal["seconds", "minutes", "hours"]
 
 _TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|s|minutes?|mins?|hours?|h)\s*$")
@@ -49,8 +52,8 @@ class Duration:
         if match is None:
             raise ValueError(f"found {text!r}, but {DURATION_RULE}")
         value = float(match[1])
-        if not math.isfinite(value):
-            raise ValueError(f"found {text!r}, but no run is that long")
+        if value > _LONGEST:
+            raise ValueError(f"found {text!r}, but no run is longer than {_LONGEST:g} of anything")
         return cls(value, _UNITS[match[2].removesuffix("s")])
 
     def to_steps(self, *, samples_per_epoch: int, global_batch_size: int, total_steps: int | None = None) -> int:
@@ -98,9 +101,11 @@ class TimeSpan:
             ValueError: If the unit is missing or unknown, the text is no time at all, or the time is nothing.
         """
         match = _TIME.match(text) if isinstance(text, str) else None
-        if match is None or not 0 < float(match[1]) < math.inf:
-            raise ValueError(f"found {text!r}, but {TIME_RULE}")
-        return cls(float(match[1]), _TIME_UNITS[match[2]])
+        span = None if match is None else cls(float(match[1]), _TIME_UNITS[match[2]])
+        if span is None or not 0 < span.seconds <= _LONGEST_SECONDS:
+            longest = "" if span is None else f", and at most {_LONGEST_SECONDS:g} seconds"
+            raise ValueError(f"found {text!r}, but {TIME_RULE}{longest}")
+        return span
 
     @property
     def seconds(self) -> float:

@@ -162,7 +162,7 @@ def _check(recipe: str, overrides: Sequence[str], processes: int, gpus_each: int
     if device in ("cuda", "xpu") and gpus_each == 0:
         raise LaunchError(f"parallel.device={device} needs a GPU for each process, but none is asked for.")
     here = dataclasses.replace(loaded, recipe=_as_planned_here(loaded.recipe))
-    plan = plan_only(here, world_size=processes)
+    plan = plan_only(here, world_size=processes, elsewhere=True)
     checked = loaded.checked(plan.unused)
     for notice in checked.notices:
         click.echo(f"note: {notice}", err=True)

@@ -94,7 +94,7 @@ def command(
     overrides += until_override()
     loaded = load_recipe(recipe, overrides)
     if plan_only:
-        _show_plan(loaded, processes, as_json=as_json)
+        _show_plan(loaded, processes, run_dir, as_json=as_json)
         return 0
     if not is_one_of_several(processes, max_restarts):
         chosen = _processes(processes, loaded)
@@ -234,13 +234,13 @@ def _plan_of(result: TrainResult) -> Mapping[str, Any]:
     return {}
 
 
-def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, *, as_json: bool) -> None:
+def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
     from paceline.trainer.train import plan_only
 
     # Among several ranks the plan is that of their world, unless it is asked for another.
     in_world = processes is None and is_one_of_several(None)
     chosen = None if in_world else _processes(processes, loaded)
-    plan = plan_only(loaded, world_size=None if chosen is None else chosen.count)
+    plan = plan_only(loaded, world_size=None if chosen is None else chosen.count, run_dir=run_dir)
     notices = [*loaded.checked(plan.unused).notices, *plan.left_out]
     if chosen is not None and chosen.notice:
         notices.append(chosen.notice)

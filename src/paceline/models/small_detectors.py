@@ -18,6 +18,7 @@ from paceline.errors import ModelError
 
 _GROUP = 8  # channels that GroupNorm looks at together
 _RATIOS = (0.5, 1.0, 2.0)
+_MOST_LEVELS, _WIDEST = 8, 16_384
 _HIDDEN = 128  # units of the box head
 # Of torchvision's numbers an eighth or so: pictures of a hundred pixels hold few objects.
 _FEWER = {
@@ -122,19 +123,21 @@ def small_retinanet(
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
+    backbone = _backbone(width, levels, channels)
     # Three sizes a level, as in the paper: there is no second stage to refine a box.
     sizes = tuple(tuple(int(smallest * 2**level * 2 ** (k / 3)) for k in range(3)) for level in range(levels))
     anchors = AnchorGenerator(sizes, (_RATIOS,) * levels)
     own = {"anchor_generator": anchors, "detections_per_img": 20}
-    network: nn.Module = RetinaNet(_backbone(width, levels, channels), num_classes, **(own | options))
+    network: nn.Module = RetinaNet(backbone, num_classes, **(own | options))
     return network
 
 
 def _backbone(width: int, levels: int, channels: int) -> SmallPyramid:
-    if width < _GROUP or width % _GROUP:
-        raise ModelError(f"model.options.width={width}: a small detector's width is a multiple of {_GROUP}; change it.")
-    if levels < 1 or channels < 1:
-        raise ModelError(f"model.options: found levels={levels} and channels={channels}; both must be at least 1.")
+    if not _GROUP <= width <= _WIDEST or width % _GROUP:
+        raise ModelError(f"model.options.width={width}: it must be a multiple of {_GROUP} up to {_WIDEST}; change it.")
+    for name, found, most in (("levels", levels, _MOST_LEVELS), ("channels", channels, _WIDEST)):
+        if not 1 <= found <= most:
+            raise ModelError(f"model.options.{name}={found}: it must be from 1 to {most}; change it.")
     return SmallPyramid(width=width, levels=levels, channels=channels)
 
 

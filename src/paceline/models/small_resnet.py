@@ -20,6 +20,7 @@ from torch.nn import functional
 from paceline.errors import ModelError
 
 _SMALLEST_POOLED_SIDE = 4
+_MOST_STAGES, _DEEPEST, _WIDEST = 12, 1000, 16_384
 
 
 class ConvNorm(nn.Module):
@@ -122,8 +123,9 @@ def small_resnet(
 def _check_options(*, width: int, stages: int, depth: int, dropout: float) -> None:
     rules = (
         ("width", width, width >= 1, "at least 1"),
-        ("stages", stages, stages >= 1, "at least 1"),
-        ("depth", depth, depth >= 0, "at least 0"),
+        ("stages", stages, 1 <= stages <= _MOST_STAGES, f"from 1 to {_MOST_STAGES}"),
+        ("width", width, width * 2 ** min(stages, _MOST_STAGES) <= _WIDEST, f"at most {_WIDEST} after the last stage"),
+        ("depth", depth, 0 <= depth <= _DEEPEST, f"from 0 to {_DEEPEST}"),
         ("dropout", dropout, 0 <= dropout < 1, "in [0, 1)"),
     )
     for name, value, holds, rule in rules:

@@ -24,6 +24,7 @@ from paceline.models.whitening import Whitening
 
 _SMALLEST_POOLED_SIDE = 4
 _WITH_SHORTCUT = 3
+_WIDEST = 16_384
 _NORM_EPS = 1e-6
 _NORM_MOMENTUM = 0.4  # weight of a batch in the running statistics: short runs need much of it
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
@@ -107,9 +108,11 @@ def speed_net(
 
 
 def _check_options(*, widths: Sequence[int], depth: int, patch: int, activation: str) -> None:
-    are_widths = isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and w >= 1 for w in widths)
+    are_widths = (
+        isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and 1 <= w <= _WIDEST for w in widths)
+    )
     rules = (
-        ("widths", widths, are_widths, "a list of whole numbers of at least 1"),
+        ("widths", widths, are_widths, f"a list of whole numbers from 1 to {_WIDEST}"),
         ("depth", depth, depth in (1, 2, 3), "1, 2 or 3"),
         ("patch", patch, patch in (1, 2, 3), "1, 2 or 3"),
         ("activation", activation, activation in _ACTIVATIONS, " or ".join(_ACTIVATIONS)),

@@ -22,6 +22,9 @@ Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 
 
+_MOST = {"depth": 1000, "width": 1_000_000, "heads": 1_000_000, "hidden": 10_000_000}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a transformer is made of.
@@ -67,8 +70,8 @@ class Shape:
                 raise ModelError(f"model.options.{name}={found}, but it is one of {', '.join(known)}.")
         for name in ("depth", "width", "heads", *(["hidden"] if self.hidden is not None else [])):
             found = getattr(self, name)
-            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-                raise ModelError(f"model.options.{name}={found!r}, but it must be a whole number above 0.")
+            if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= (most := _MOST[name]):
+                raise ModelError(f"model.options.{name}={found!r}, but it must be a whole number from 1 to {most:,}.")
         if self.width % self.heads:
             raise ModelError(f"model.options.width={self.width} cannot be divided among heads={self.heads}.")
         if self.positions == "rotary" and self.width // self.heads % 2:

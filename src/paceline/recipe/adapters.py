@@ -9,12 +9,14 @@ from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import STRICT, Off, OpenFraction, PositiveFloat, PositiveInt
 
+_Rank = Annotated[PositiveInt, Field(le=65_536)]
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Adapters:
     """Low-rank adapters (Hu et al. 2021): only they and the classifier are trained."""
 
-    rank: Annotated[PositiveInt | None, Off] = None
+    rank: Annotated[_Rank | None, Off] = None
     """Rank of the matrices beside a layer's weights, or `off`."""
     alpha: PositiveFloat = 16.0
     """What they compute is multiplied by this over `rank`."""

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Auto, Fraction, Off, PositiveInt, Switch
+from paceline.recipe.fields import STRICT, Auto, Fraction, Off, Pixels, PositiveInt, Switch
 
 # Smaller ones hold no object that could be told from another.
 _SMALLEST = 32
@@ -17,15 +17,15 @@ _SMALLEST = 32
 class GeneratedBoxes:
     """The data set `shapes`: discs, rectangles and triangles on a pattern, each drawn from its number alone."""
 
-    samples: PositiveInt = 2000
+    samples: Annotated[PositiveInt, Field(le=10**8)] = 2000
     """Training pictures."""
-    evaluation_samples: PositiveInt = 200
+    evaluation_samples: Annotated[PositiveInt, Field(le=10**8)] = 200
     """Held-out pictures."""
-    smallest_side: Annotated[PositiveInt, Field(ge=_SMALLEST)] = 64
+    smallest_side: Annotated[Pixels, Field(ge=_SMALLEST)] = 64
     """Least height and width of a picture in pixels."""
-    largest_side: Annotated[PositiveInt, Field(ge=_SMALLEST)] = 96
+    largest_side: Annotated[Pixels, Field(ge=_SMALLEST)] = 96
     """Largest height and width."""
-    objects: PositiveInt = 4
+    objects: Annotated[PositiveInt, Field(le=1000)] = 4
     """Most objects in a picture; there is at least one."""
 
     @model_validator(mode="after")
@@ -42,10 +42,10 @@ class GeneratedBoxes:
 class Boxes:
     """How pictures with boxes around their objects are read and shown."""
 
-    short_sides: Annotated[tuple[PositiveInt, ...] | None, Off] = (800,)
+    short_sides: Annotated[tuple[Pixels, ...] | None, Off] = (800,)
     """Pixels of a picture's shorter side, its aspect ratio kept. Of several, training draws one for each picture, by
     (seed, epoch, sample), and evaluation takes the largest. `off`: pictures stay as large as they are."""
-    long_side: PositiveInt = 1333
+    long_side: Pixels = 1333
     """Most pixels of the longer side; where that is not enough, the shorter one is smaller than `short_sides` says."""
     flip: Fraction = 0.5
     """Probability of a horizontal flip in training."""

@@ -22,6 +22,7 @@ from paceline.recipe.fields import (
     Off,
     OpenFraction,
     Options,
+    Pixels,
     PositiveFloat,
     PositiveInt,
     Switch,
@@ -49,6 +50,7 @@ def check_part(value: int | str) -> int | str:
 
 Part = Annotated[int | str, BeforeValidator(check_part)]
 """A number of images, or a percentage of them."""
+_Workers = Annotated[NonNegativeInt, Field(le=1024)]
 # 0x1F is the name of a class, and not its number.
 _ClassNumber = Annotated[int, Field(ge=0, strict=True)]
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
@@ -143,7 +145,7 @@ class Augment:
 
     crop: Literal["none", "pad", "random_resized"] = "none"
     """`pad`: shift by up to `padding` pixels; `random_resized`: a random part, resized (Szegedy et al. 2014)."""
-    padding: Annotated[PositiveInt, Applies("crop", ("pad",))] = 4
+    padding: Annotated[Pixels, Applies("crop", ("pad",))] = 4
     """Largest shift in pixels along each axis."""
     padding_mode: Annotated[Literal["zero", "reflect"], Applies("crop", ("pad",))] = "zero"
     """What the shift uncovers: black, or the image mirrored at its edge."""
@@ -164,7 +166,7 @@ class Augment:
     policy: Literal["none", "randaugment", "trivialaugment", "autoaugment", "augmix"] = "none"
     """`randaugment` (Cubuk et al. 2019), `trivialaugment` (Müller and Hutter 2021), `autoaugment` (Cubuk et al. 2018)
     or `augmix` (Hendrycks et al. 2019), as torchvision has them."""
-    operations: Annotated[PositiveInt, Applies("policy", ("randaugment",))] = 2
+    operations: Annotated[PositiveInt, Field(le=100), Applies("policy", ("randaugment",))] = 2
     """Operations on each image, one after the other."""
     magnitude: Annotated[NonNegativeInt, Field(le=30), Applies("policy", ("randaugment",))] = 9
     """Their strength, from 0 to 30."""
@@ -184,7 +186,7 @@ class Augment:
     """Range of its area, as a share of the image."""
     erase_ratio: Range = (0.3, 3.3)
     """Range of its aspect ratio, width over height."""
-    repeats: PositiveInt = 1
+    repeats: Annotated[PositiveInt, Field(le=1000)] = 1
     """How often an epoch uses each sample, varied anew, in the same batch (Hoffer et al. 2019); an epoch is so many
     times as long."""
 
@@ -202,11 +204,11 @@ class Augment:
 class Progressive:
     """Training images that grow from epoch to epoch (Howard 2018): early epochs cost less."""
 
-    start_size: Annotated[PositiveInt | None, Off] = None
+    start_size: Annotated[Pixels | None, Off] = None
     """Height and width at first, smaller than `image_size`, or `off`."""
-    begin: NonNegativeInt = 0
+    begin: Annotated[NonNegativeInt, Field(le=100_000)] = 0
     """Epochs of that size before images grow."""
-    end: PositiveInt = 1
+    end: Annotated[PositiveInt, Field(le=100_000)] = 1
     """Epoch, from 0, that is the first with images of `image_size`."""
     multiple: PositiveInt = 32
     """Sizes between are rounded to multiples of this."""
@@ -260,23 +262,23 @@ class Data:
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
-    workers: Annotated[Auto | NonNegativeInt, Applies("backend", ("auto", "pytorch", "dali"))] = "auto"
+    workers: Annotated[Auto | _Workers, Applies("backend", ("auto", "pytorch", "dali"))] = "auto"
     """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. `auto` measures, for runs
     of 200,000 images or more and once, which number feeds the model best; else it is a rank's share of the cores but
     one. For `dali`, its threads, at least 1."""
-    prefetch: Annotated[PositiveInt, Applies("backend", ("auto", "pytorch", "dali"))] = 2
+    prefetch: Annotated[PositiveInt, Field(le=1024), Applies("backend", ("auto", "pytorch", "dali"))] = 2
     """Batches each worker keeps ready; for `dali`, batches that it works on ahead."""
     decode_on: Annotated[Literal["auto", "cpu", "gpu"], Applies("backend", ("dali",))] = "auto"
     """Where `dali` decodes and resizes; `auto` is where the model is, and with `crop=pad` the CPU."""
-    image_size: Auto | PositiveInt = "auto"
+    image_size: Auto | Pixels = "auto"
     """Height and width in pixels that the model sees."""
-    evaluation_size: Auto | PositiveInt = "auto"
+    evaluation_size: Auto | Pixels = "auto"
     """Height and width for evaluation and prediction; `auto` is `image_size`, a third more is often better (Touvron et
     al. 2019)."""
     evaluation_shape: Literal["square", "rectangular"] = "square"
     """`rectangular`: images keep their aspect ratio in evaluation and prediction, up to 2 to 1, and less of them is cut
     away (Howard 2018); `evaluation_size` is then the shorter side."""
-    evaluation_multiple: Annotated[PositiveInt, Applies("evaluation_shape", ("rectangular",))] = 32
+    evaluation_multiple: Annotated[Pixels, Applies("evaluation_shape", ("rectangular",))] = 32
     """The longer side is `evaluation_size` and the nearest number of steps of so many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
@@ -299,9 +301,9 @@ class Data:
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""
-    samples: Annotated[PositiveInt, Applies("dataset", ("synthetic", "synthetic_clicks"))] = 4096
+    samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", ("synthetic", "synthetic_clicks"))] = 4096
     """Training samples of a `synthetic` dataset."""
-    classes: Annotated[PositiveInt, Applies("dataset", ("synthetic",))] = 1000
+    classes: Annotated[PositiveInt, Field(le=10**6), Applies("dataset", ("synthetic",))] = 1000
     """Classes of the `synthetic` dataset."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How images are resized; always antialiased."""

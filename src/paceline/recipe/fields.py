@@ -38,10 +38,14 @@ def _number(value: object) -> object:
 
 
 _Number = BeforeValidator(_number)
-PositiveInt = Annotated[int, Field(gt=0, strict=True), BeforeValidator(whole)]
+# No count of a run comes near it, and what is computed of it stays within 64 bits.
+_MOST = 10**12
+PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True), BeforeValidator(whole)]
 # A mapping's key, which JSON knows as text only.
-Epoch = Annotated[int, _Number, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True), BeforeValidator(whole)]
+Epoch = Annotated[int, _Number, Field(gt=0, le=_MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MOST, strict=True), BeforeValidator(whole)]
+# Height and width of images, whose memory grows with the square.
+Pixels = Annotated[PositiveInt, Field(le=16_384)]
 PositiveFloat = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, _Number, Field(ge=0, le=1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -24,7 +25,7 @@ from paceline.references import is_reference
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
-_MOST_SHOWN = 100
+_MOST_SHOWN = 60
 _ENDINGS = (".yaml", ".yml")
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -333,7 +334,7 @@ def _asked(overrides: Overrides) -> layers.Tree:
 
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
     if isinstance(overrides, Mapping):
-        yield from overrides.items()
+        yield from copy.deepcopy(dict(overrides)).items()  # layers are laid over one another in place
         return
     for text in overrides:
         dotted, equals, value = text.partition("=")

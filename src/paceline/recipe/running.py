@@ -104,7 +104,7 @@ class Parallel:
     """The same bits for any number of processes that divides `logical_ranks`, also where a resume changes it."""
     logical_ranks: Auto | PositiveInt = "auto"
     """Micro-batches per step over all processes; with `auto` one per process, or the 8 that `exact` is divided into."""
-    bucket_cap_mb: PositiveInt = 25
+    bucket_cap_mb: Annotated[PositiveInt, Field(le=10**6)] = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
     gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Send the gradients of `ddp` and `fsdp` in 16 bits: half the traffic, for slow networks; sums round, and fp16
@@ -117,7 +117,7 @@ class Parallel:
     unused_parameters: Literal["refuse", "allow"] = "refuse"
     """What to do if parameters take no part in the first step's loss: name them and end the run, or leave them as they
     are, for which DDP looks for them in every step."""
-    threads: Auto | PositiveInt = "auto"
+    threads: Auto | Annotated[PositiveInt, Field(le=4096)] = "auto"
     """CPU threads per process; `auto` shares the machine's cores among its processes, and is 1 for `exact`."""
     affinity: Literal["none", "socket", "single", "single_unique", "interleaved", "contiguous"] = "none"
     """Which cores a process and its loader processes run on: `none` leaves it to the system, `socket` are all near its

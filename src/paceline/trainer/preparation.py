@@ -38,6 +38,7 @@ from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
 from paceline.optim.tables import check_tables
 from paceline.recipe.mlperf import check_mlperf
+from paceline.recipe.model import Model
 from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
 from paceline.storage.local_copies import local_path
@@ -48,6 +49,9 @@ from paceline.trainer.limits import look_for_limits
 from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.spread_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.world import World
+
+# Of one process: four terabytes of weights, more than any device holds.
+_MOST_PARAMETERS = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,14 +274,24 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     network = task.build_model()
     task.check_network(network)
     task.first_weights(network)
-    asked, notices = task.recipe.model, []
-    if asked.initialize_from is not None:
-        source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
-        notices += _take_weights(network, source, partly=asked.initialize_partly)
+    asked = task.recipe.model
+    notices = take_initial_weights(network, asked)
     adapt(network, asked)
     if asked.adapters.rank is not None:
         notices.append(described(network))
     return place(network, placement), tuple(notices)
+
+
+def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
+    """Take the weights of ``model.initialize_from``, if there is one; returns what is to be said of them.
+
+    Raises:
+        PacelineError: If they are not there, cannot be read or do not fit.
+    """
+    if asked.initialize_from is None:
+        return []
+    source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
+    return _take_weights(network, source, partly=asked.initialize_partly)
 
 
 def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
@@ -311,7 +325,13 @@ def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
     late = first_steps(network, recipe.model, plan.unfreeze_steps)
     passing = last_steps(network, recipe.model, plan.freeze_after_steps)
     _check_network(network, recipe, late, passing)
-    plan = with_network(plan, recipe, numbers_of(network))
+    numbers = numbers_of(network)
+    if numbers.every > _MOST_PARAMETERS * plan.world_size:
+        raise ModelError(
+            f"model.name={recipe.model.name} has {numbers.every:.3g} parameters with model.options="
+            f"{recipe.model.options}, more than {plan.world_size} device(s) can hold; make it smaller."
+        )
+    plan = with_network(plan, recipe, numbers)
     check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)

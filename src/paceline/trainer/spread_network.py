@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -63,8 +65,13 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
     return network, first_values
 
 
-def network_to_plan(recipe: Recipe, task: Task) -> nn.Module:
+def network_to_plan(recipe: Recipe, task: Task, begin: Callable[[nn.Module], object]) -> nn.Module:
     """A run's network for its plan, tried out as a run's is; a very large one without numbers, and not tried out.
+
+    Args:
+        recipe: The run's.
+        task: The run's.
+        begin: Gives a network that is tried out the weights that the run begins with.
 
     Raises:
         PacelineError: For a mistake in the recipe.
@@ -75,5 +82,6 @@ def network_to_plan(recipe: Recipe, task: Task) -> nn.Module:
         return shapes
     network = task.build_model()
     task.check_network(network)
+    begin(network)
     adapt(network, recipe.model)
     return network

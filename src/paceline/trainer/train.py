@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
+from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
 from paceline.distributed.affinity import affinity_restored, choose_cores
 from paceline.distributed.collectives import Collectives, join, leave
@@ -29,6 +30,7 @@ from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Stat
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.records.summary import Summary
+from paceline.storage.addresses import is_address
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
@@ -56,6 +58,7 @@ from paceline.trainer.preparation import (
     plan_network,
     plan_run,
     prepare,
+    take_initial_weights,
     without_initial_weights,
     without_mirror,
 )
@@ -116,8 +119,16 @@ class Options:
     report: Reporter | None = None
 
 
-def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
+def plan_only(
+    loaded: LoadedRecipe, *, world_size: int | None = None, run_dir: Path | None = None, elsewhere: bool = False
+) -> Plan:
     """The plan of a recipe, for this world or a world of any size, without training.
+
+    Args:
+        loaded: The recipe.
+        world_size: Processes of the run; None for those of this world.
+        run_dir: The run directory: a run that goes on needs no weights to begin with.
+        elsewhere: Whether the run will start where there are weights that may not be here.
 
     Raises:
         PacelineError: For the mistakes that training would find before it begins, those of a network's name or options
@@ -127,12 +138,17 @@ def plan_only(loaded: LoadedRecipe, *, world_size: int | None = None) -> Plan:
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else _first_of(world_size)
     device = choose_device(recipe.parallel.device, world)
-    # A run that goes on, or that others will start where there are weights to be had, needs none to be planned.
     task = build_task(without_initial_weights(recipe))
+    source = recipe.model.initialize_from
+    if elsewhere or source is None or is_address(source) or goes_on(without_mirror(recipe), run_dir, world):
+        source = None
+    else:
+        check_target(Path(source))
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
     plan = _with_limits(plan_run(recipe, task, machine, world), recipe)
-    network = network_to_plan(recipe, task)
+    begin = partial(take_initial_weights, asked=replace(recipe.model, initialize_from=source))
+    network = network_to_plan(recipe, task, begin)
     task.prepare_training(Placement(device=torch.device("cpu")))
     plan = plan_network(plan, network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))

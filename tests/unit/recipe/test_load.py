@@ -630,6 +630,12 @@ def test_the_order_of_patterns_is_a_difference() -> None:
     assert list(differences(plain([one]), plain([other]))) == ["optimizer.groups"]
 
 
+def test_overrides_of_the_caller_stay_as_they_are() -> None:
+    overrides = {"optimizer": {"name": "sgd", "lr": 0.1}, "optimizer.lr": 0.2}
+    assert load_recipe("digits", overrides).recipe.optimizer.lr == 0.2
+    assert overrides == {"optimizer": {"name": "sgd", "lr": 0.1}, "optimizer.lr": 0.2}
+
+
 def test_every_path_of_a_recipe_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     overrides = ("data.path=~/x", "data.split_file=~/x", "model.initialize_from=~/x", "data.text.tokenizer=~/x")

@@ -1,0 +1,49 @@
+"""What a run would refuse, its plan refuses too."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model.initialize_from=nosuch.safetensors"], "nosuch.safetensors"),
+        (["model.initialize_from=w.pth"], "w.pth"),
+        (["model.initialize_from=trained.safetensors", "data.only_classes=[1, 2, 3]"], "classifier"),
+        (["model.initialize_from=trained.safetensors", "model.options.width=8"], "stem"),
+        (["model.initialize_from=."], "."),
+        (["task=distillation", "distillation.teacher=nosuch"], "nosuch"),
+    ],
+)
+def test_weights_are_looked_at(
+    overrides: list[str],
+    named: str,
+    finished: Path,
+    tmp_path: Path,
+    paceline_here: Callable[..., Any],
+    tiny: tuple[str, ...],
+) -> None:
+    shutil.copy(next(finished.glob("checkpoints/step-*/model.safetensors")), tmp_path / "trained.safetensors")
+    (tmp_path / "w.pth").write_bytes(b"PK\3\4")
+    planned = paceline_here("train", "digits", *tiny, *overrides, "--plan-only")
+    assert planned.code == 2
+    assert named in planned.err
+    assert "Traceback" not in planned.err
+    ran = paceline_here("train", "digits", *tiny, *overrides, "--run-dir", "run")
+    assert ran.err.splitlines()[-1] == planned.err.splitlines()[-1]
+
+
+def test_weights_that_fit_are_accepted_and_a_run_that_goes_on_needs_none(
+    finished: Path, tmp_path: Path, paceline_here: Callable[..., Any], tiny: tuple[str, ...]
+) -> None:
+    fits = f"model.initialize_from={finished}"
+    assert paceline_here("train", "digits", *tiny, fits, "--plan-only").code == 0
+    gone = "model.initialize_from=gone.safetensors"
+    shutil.copytree(finished, tmp_path / "run")
+    assert paceline_here("train", "digits", *tiny, gone, "--plan-only", "--run-dir", "run").code == 0
