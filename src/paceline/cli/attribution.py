@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import LocalPath, json_option
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import echo, print_json, print_table
 from paceline.units import format_count
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ def command(run: Path, as_json: bool) -> int:
         print_json(found.to_json())
         return 0
     print_table(_header(found), [_row(found, each) for each in _rows(found)], indent="")
-    click.echo(
+    echo(
         f"{format_count(found.steps)} step{'s' * (found.steps > 1)} in {format_count(found.records)} "
         f"record{'s' * (found.records > 1)}: {_ms(found.step_seconds)} ms per step, in the middle record "
         f"{_ms(found.median_step_seconds)} ms."
     )
     if found.waiting is not None and "waiting for rank" not in (found.bottleneck or ""):
-        click.echo(
+        echo(
             f"Rank {found.waiting.waiting_rank} waits longest, and rank {found.waiting.rank} is waited for: it takes "
             f"{found.waiting.factor:.2f} times as long as the others, most of it in {found.waiting.phase}."
         )
     for note in found.notes:
-        click.echo(f"Note: {note}")
-    click.echo(f"Bound by {found.bottleneck}" if found.bottleneck else "No single thing clearly holds the steps back.")
+        echo(f"Note: {note}")
+    echo(f"Bound by {found.bottleneck}" if found.bottleneck else "No single thing clearly holds the steps back.")
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import LocalPath, json_option
-from paceline.cli.output import concluded, print_json, print_table
+from paceline.cli.output import concluded, echo, print_json, print_table
 from paceline.units import format_count
 
 
@@ -40,14 +40,14 @@ def command(run: Path, as_json: bool) -> int:
     print_table(("epoch", "used", "duplicates", "missing", "broken", ""), rows, indent="")
     for name, count in audit.left_out.items():
         words = name.replace("_", " ")
-        click.echo(
+        echo(
             f"left out: {format_count(count)} {words.removesuffix('s') if count == 1 else words}, of which no sample "
             "was made"
         )
     for objection in audit.objections:
-        click.echo(f"objection: {objection}")
+        echo(f"objection: {objection}")
     if audit.passed:
-        click.echo(
+        echo(
             f"Passed: over {format_count(audit.steps)} steps each of {format_count(audit.samples_per_epoch)} samples "
             f"was used{', or found broken,' * any(one.broken for one in audit.epochs)} exactly once per "
             f"{'finished ' * any(not one.is_over for one in audit.epochs)}epoch, in the recipe's order."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import LocalPath, json_option
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import echo, print_json, print_table
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def make(runs: tuple[Path, ...], output: Path, name: str, as_json: bool) -> int:
     if as_json:
         print_json({**facts, "curves": [each.name for each in band.curves]})
     else:
-        click.echo(f"{output}: {band.count} runs of {band.name}, {format_bytes(output.stat().st_size)}")
+        echo(f"{output}: {band.count} runs of {band.name}, {format_bytes(output.stat().st_size)}")
         for at in band.outsiders:
-            click.echo(f"note: {runs[at]} would leave the band of the others; look at it before you rely on this one.")
+            echo(f"note: {runs[at]} would leave the band of the others; look at it before you rely on this one.")
     return 0
 
 
@@ -82,7 +82,7 @@ def check(run: Path, band: Path | None, as_json: bool) -> int:
 
 def _show(found: Verdict) -> None:
     if found.why_not:
-        click.echo(f"Not compared: {found.why_not}.")
+        echo(f"Not compared: {found.why_not}.")
         return
     if found.departures:
         rows = [
@@ -96,6 +96,6 @@ def _show(found: Verdict) -> None:
         ]
         print_table(("curve", "steps", "this run", "band"), rows, indent="")
     inside = found.points - len(found.departures)
-    click.echo(f"{inside} of {found.points} points are inside the band of {found.runs} runs of {found.band}.")
+    echo(f"{inside} of {found.points} points are inside the band of {found.runs} runs of {found.band}.")
     if found.differences:
-        click.echo(f"Other than theirs: {', '.join(found.differences)}")
+        echo(f"Other than theirs: {', '.join(found.differences)}")

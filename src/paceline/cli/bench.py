@@ -19,7 +19,7 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
-from paceline.cli.output import concluded, print_json, print_table
+from paceline.cli.output import concluded, echo, print_json, print_table
 from paceline.errors import did_you_mean
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
@@ -153,7 +153,7 @@ def measure(ctx: click.Context, /, recipe: str, overrides: tuple[str, ...], as_j
     else:
         _show(report)
         for path in written:
-            click.echo(f"written: {path}")
+            echo(f"written: {path}")
     return code
 
 
@@ -169,7 +169,7 @@ def _check_options(ctx: click.Context, mode: str) -> None:
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    echo(line, err=True)
 
 
 def _grid(recipe: str, overrides: tuple[str, ...], chosen: dict[str, Any]) -> tuple[BenchReport, list[Path]]:
@@ -228,7 +228,7 @@ def _target(recipe: str, overrides: tuple[str, ...], chosen: dict[str, Any]) -> 
 def _show(report: BenchReport) -> None:
     print_table(*report.table())
     for note in report.notes:
-        click.echo(f"  {note}")
+        echo(f"  {note}")
 
 
 @command.command("compare")
@@ -282,10 +282,10 @@ def _show_comparison(found: Comparison) -> None:
         rows.append((line.name, change, ends, line.verdict, line.note))
     print_table(("what", "time of B", "interval", "verdict", ""), rows)
     for name, (one, other) in found.differences.items():
-        click.echo(f"  not the same: {name} is {one} in A and {other} in B")
+        echo(f"  not the same: {name} is {one} in A and {other} in B")
     for note in found.notes:
-        click.echo(f"  {note}")
+        echo(f"  {note}")
     if found.undecided:
-        click.echo("  Where there is not enough evidence: measure longer, with more --rounds or --launches.")
+        echo("  Where there is not enough evidence: measure longer, with more --rounds or --launches.")
     limit = f"{100 * found.tolerance:g} %"
-    click.echo(f"  {'B is slower' if found.regressed else 'Nothing is shown to be slower'} by more than {limit}.")
+    echo(f"  {'B is slower' if found.regressed else 'Nothing is shown to be slower'} by more than {limit}.")

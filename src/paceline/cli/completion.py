@@ -21,7 +21,7 @@ from click.shell_completion import (
 from click.shell_completion import split_arg_string as split
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 
 VARIABLE = "_PACELINE_COMPLETE"
 
@@ -127,4 +127,4 @@ def command(shell: str, as_json: bool) -> None:
     if as_json:
         print_json({"shell": shell, "script": script})
     else:
-        click.echo(script, nl=False)
+        echo(script, nl=False)

@@ -11,7 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import LocalPath, json_option, overrides_argument, refuse_idle
-from paceline.cli.output import concluded, open_console, print_json
+from paceline.cli.output import concluded, echo, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,9 +89,9 @@ def command(
     asked = Asked(recipe=recipe, overrides=overrides, device=device, processes=processes)
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        diagnosis = examine(asked, lambda line: click.echo(line, err=True))
+        diagnosis = examine(asked, lambda line: echo(line, err=True))
         if measured:
-            diagnosis = measure(diagnosis, Pace(rounds=rounds), lambda line: click.echo(line, err=True))
+            diagnosis = measure(diagnosis, Pace(rounds=rounds), lambda line: echo(line, err=True))
         made = None if improved is None else write_improved(improved, diagnosis, measured=measured)
     code = concluded(passed=diagnosis.is_healthy)
     if as_json:
@@ -159,10 +159,10 @@ def _show_applied(path: Path | None, made: Improved | None, why_not: str) -> Non
     if path is None or made is None:
         return
     for name, why in made.left_out.items():
-        click.echo(f"not changed: {name}: {why}")
+        echo(f"not changed: {name}: {why}")
     if not made.met:
-        click.echo(f"{path} was not written: {why_not}")
+        echo(f"{path} was not written: {why_not}")
         return
-    click.echo(f"{path}: the recipe with {', '.join(each.name for each in made.met)} changed:")
+    echo(f"{path}: the recipe with {', '.join(each.name for each in made.met)} changed:")
     for line in made.lines:
-        click.echo(f"  {line}")
+        echo(f"  {line}")

@@ -8,7 +8,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import concluded, print_json, print_table
+from paceline.cli.output import concluded, echo, print_json, print_table
 
 if TYPE_CHECKING:
     from paceline.studies.drill import DrillReport, Trial
@@ -49,7 +49,7 @@ def command(
     names = tuple(name.strip() for name in only.split(",")) if only is not None else ()
     asked = Asked(recipe=recipe, overrides=overrides, processes=processes, steps=steps, only=names, keep=keep)
     with ends_in_order():
-        report = drill(asked, lambda line: click.echo(line, err=True))
+        report = drill(asked, lambda line: echo(line, err=True))
     code = concluded(passed=report.passed)
     if as_json:
         print_json(report.to_json())
@@ -66,14 +66,14 @@ def _show(report: DrillReport) -> None:
     )
     for trial in report.trials:
         if trial.reason:
-            click.echo(f"{trial.fault} {trial.result}: {trial.reason}")
+            echo(f"{trial.fault} {trial.result}: {trial.reason}")
     count = {kind: sum(trial.result == kind for trial in report.trials) for kind in ("pass", "FAIL", "skipped")}
-    click.echo(
+    echo(
         f"{count['pass']} passed, {count['FAIL']} failed, {count['skipped']} skipped: {report.steps} steps, "
         f"{report.processes} process{'es' if report.processes > 1 else ''}, {report.seconds:.0f} s."
     )
     if report.scratch is not None:
-        click.echo(f"The runs are in {report.scratch}")
+        echo(f"The runs are in {report.scratch}")
 
 
 def _row(trial: Trial) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_pairs
+from paceline.cli.output import echo, print_json, print_pairs
 from paceline.extras import EXTRAS, Extra
 from paceline.units import format_bytes
 
@@ -43,7 +43,7 @@ def command(as_json: bool) -> None:
         return
     for name, value in for_people(document).items():
         if isinstance(value, dict):
-            click.echo(name)
+            echo(name)
             print_pairs(value, indent="    ")
         else:
             print_pairs({name: value}, indent="")

@@ -16,7 +16,7 @@ from paceline.cli.options import (
     present_gpus,
     usable_gpus,
 )
-from paceline.cli.output import concluded, print_json, print_pairs, print_table
+from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.units import format_bytes, format_count
 
@@ -89,33 +89,33 @@ def _processes(asked: int | None, loaded: LoadedRecipe, device: str | None) -> i
 
 def _show(name: str, found: MemoryEstimate) -> None:
     plan, peak = found.plan, found.peak
-    click.echo(f"Memory of a training step of {name} on {found.device}")
+    echo(f"Memory of a training step of {name} on {found.device}")
     print_pairs(_subject(found))
-    click.echo("\nAt its peak, by what it is for")
+    echo("\nAt its peak, by what it is for")
     rows = [(cause, format_bytes(size), f"{100 * size / peak.allocated:.1f} %") for cause, size in _causes(peak)]
     print_table(("cause", "memory", "share"), rows)
     if peak.largest:
-        click.echo("\nLayers whose activations take the most")
+        echo("\nLayers whose activations take the most")
         print_table(("layer", "memory"), [(layer or "(outside)", format_bytes(size)) for layer, size in peak.largest])
-    click.echo("\nBy micro-batch")
+    echo("\nBy micro-batch")
     taken = ("takes if it can",) if peak.reserved is not None else ()
     print_table(("samples", "needs", *taken, ""), [_size_row(each, found) for each in found.sizes])
-    click.echo()
+    echo()
     print_pairs(_largest(found))
     if found.devices:
-        click.echo(f"\nLargest micro-batch on known GPUs, in {plan.precision}")
+        echo(f"\nLargest micro-batch on known GPUs, in {plan.precision}")
         rows = [
             (each.device, format_bytes(each.memory), _samples(each, found.asked_precision)) for each in found.devices
         ]
         print_table(("device", "memory", "samples"), rows)
-        click.echo("(a few per cent more may fit on those other than the one asked for)")
+        echo("(a few per cent more may fit on those other than the one asked for)")
     if found.savings:
-        click.echo("\nWhat would save memory")
+        echo("\nWhat would save memory")
         print_table(("change", "needs then", "saves"), [_saving_row(each) for each in found.savings])
     verdict = found.verdict
-    click.echo(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
+    echo(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
     for notice in found.notices:
-        click.echo(f"note: {notice}")
+        echo(f"note: {notice}")
 
 
 def _subject(found: MemoryEstimate) -> dict[str, str]:

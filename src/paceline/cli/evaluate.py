@@ -29,8 +29,9 @@ from paceline.cli.options import (
     usable_gpus,
     weights_option,
 )
-from paceline.cli.output import print_json, print_pairs, print_table
+from paceline.cli.output import echo, print_json, print_pairs, print_table
 from paceline.errors import NotFiniteError
+from paceline.escaping import one_line
 from paceline.loading import loading
 from paceline.recipe.load import refuse_training_overrides, stored_recipe
 from paceline.units import metric_unit
@@ -137,13 +138,13 @@ def _tell(report: EvaluationReport, *, as_json: bool) -> None:
         apart = {"metrics", "counts", "seconds"}
         print_json({k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"])
         return
-    click.echo(f"{report.path} ({report.weights} weights)")
+    echo(f"{report.path} ({report.weights} weights)")
     lines = {name: _in_words(name, value) for name, value in report.metrics.items()}
     print_pairs({"samples": f"{report.samples:,}", **lines, **report.counts})
     for path in report.broken:
-        click.echo(f"  not scored, unreadable: {path}")
+        echo(one_line(f"  not scored, unreadable: {path}"))
     if report.no_confusion:
-        click.echo(f"  no confusion matrix (--json has one): {report.no_confusion}")
+        echo(f"  no confusion matrix (--json has one): {report.no_confusion}")
 
 
 def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:
@@ -162,7 +163,7 @@ def _tell_sweep(sweep: SizeSweep, *, as_json: bool) -> None:
         return
     first = sweep.trials[0].report
     images = "training images that were held out" if sweep.on == "holdout" else "validation images"
-    click.echo(f"{first.path} ({first.weights} weights) on {first.samples:,} {images}")
+    echo(f"{first.path} ({first.weights} weights) on {first.samples:,} {images}")
     names = tuple(first.metrics)
     rows = [
         (
@@ -173,11 +174,9 @@ def _tell_sweep(sweep: SizeSweep, *, as_json: bool) -> None:
         for trial in sweep.trials
     ]
     print_table(("size", *names, "images/s"), rows)
-    click.echo(f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}")
+    echo(f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}")
     if sweep.on == "validation":
-        click.echo(
-            "note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out"
-        )
+        echo("note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out")
 
 
 def _in_words(name: str, value: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import LocalPath, best_option, json_option, target_argument, trust_code_option, weights_option
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 
 if TYPE_CHECKING:
     from paceline.inference.export import Exported
@@ -70,12 +70,12 @@ def command(target: Path, overrides: tuple[str, ...], form: str, output: Path, *
         print_json(_document(written, output, form))
         return 0
     size = written.size_bytes / 2**20
-    click.echo(
+    echo(
         f"{output}: {len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
         f"{f' in {request.quantize}' if request.quantize else ''}"
     )
     for line in _checks(written, form):
-        click.echo(f"  {line}")
+        echo(f"  {line}")
     return 0
 
 

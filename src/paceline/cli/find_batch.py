@@ -19,7 +19,7 @@ from paceline.cli.options import (
     study_processes_option,
     usable_gpus,
 )
-from paceline.cli.output import print_json, print_pairs
+from paceline.cli.output import echo, print_json, print_pairs
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.units import format_bytes, format_count, parse_bytes
 
@@ -81,7 +81,7 @@ def command(
     gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if processes is None else 0
     count = choose_processes(processes, gpus, loaded.recipe).count
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        found = find_batch(loaded, processes=count, memory=memory, say=lambda line: click.echo(line, err=True))
+        found = find_batch(loaded, processes=count, memory=memory, say=lambda line: echo(line, err=True))
     if apply_to is not None:
         apply_to.write_text(to_yaml(found.recipe), encoding="utf-8")
     if as_json:
@@ -96,7 +96,7 @@ def _show(name: str, found: FoundBatch, applied: Path | None) -> None:
     limit = "all of its memory" if found.memory is None else f"{format_bytes(found.memory)} for each process"
     refused = "" if found.refused is None else f"; {format_count(found.refused)} do not"
     parts = found.accumulation_steps
-    click.echo(f"Largest micro-batch of {name} on {found.device}, {limit}")
+    echo(f"Largest micro-batch of {name} on {found.device}, {limit}")
     lines = {
         "fits": f"{format_count(found.largest)} samples{refused}",
         "so set": f"batch.micro_size={found.micro_size}",
@@ -113,4 +113,4 @@ def _show(name: str, found: FoundBatch, applied: Path | None) -> None:
         lines["estimated"] = f"no: {found.why_not}"
     print_pairs(lines)
     if applied is not None:
-        click.echo(f"\nWritten to {applied}.")
+        echo(f"\nWritten to {applied}.")

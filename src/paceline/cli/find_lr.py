@@ -22,7 +22,7 @@ from paceline.cli.options import (
     processes_option,
     usable_gpus,
 )
-from paceline.cli.output import concluded, print_json, print_pairs, print_table
+from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
 from paceline.formulas.lr_range import MEDIAN, NAMES
 from paceline.recipe.load import load_recipe
 from paceline.units import format_count
@@ -111,7 +111,7 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_j
 
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        found = range_test(loaded, sweep, say=lambda line: click.echo(line, err=True))
+        found = range_test(loaded, sweep, say=lambda line: echo(line, err=True))
     code = concluded(passed=found.suggestion(chosen["suggestion"]).lr is not None)
     if is_first_process():
         written = _write(found, chosen)
@@ -120,7 +120,7 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_j
         else:
             _show(found, chosen["suggestion"])
             for line in written:
-                click.echo(line)
+                echo(line)
     return code
 
 
@@ -141,7 +141,7 @@ def _launch(
     gpus = usable_gpus(recipe.parallel.device, present_gpus()) if processes is None else 0
     count = choose_processes(processes, gpus, recipe)
     if count.notice:
-        click.echo(f"note: {count.notice}", err=True)
+        echo(f"note: {count.notice}", err=True)
     options = {("apply" if name == "apply_to" else name): value for name, value in chosen.items() if value is not None}
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return launch(count, ["find-lr", *words, *arguments, *["--json"] * as_json])
@@ -168,7 +168,7 @@ def _show(found: RangeTest, chosen: str) -> None:
 
     facts, sweep = found.facts, found.sweep
     several = f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""
-    click.echo(f"Range test of {found.name} on {facts['device_name']}{several}")
+    echo(f"Range test of {found.name} on {facts['device_name']}{several}")
     print_pairs(
         {
             "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, {format_count(sweep.steps)} steps of "
@@ -178,11 +178,11 @@ def _show(found: RangeTest, chosen: str) -> None:
             "now": f"optimizer.lr={facts['optimizer_lr']:g}",
         }
     )
-    click.echo()
+    echo()
     rows = []
     for name, each in found.suggestions.items():
         rate = "none" if each.lr is None else f"{found.lr(name):g}"
         rows.append((f"{name}{' *' * (name == chosen)}", rate, each.why_not or each.rule))
     print_table(("suggestion", "optimizer.lr", "why"), rows)
     for note in found.notes:
-        click.echo(f"  note: {note}")
+        echo(f"  note: {note}")

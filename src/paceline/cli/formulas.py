@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_pairs
+from paceline.cli.output import echo, print_json, print_pairs
 
 if TYPE_CHECKING:
     from paceline.formulas.catalogue import Formula
@@ -44,8 +44,8 @@ def command(name: str | None, arguments: tuple[str, ...], as_json: bool) -> None
     if as_json:
         print_json({**formula.describe(), "arguments": used, "value": value})
     else:
-        click.echo(f"{formula.name}({', '.join(f'{key}={_written(each)}' for key, each in used.items())})")
-        click.echo(f"  = {_written(value)}")
+        echo(f"{formula.name}({', '.join(f'{key}={_written(each)}' for key, each in used.items())})")
+        echo(f"  = {_written(value)}")
 
 
 def _show_all(known: list[Formula], *, as_json: bool) -> None:
@@ -55,21 +55,21 @@ def _show_all(known: list[Formula], *, as_json: bool) -> None:
     topic = ""
     for each in known:
         if each.topic != topic:
-            click.echo(f"{'' if not topic else chr(10)}{each.topic}")
+            echo(f"{'' if not topic else chr(10)}{each.topic}")
         topic = each.topic
-        click.echo(f"  {each.name}")
-        click.echo(f"      {each.summary}")
-        click.echo(f"      [{each.source}]")
+        echo(f"  {each.name}")
+        echo(f"      {each.summary}")
+        echo(f"      [{each.source}]")
 
 
 def _show_one(formula: Formula, *, as_json: bool) -> None:
     if as_json:
         print_json(formula.describe())
         return
-    click.echo(f"{formula.summary}\n")
+    echo(f"{formula.summary}\n")
     needs: dict[str, Any] = dict.fromkeys(formula.needs, "must be given")
     print_pairs({**needs, **{key: f"{_written(value)} unless given" for key, value in formula.defaults.items()}})
-    click.echo(f"\nSource: {formula.source}")
+    echo(f"\nSource: {formula.source}")
 
 
 def _written(value: Any) -> str:

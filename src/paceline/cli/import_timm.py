@@ -8,6 +8,7 @@ import click
 
 from paceline.cli.imported import finish, import_options
 from paceline.cli.options import json_option
+from paceline.cli.output import echo
 
 
 @click.command("import-timm", short_help="Convert a command line or args.yaml of timm's train.py into a recipe.")
@@ -42,7 +43,7 @@ def command(
     settings = published_settings(name)
     conversion = convert_timm(read, given, settings or InputSettings(), processes=processes, skipped=skipped)
     if settings is None:
-        click.echo(
+        echo(
             f"Note: the timm that is installed has no network {name}: what it says of its images is not known.",
             err=True,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import LocalPath
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 from paceline.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ def finish(conversion: Conversion, output: Path | None, *, overwrite: bool, as_j
         print_json({**conversion.to_json(), "output": None if output is None else str(output)})
         return 0
     if output is None:
-        click.echo(conversion.to_yaml(), nl=False)
+        echo(conversion.to_yaml(), nl=False)
     for line in _account(conversion):
         # On standard output there is the recipe, which may go to a file.
-        click.echo(line, err=output is None)
+        echo(line, err=output is None)
     if output is not None:
-        click.echo(f"Wrote {output}: paceline train {output} --plan-only shows what it comes to.")
+        echo(f"Wrote {output}: paceline train {output} --plan-only shows what it comes to.")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
-from paceline.cli.output import concluded, print_json, print_table
+from paceline.cli.output import concluded, echo, print_json, print_table
 from paceline.errors import LabError
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
@@ -93,11 +93,11 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
     if as_json:
         print_json({"number": lab.number, "title": lab.title, "notebook": str(notebook)})
         return 0
-    click.echo(f"Lab {lab.number}, {lab.title}: {notebook}")
-    click.echo(f"Check your exercises: paceline labs check {lab.number} {notebook}")
+    echo(f"Lab {lab.number}, {lab.title}: {notebook}")
+    echo(f"Check your exercises: paceline labs check {lab.number} {notebook}")
     if can_open_jupyter() and not no_open and sys.stdout.isatty():
         return subprocess.call([sys.executable, "-m", "jupyterlab", str(notebook)])
-    click.echo(f"Open it: jupyter lab {notebook}")
+    echo(f"Open it: jupyter lab {notebook}")
     return 0
 
 
@@ -140,8 +140,8 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
         print_json({"lab": lab.number, "file": str(file), "done": done, "exercises": exercises})
     else:
         for each in verdicts:
-            click.echo(str(each))
-        click.echo(f"{done} of {len(verdicts)} done")
+            echo(str(each))
+        echo(f"{done} of {len(verdicts)} done")
     return code
 
 
@@ -190,7 +190,7 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
     if as_json:
         print_json({"lab": lab.number, "slides": lab.slides, "file": str(output)})
     else:
-        click.echo(f"{output}: {lab.slides} slide{'s' * (lab.slides != 1)}")
+        echo(f"{output}: {lab.slides} slide{'s' * (lab.slides != 1)}")
     return 0
 
 
@@ -214,7 +214,7 @@ def grade(file: Path, as_json: bool) -> int:
         raise LabError(f"there is no file '{file}'; name the program that you wrote for the assessment.")
     from paceline.labs.grading import grade as mark
 
-    marks = mark(file, tell=lambda line: click.echo(line, err=True))
+    marks = mark(file, tell=lambda line: echo(line, err=True))
     code = concluded(passed=marks.passed)
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
@@ -226,6 +226,6 @@ def grade(file: Path, as_json: bool) -> int:
         for text in filter(None, (one.reason, one.note)):
             said.setdefault(text, []).append(one.title)
     for text, titles in said.items():
-        click.echo(f"\n{'; '.join(titles)}: {text}")
-    click.echo("\nPassed." if marks.passed else "\nNot passed.")
+        echo(f"\n{'; '.join(titles)}: {text}")
+    echo("\nPassed." if marks.passed else "\nNot passed.")
     return code

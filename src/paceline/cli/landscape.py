@@ -20,7 +20,7 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import echo, print_json, print_table
 from paceline.errors import PacelineError
 from paceline.recipe.load import refuse_training_overrides
 
@@ -173,7 +173,7 @@ def command(runs: tuple[str, ...], processes: int | None, output: Path | None, a
     else:
         _show(report)
         for path in files:
-            click.echo(f"written: {path}")
+            echo(f"written: {path}")
     return 0
 
 
@@ -237,31 +237,31 @@ def _show(report: LandscapeReport) -> None:
     from paceline.studies.landscape.charts import comparison
 
     norms = "" if report.batch_norm == "none" else f", BatchNorm's statistics {report.batch_norm}"
-    click.echo(f"Loss over {report.samples[report.split]:,} {report.split} samples{norms}, seed {report.seed}")
+    echo(f"Loss over {report.samples[report.split]:,} {report.split} samples{norms}, seed {report.seed}")
     print_table(*comparison(report))
     for run in report.runs:
         _show_run(run)
     if report.line is not None:
-        click.echo(f"from the first to the second: {report.line.in_words()}")
+        echo(f"from the first to the second: {report.line.in_words()}")
     for note in report.notes:
-        click.echo(f"note: {note}")
+        echo(f"note: {note}")
 
 
 def _show_run(run: RunLandscape) -> None:
     if run.curve is not None:
         name, values = next(iter(run.curve.values.items()))
         shown = range(0, len(values), max(1, (len(values) - 1) // 10))
-        click.echo(f"{run.run}: {name} along a random direction")
+        echo(f"{run.run}: {name} along a random direction")
         print_table(("at", name), [(f"{run.curve.positions[at]:+.2f}", f"{values[at]:.4f}") for at in shown])
     if run.trajectory is not None:
         first, second = (f"{100 * share:.1f} %" for share in run.trajectory.explained)
-        click.echo(
+        echo(
             f"{run.run}: {len(run.trajectory.steps)} checkpoints, steps {run.trajectory.steps[0]} to "
             f"{run.trajectory.steps[-1]}; {first} of their way lies along the first axis of the plane, {second} along "
             "the second"
         )
     if run.curvature is not None:
-        click.echo(
+        echo(
             f"{run.run}: top eigenvalue {run.curvature.value:.4g}, residual {run.curvature.residual:.1e} of it after "
             f"{run.curvature.products} products; lowest seen {run.curvature.lowest:.4g}"
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import LocalPath, json_option, overrides_argument
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 from paceline.distributed.kubernetes_job import Workload, check, indexed_job, job_name, pytorch_job
 from paceline.distributed.slurm_job import Job, Shape, check_time, folder_name, job_script, split_sweep, submit
 from paceline.distributed.torchrun_command import torchrun_command
@@ -113,9 +113,9 @@ def slurm(recipe: str, overrides: tuple[str, ...], run_dir: Path, dry_run: bool,
         facts = {"script": str(folder / "slurm-job.sh"), "text": script, "job_id": job_id}
         print_json({**facts, "run_dirs": [str(directory) for _, directory in runs]})
     elif job_id is None:
-        click.echo(script, nl=False)
+        echo(script, nl=False)
     else:
-        click.echo(f"Submitted job {job_id}: {folder / 'slurm-job.sh'}")
+        echo(f"Submitted job {job_id}: {folder / 'slurm-job.sh'}")
     return 0
 
 
@@ -165,7 +165,7 @@ def _check(recipe: str, overrides: Sequence[str], processes: int, gpus_each: int
     plan = plan_only(here, world_size=processes, elsewhere=True)
     checked = loaded.checked(plan.unused)
     for notice in checked.notices:
-        click.echo(f"note: {notice}", err=True)
+        echo(f"note: {notice}", err=True)
     return checked
 
 
@@ -227,7 +227,7 @@ def torchrun(
     if as_json:
         print_json({"command": words})
     elif dry_run:
-        click.echo(shlex.join(words))
+        echo(shlex.join(words))
     if not dry_run:
         sys.stdout.flush()
         os.execvp(words[0], words)
@@ -293,5 +293,5 @@ def kubernetes(recipe: str, overrides: tuple[str, ...], run_dir: Path, as_json: 
     if as_json:
         print_json({"manifest": text})
     else:
-        click.echo(text, nl=False)
+        echo(text, nl=False)
     return 0

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from paceline import __version__
-from paceline.cli.output import noted_exit_code
+from paceline.cli.output import echo, noted_exit_code
 from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
@@ -153,12 +153,12 @@ def run(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
+        echo(error.format_message())
         return error.exit_code
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" See `{context.command_path} --help`." if context is not None else ""
-        click.echo(f"paceline: {_recipe_key_hint(error, arguments) or error.format_message()}{hint}", err=True)
+        echo(f"paceline: {_recipe_key_hint(error, arguments) or error.format_message()}{hint}", err=True)
         end_torchrun(os.environ)
         return error.exit_code
     except click.Abort:

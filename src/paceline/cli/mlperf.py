@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import LocalPath, json_option
-from paceline.cli.output import concluded, print_json, print_table
+from paceline.cli.output import concluded, echo, print_json, print_table
 
 if TYPE_CHECKING:
     from paceline.formulas.convergence import Convergence
@@ -59,7 +59,7 @@ def command(targets: tuple[str, ...], output: Path | None, reference: Path | Non
         print_json({**check.to_json(), "note": NOT_A_RESULT})
     else:
         _show(check)
-        click.echo(f"Each file is {NOT_A_RESULT}.")
+        echo(f"Each file is {NOT_A_RESULT}.")
     return code
 
 
@@ -92,9 +92,9 @@ def _show(check: ConvergenceCheck) -> None:
     ]
     print_table(("log", "", "epochs", "top-1", "seconds"), rows, indent="")
     if check.found is not None:
-        click.echo(_compared(check.found, check.runs[0].global_batch_size))
+        echo(_compared(check.found, check.runs[0].global_batch_size))
     if check.remark:
-        click.echo(f"{'Note' if check.found else 'Not compared'}: {check.remark}.")
+        echo(f"{'Note' if check.found else 'Not compared'}: {check.remark}.")
 
 
 def _compared(found: Convergence, batch: int) -> str:

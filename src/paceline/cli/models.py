@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 
 
 @click.command("models", short_help="List the networks a recipe can name.")
@@ -25,4 +25,4 @@ def command(pattern: str, as_json: bool) -> None:
     if as_json:
         print_json(names)
     else:
-        click.echo("\n".join(names))
+        echo("\n".join(names))

@@ -25,7 +25,7 @@ from paceline.cli.options import (
     study_processes_option,
     usable_gpus,
 )
-from paceline.cli.output import concluded, print_json, print_pairs, print_table
+from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
 from paceline.recipe.load import load_recipe
 from paceline.units import format_count
 
@@ -84,7 +84,7 @@ def command(
     code = concluded(passed=report.has_figure)
     if is_first_process():
         if not report.has_figure:
-            click.echo("paceline: no noise scale was found at any of the weights; give more --steps.", err=True)
+            echo("paceline: no noise scale was found at any of the weights; give more --steps.", err=True)
         _tell(report, output, as_json=as_json)
     return code
 
@@ -96,7 +96,7 @@ def _measure(target: str, overrides: tuple[str, ...], steps: int, scratch: Path 
     count = read_launch(os.environ).world.world_size
     asked = NoiseAsked(target=target, overrides=overrides, steps=steps, processes=count, scratch=scratch)
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        return measure_noise(asked, lambda line: click.echo(line, err=True) if is_first_process() else None)
+        return measure_noise(asked, lambda line: echo(line, err=True) if is_first_process() else None)
 
 
 def _tell(report: NoiseReport, output: Path | None, *, as_json: bool) -> None:
@@ -110,7 +110,7 @@ def _tell(report: NoiseReport, output: Path | None, *, as_json: bool) -> None:
         return
     unit = report.unit
     parts = report.global_batch_size // report.micro_batch_size
-    click.echo(f"Gradient noise of {report.name}, batches of {report.global_batch_size} in {parts} parts")
+    echo(f"Gradient noise of {report.name}, batches of {report.global_batch_size} in {parts} parts")
     columns = ("step", "noise scale", "95 % interval", "critical batch")
     print_table(columns if unit == "samples" else (*columns[:3], f"critical batch, {unit}"), map(_row, report.points))
     if (costs := report.costs()) is not None:
@@ -121,9 +121,9 @@ def _tell(report: NoiseReport, output: Path | None, *, as_json: bool) -> None:
                 "a linear rate there": f"{costs['linear_rate_excess']:.3g} times what the noise bears",
             }
         )
-    click.echo("  The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.")
+    echo("  The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.")
     for path in written:
-        click.echo(f"written: {path}")
+        echo(f"written: {path}")
 
 
 def _row(point: NoisePoint) -> tuple[str, ...]:

@@ -6,14 +6,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.escaping import printable
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 _EXIT_CODE = "paceline.exit_code"
 
@@ -42,30 +44,43 @@ def noted_exit_code(ctx: click.Context) -> int:
     return int(ctx.meta.get(_EXIT_CODE, 0))
 
 
-def open_console(*, soft_wrap: bool = False) -> Console:
-    """A console of rich's on standard output; a reader that has left ends the command as ``click.echo`` would."""
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text: all commands print with this, as it may hold names of files, classes and downloads."""
+    click.echo(printable(str(text)), err=err, nl=nl)  # noqa: TID251  # the one place
+
+
+def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
+    """A console of rich's on standard output, for the same texts as :func:`echo`.
+
+    A reader that has left ends the command as ``click.echo`` would.
+    """
     from rich.console import Console
+    from rich.segment import Segment
 
     class StandardOutput(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for each in super().render(renderable, options):
+                yield each if each.control else Segment(printable(each.text), each.style)
+
         def on_broken_pipe(self) -> None:
             # By itself it exits with 1, which is the verdict of a command that judges.
             raise BrokenPipeError
 
-    return StandardOutput(highlight=False, soft_wrap=soft_wrap)
+    return StandardOutput(highlight=False, soft_wrap=soft_wrap, markup=markup)
 
 
 def print_json(document: Any) -> None:
     """Print one JSON document on standard output; numbers that are not finite become null."""
     from paceline.records.run_directory import encode_json
 
-    click.echo(json.dumps(json.loads(encode_json(document)), indent=2))
+    echo(json.dumps(json.loads(encode_json(document)), indent=2))
 
 
 def print_pairs(pairs: Mapping[str, Any], *, indent: str = "  ") -> None:
     """Print names and values in two columns."""
     width = max((len(name) for name in pairs), default=0)
     for name, value in pairs.items():
-        click.echo(f"{indent}{name:<{width}}  {value}")
+        echo(f"{indent}{name:<{width}}  {value}")
 
 
 def print_table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]], *, indent: str = "  ") -> None:
@@ -73,4 +88,4 @@ def print_table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]], *, ind
     cells = [header, *(tuple(str(cell) for cell in row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for row in cells:
-        click.echo((indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip())
+        echo((indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip())

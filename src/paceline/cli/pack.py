@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import LocalPath, json_option
-from paceline.cli.output import concluded, print_json
+from paceline.cli.output import concluded, echo, print_json
 from paceline.machine import available_cores
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -193,7 +193,7 @@ def _pack(source: str, destination: Path, options: _Options) -> dict[str, Any]:
     names = ("image_column", "label_column", "split_column", "only_classes", "subset")
     part = wanted_part(**{name: given.pop(name) for name in names})
     request = Request(source=source, destination=destination, wanted=part, **given)
-    packed = pack(request, _Telling("packed", format_count, "images"), lambda line: click.echo(line, err=True))
+    packed = pack(request, _Telling("packed", format_count, "images"), lambda line: echo(line, err=True))
     return {
         "destination": str(destination),
         **_facts(packed.manifest),
@@ -230,19 +230,19 @@ def _show(document: dict[str, Any]) -> None:
         counts = " and ".join(f"{count:,} {split}" for split, count in document["samples"].items())
         total = sum(document["samples"].values())
         had = "all of them before" if document["found"] >= total else f"in {format_seconds(document['seconds'])}"
-        click.echo(
+        echo(
             f"{document['destination']}: {counts} images of {document['classes']:,} classes, "
             f"{format_bytes(document['bytes'])} in {document['shards']} shard{'s' * (document['shards'] != 1)}, {had}"
         )
         for each in document["left_out"][:10]:
-            click.echo(f"left out: {each['name']} ({each['reason']})")
+            echo(f"left out: {each['name']} ({each['reason']})")
         if len(document["left_out"]) > 10:
-            click.echo(f"left out: {len(document['left_out']) - 10:,} more, which packed.json lists")
+            echo(f"left out: {len(document['left_out']) - 10:,} more, which packed.json lists")
     if "verified" in document:
         for line in document["damage"]:
-            click.echo(line)
+            echo(line)
         if document["verified"]:
-            click.echo(f"{document['destination']}: read back, every byte is what was written")
+            echo(f"{document['destination']}: read back, every byte is what was written")
 
 
 class _Telling:
@@ -257,4 +257,4 @@ class _Telling:
         if now >= self._next and done < total:
             self._next = now + _EVERY_SECONDS
             of = f"{self._spell(done)} of {self._spell(total)} {self._unit}".rstrip()
-            click.echo(f"{self._verb} {of}", err=True)
+            echo(f"{self._verb} {of}", err=True)

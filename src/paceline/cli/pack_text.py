@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 from paceline.files import LeftOut
 from paceline.units import format_bytes
 
@@ -59,9 +59,9 @@ def command(source: str, destination: Path, tokenizer: str, validation_fraction:
         print_json({"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()})
         return 0
     for sentence in left_out.told():
-        click.echo(f"note: {sentence}")
+        echo(f"note: {sentence}")
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
     number = sum(packed.documents.values())
     documents = f"{number:,} document{'s' * (number != 1)}"
-    click.echo(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
+    echo(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
     return 0

@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import FiniteRange, json_option, overrides_argument
-from paceline.cli.output import concluded, print_json, print_pairs, print_table
+from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
 from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 from paceline.units import TimeSpan
 
@@ -87,7 +87,7 @@ def command(
     )
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        plan = plan_training(wanted, lambda line: click.echo(line, err=True))
+        plan = plan_training(wanted, lambda line: echo(line, err=True))
     code = concluded(passed=plan.chosen is not None)
     if as_json:
         print_json(plan.to_json())
@@ -100,11 +100,9 @@ def _show(plan: TrainingPlan) -> None:
     header = ("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "hours", "at worst", "cost", "at worst")
     print_table((*header, "limited by"), [_row(each) for each in plan.choices])
     if plan.report.is_bound:
-        click.echo(
-            "Nothing is chosen by a bound that no GPU reaches; give one GPU's --throughput. The least that could:"
-        )
+        echo("Nothing is chosen by a bound that no GPU reaches; give one GPU's --throughput. The least that could:")
     elif plan.chosen is None:
-        click.echo("Nothing tried does it; this comes nearest:")
+        echo("Nothing tried does it; this comes nearest:")
     choice = plan.chosen or plan.nearest
     found = choice.row.prediction
     per_node = plan.report.cluster.devices_per_node
@@ -121,9 +119,9 @@ def _show(plan: TrainingPlan) -> None:
             **({"warning": choice.warning} if choice.warning else {}),
         }
     )
-    click.echo(f"  Not predicted: one GPU ({plan.report.basis}), batch, price. Everything else is predicted.")
+    echo(f"  Not predicted: one GPU ({plan.report.basis}), batch, price. Everything else is predicted.")
     for notice in plan.report.notices:
-        click.echo(f"  note: {notice}")
+        echo(f"  note: {notice}")
 
 
 def _cost(choice: Choice) -> dict[str, str]:

@@ -17,7 +17,7 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 from paceline.cli.predict_clicks import answer_clicks
 from paceline.cli.predict_images import ImagesAsked, answer_images
 
@@ -126,7 +126,7 @@ def _write(
     if as_json:
         print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
     else:
-        click.echo(text)
+        echo(text)
     return 0
 
 
@@ -135,9 +135,9 @@ def _fill(predictor: TextPredictor, prompt: str, top_k: int, *, as_json: bool) -
     if as_json:
         print_json({"prompt": prompt, **dataclasses.asdict(filled)})
         return
-    click.echo(filled.text)
+    echo(filled.text)
     for guess in filled.guesses:
-        click.echo(_answers(tuple(map(repr, guess.texts)), guess.probabilities))
+        echo(_answers(tuple(map(repr, guess.texts)), guess.probabilities))
 
 
 def _answers(labels: tuple[str, ...], probabilities: tuple[float, ...]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from paceline.cli.output import concluded, print_json
+from paceline.cli.output import concluded, echo, print_json
+from paceline.escaping import one_line
 
 _ENDINGS = (".tsv", ".txt", ".gz", ".jsonl")
 _ARCHIVE = ".tar.gz"
@@ -48,9 +49,9 @@ def answer_clicks(
         if as_json:
             rows.append(dataclasses.asdict(each))
         elif each.probability is None:
-            click.echo(f"{each.path}:{each.line}  wrong: {each.error}")
+            echo(one_line(f"{each.path}:{each.line}  wrong: {each.error}"))
         else:
-            click.echo(f"{each.path}:{each.line}  {100 * each.probability:.1f} %")
+            echo(one_line(f"{each.path}:{each.line}  {100 * each.probability:.1f} %"))
     if as_json:
         print_json(rows)
     return code

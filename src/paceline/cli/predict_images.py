@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.output import concluded, print_json
+from paceline.cli.output import concluded, echo, print_json
+from paceline.escaping import one_line
 from paceline.loading import loading
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def answer_images(target: Path, asked: ImagesAsked, **given: Any) -> int:
         else:
             code = _to_screen_as_json(answers) if asked.as_json else _to_screen(answers)
     for sentence in left_out.told():
-        click.echo(f"note: {sentence}", err=True)
+        echo(f"note: {sentence}", err=True)
     return code
 
 
@@ -116,7 +117,7 @@ def _to_screen(answers: Iterable[Answer]) -> int:
     for answer in answers:
         if answer.error is not None:
             code = concluded(passed=False)
-        click.echo(f"{answer.path}  {answer.described()}")
+        echo(one_line(f"{answer.path}  {answer.described()}"))
     return code
 
 
@@ -129,9 +130,9 @@ def _to_screen_as_json(answers: Iterable[Answer]) -> int:
         if answer.error is not None:
             code = concluded(passed=False)
         row = json.dumps(json.loads(encode_json(answer.row())), indent=2)
-        click.echo(f"{before}\n{textwrap.indent(row, '  ')}", nl=False)
+        echo(f"{before}\n{textwrap.indent(row, '  ')}", nl=False)
         before = ","
-    click.echo("[]" if before == "[" else "\n]")
+    echo("[]" if before == "[" else "\n]")
     return code
 
 
@@ -147,12 +148,12 @@ def _to_file(answers: Iterator[Answer], output: Path, left_out: LeftOut, *, boxe
             for each in (answer for answer in batch if answer.error is not None):
                 unreadable.append({"path": str(each.path), "error": each.error})
                 if not as_json:
-                    click.echo(f"{each.path}  {each.described()}")
+                    echo(one_line(f"{each.path}  {each.described()}"))
             file.write(each.row() for each in batch)
     code = concluded(passed=not unreadable)
     if as_json:
         told = {"images": images, "unreadable": unreadable, "left_out": left_out.told()}
         print_json({"output": str(output), **told})
     else:
-        click.echo(f"{images:,} images, {len(unreadable):,} of them unreadable: {output}")
+        echo(f"{images:,} images, {len(unreadable):,} of them unreadable: {output}")
     return code

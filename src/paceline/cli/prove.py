@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument
-from paceline.cli.output import concluded, open_console, print_json
+from paceline.cli.output import concluded, echo, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int, as_json: bo
     asked = Asked(recipe=recipe, overrides=overrides, processes=processes)
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        report = prove(asked, lambda line: click.echo(line, err=True))
+        report = prove(asked, lambda line: echo(line, err=True))
     code = concluded(passed=report.passed)
     if as_json:
         print_json(report.to_json())
@@ -65,10 +65,12 @@ def _show(report: ProveReport) -> None:
     console = open_console()
     if not console.is_terminal:
         console.width = _NARROWEST
+    from rich.markup import escape
+
     console.print(_table(report))
     for check in report.checks:
         if check.verdict == "failed":
-            console.print(f"[bold]{check.name}[/bold]: {check.advice}")
+            console.print(f"[bold]{check.name}[/bold]: {escape(check.advice)}")
     count = {kind: sum(check.verdict == kind for check in report.checks) for kind in ("passed", "failed")}
     left = len(report.checks) - sum(count.values())
     console.print(

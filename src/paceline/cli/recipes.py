@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import echo, print_json, print_table
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.load import load_recipe, shipped_recipes, to_tree
 
@@ -48,7 +48,7 @@ def _show(name: str, *, as_json: bool) -> None:
     if as_json:
         print_json(to_tree(loaded.recipe))
     else:
-        click.echo(shipped[name].read_text(encoding="utf-8"), nl=False)
+        echo(shipped[name].read_text(encoding="utf-8"), nl=False)
 
 
 def headline(path: Path) -> str:

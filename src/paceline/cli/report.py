@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import LocalPath, json_option
-from paceline.cli.output import print_json
+from paceline.cli.output import echo, print_json
 from paceline.units import format_bytes
 
 
@@ -36,5 +36,5 @@ def command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> int:
     if as_json:
         print_json(report.to_json())
     else:
-        click.echo(f"{report.path} ({format_bytes(report.path.stat().st_size)})")
+        echo(f"{report.path} ({format_bytes(report.path.stat().st_size)})")
     return 0

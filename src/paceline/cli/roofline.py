@@ -56,11 +56,11 @@ def command(recipe: str, overrides: tuple[str, ...], device: str | None, top: in
 
 
 def _show(report: RooflineReport, top: int) -> None:
-    console = open_console()
+    console = open_console(markup=False)
     if not console.is_terminal:
         console.width = _NARROWEST
     for line in report.headline():
-        console.print(line, markup=False)
+        console.print(line)
     console.print(_phases(report))
     console.print(_layers(sorted(report.layers, key=lambda each: -each.seconds)[:top]))
     wasteful = [each for each in report.shapes if each.seconds_lost > 0 and each.tiling is not None]
@@ -68,7 +68,7 @@ def _show(report: RooflineReport, top: int) -> None:
     if wasteful:
         console.print(_shapes(wasteful[:top]))
     for line in report.remarks():
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -11,7 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, refuse_idle
-from paceline.cli.output import print_json, print_table
+from paceline.cli.output import echo, print_json, print_table
 from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def command(
         refuse_idle(click.get_current_context(), "rounds", "nothing is measured without --measure")
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        report = scale(asked, lambda line: click.echo(line, err=True))
+        report = scale(asked, lambda line: echo(line, err=True))
     if as_json:
         print_json(report.to_json())
     else:
@@ -103,10 +103,10 @@ def command(
 
 
 def _show(report: ScaleReport) -> None:
-    click.echo(f"{report.recipe} ({report.parameters:,} parameters, {report.precision}) on {report.cluster.title}")
-    click.echo(f"  one device: {report.basis}")
+    echo(f"{report.recipe} ({report.parameters:,} parameters, {report.precision}) on {report.cluster.title}")
+    echo(f"  one device: {report.basis}")
     for notice in report.notices:
-        click.echo(f"  note: {notice}")
+        echo(f"  note: {notice}")
     measured = any(row.measured is not None for row in report.rows)
     header = ("GPUs", "strategy", "batch", "passes", "samples/s", "range", "efficiency", "hours", "cost", "limited by")
     if report.cluster.shares_cores:
@@ -116,14 +116,12 @@ def _show(report: ScaleReport) -> None:
         [(*_row(row), *(_measured(row) if measured else ())) for row in report.rows],
     )
     if report.is_bound:
-        click.echo(
+        echo(
             "  One GPU's rate cannot be beaten, nor so many times that by several; neither is to be expected: give one "
             "GPU's --throughput."
         )
     else:
-        click.echo(
-            "  Predicted. The range: what more devices add costs half or twice as much, and the model errs by 8 %."
-        )
+        echo("  Predicted. The range: what more devices add costs half or twice as much, and the model errs by 8 %.")
 
 
 def _row(row: Row) -> tuple[object, ...]:

@@ -16,6 +16,7 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
+from paceline.cli.output import echo
 from paceline.cli.streams import make_optional
 from paceline.errors import PacelineError
 from paceline.loading import loading
@@ -102,7 +103,7 @@ def command(target: Path, host: str, port: int, allow_host: tuple[str, ...], as_
         def ready() -> None:
             _announce(address, target, predictor.digest, as_json=as_json)
 
-        server.serve(predictor, target, address, limits, say=lambda line: click.echo(line, err=True), ready=ready)
+        server.serve(predictor, target, address, limits, say=lambda line: echo(line, err=True), ready=ready)
     return 0
 
 
@@ -123,8 +124,8 @@ def _announce(address: Any, target: Path, digest: str, *, as_json: bool) -> None
     import json
 
     if not address.is_loopback:
-        click.echo(f"paceline: {address.url} {_OPEN}", err=True)
+        echo(f"paceline: {address.url} {_OPEN}", err=True)
     if as_json:
-        click.echo(json.dumps({"url": address.url, "target": str(target), "weights_sha256": digest}))
+        echo(json.dumps({"url": address.url, "target": str(target), "weights_sha256": digest}))
     else:
-        click.echo(f"{target} answers at {address.url} (Ctrl-C stops it)")
+        echo(f"{target} answers at {address.url} (Ctrl-C stops it)")

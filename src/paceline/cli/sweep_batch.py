@@ -11,7 +11,7 @@ import click
 
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import LocalPath, json_option, overrides_argument
-from paceline.cli.output import concluded, print_json, print_table
+from paceline.cli.output import concluded, echo, print_json, print_table
 from paceline.units import Duration
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def command(recipe: str, overrides: tuple[str, ...], batch_sizes: tuple[int, ...
         output=output,
     )
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
-        report = conclude(sweep(asked, lambda line: click.echo(line, err=True)))
+        report = conclude(sweep(asked, lambda line: echo(line, err=True)))
     written: list[Path] = []
     if output is not None:
         from paceline.studies.batch_sweep.page import write_sweep
@@ -127,7 +127,7 @@ def command(recipe: str, overrides: tuple[str, ...], batch_sizes: tuple[int, ...
     else:
         _show(report)
         for path in written:
-            click.echo(f"written: {path}")
+            echo(f"written: {path}")
     return code
 
 
@@ -135,9 +135,9 @@ def _show(report: SweepReport) -> None:
     from paceline.studies.batch_sweep.page import COLUMNS, table_rows
     from paceline.studies.batch_sweep.report import knee_in_words
 
-    click.echo(f"{report.name} to {report.target}, {report.seeds} runs each")
+    echo(f"{report.name} to {report.target}, {report.seeds} runs each")
     for rule in report.rules:
-        click.echo(f"\n{rule.rule} rule: {knee_in_words(rule)}")
+        echo(f"\n{rule.rule} rule: {knee_in_words(rule)}")
         print_table(COLUMNS, table_rows(rule))
     for note in report.notes:
-        click.echo(f"  {note}")
+        echo(f"  {note}")

@@ -27,7 +27,7 @@ from paceline.cli.options import (
     until_override,
     usable_gpus,
 )
-from paceline.cli.output import ends_with, print_json, print_pairs, print_table, program
+from paceline.cli.output import echo, ends_with, print_json, print_pairs, print_table, program
 from paceline.cli.streams import make_optional
 from paceline.errors import PacelineError
 from paceline.loading import loading
@@ -99,7 +99,7 @@ def command(
     if not is_one_of_several(processes, max_restarts):
         chosen = _processes(processes, loaded)
         if chosen.notice:
-            click.echo(f"note: {chosen.notice}", err=as_json)
+            echo(f"note: {chosen.notice}", err=as_json)
         again = _arguments(recipe, overrides, run_dir, "auto", as_json)
         restarts = _restarts(processes, chosen, max_restarts, run_dir, again)
         if restarts is not None and resume != "auto":
@@ -163,29 +163,29 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         else:
             _show_result(result, names_code=bool(named_code(loaded.recipe)))
             if note := _band_note(result):
-                click.echo(f"\nnote: this run has {note}")
+                echo(f"\nnote: this run has {note}")
     return code
 
 
 def _show_result(result: TrainResult, *, names_code: bool) -> None:
     summary, run_dir = result.summary, result.run_dir
     if result.was_complete:
-        click.echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
-        click.echo('To train it longer, give a longer train.duration, for example train.duration="20 epochs".')
-    click.echo()
-    click.echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
+        echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
+        echo('To train it longer, give a longer train.duration, for example train.duration="20 epochs".')
+    echo()
+    echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
     print_pairs(_figures(result))
-    click.echo()
+    echo()
     if warning := summary.details.get("warning"):
-        click.echo(f"paceline: warning: {warning}", err=True)
+        echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
         later = ", with a later --until or train.until or none," * (summary.details.get("ending") == "until")
-        click.echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")
+        echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")
         return
-    click.echo("Next:")
+    echo("Next:")
     if _plan_of(result).get("evaluation_samples") != 0:
-        click.echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
-    click.echo(f"  {program()} audit {run_dir}")
+        echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
+    echo(f"  {program()} audit {run_dir}")
 
 
 def _band_note(result: TrainResult) -> str:
@@ -249,20 +249,20 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
     if as_json:
         print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe), "notices": notices})
         return
-    click.echo(f"Plan of {loaded.name}")
+    echo(f"Plan of {loaded.name}")
     print_pairs(_plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
-    click.echo("\nLearning rate")
+    echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
-    click.echo("\nParameters")
+    echo("\nParameters")
     columns = ("which", "tensors", "numbers", "rate factor", "weight decay", "from step", "to step")
     count = 7 if plan.freeze_after_steps else 6 if plan.unfreeze_steps else 5
     print_table(columns[:count], (_group_row(group)[:count] for group in plan.parameter_groups))
     if plan.reasons:
-        click.echo("\nWhy")
+        echo("\nWhy")
         print_pairs(plan.reasons)
     for notice in notices:
-        click.echo(f"note: {notice}")
+        echo(f"note: {notice}")
 
 
 def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:

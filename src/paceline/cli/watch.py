@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
-from paceline.cli.output import open_console, print_json
+from paceline.cli.output import echo, open_console, print_json
 
 if TYPE_CHECKING:
     from paceline.insight.watched import WatchedRun
@@ -55,7 +55,7 @@ def command(runs: tuple[Path, ...], interval: float, as_json: bool) -> int:
     except KeyboardInterrupt:
         return 0  # the usual way to leave; the runs go on
     for run in watched:
-        click.echo(ending_of(run))
+        echo(ending_of(run))
     return 0
 
 
@@ -78,7 +78,7 @@ def _print(watched: list[WatchedRun], interval: float) -> None:
         for run in watched:
             for event in run.look():
                 if (line := line_of(event, run)) is not None:
-                    click.echo(f"{run.name}  {line}" if len(watched) > 1 else line)
+                    echo(f"{run.name}  {line}" if len(watched) > 1 else line)
 
     _until_over(watched, interval, show)
 
@@ -88,7 +88,7 @@ def _draw(watched: list[WatchedRun], interval: float) -> None:
 
     from paceline.insight.watch_screen import screen, table
 
-    console = open_console()
+    console = open_console(markup=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
         def show() -> None:

@@ -26,6 +26,7 @@ from types import FrameType
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
 from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
 from paceline.errors import LaunchError, OtherProcessError, PacelineError
+from paceline.escaping import printable
 from paceline.storage.addresses import without_secrets
 from paceline.world import STOP_SIGNALS
 
@@ -305,10 +306,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     rank, world_size = _place(environ)
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
-    told = "\n".join([str(error), *notes]) if mistake else "".join(traceback.format_exception(error))
-    # Addresses, and what libraries say of them, may hold a credential.
-    message = without_secrets(told)
+    notes = [_shown(str(note)) for note in getattr(error, "__notes__", ())]
+    message = "\n".join([_shown(str(error)), *notes]) if mistake else _shown("".join(traceback.format_exception(error)))
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
         prefix = f"rank {rank}: " if world_size > 1 else ""
@@ -318,8 +317,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "rank": rank,
         "time": time.time(),
         "message": message,
-        "summary": without_secrets(_summary(error)),
-        "notes": [without_secrets(note) for note in notes],
+        "summary": _shown(_summary(error)),
+        "notes": notes,
         "exit_code": code,
         "is_traceback": not mistake,
         "is_echo": isinstance(error, OtherProcessError),
@@ -328,6 +327,11 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     partial.write_text(json.dumps(record))
     partial.rename(Path(directory) / f"rank-{rank}.json")
     return code
+
+
+def _shown(text: str) -> str:
+    """What is told of an error: addresses may hold a credential, and names of files anything."""
+    return printable(without_secrets(text))
 
 
 def _summary(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import DataError, PacelineError
+from paceline.escaping import csv_cell
 from paceline.files import shown
 from paceline.records.run_directory import encode_json, sync_directory
 
@@ -62,11 +63,12 @@ class _Csv:
 
     def write(self, rows: Iterable[Row]) -> None:
         for row in rows:
+            path = csv_cell(str(row["path"]))
             boxes = row.get("boxes") or [()] * len(row["labels"])
             for rank, found in enumerate(zip(row["labels"], row["probabilities"], boxes, strict=True), start=1):
-                self._csv.writerow([row["path"], rank, found[0], found[1], *found[2], ""])
+                self._csv.writerow([path, rank, csv_cell(found[0]), found[1], *found[2], ""])
             if not row["labels"]:
-                self._csv.writerow([row["path"], "", "", "", *("" for _ in self._sides), row["error"] or ""])
+                self._csv.writerow([path, "", "", "", *("" for _ in self._sides), csv_cell(row["error"] or "")])
         self._file.flush()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.escaping import csv_cell
 from paceline.records.append_file import AppendFile
 from paceline.records.writer import parse_line
 from paceline.telemetry.scalars import flat
@@ -116,7 +117,9 @@ def _first_of(row: Mapping[str, Any]) -> dict[str, None]:
 def _row(event: Mapping[str, Any]) -> dict[str, Any]:
     """A record's fields by column, with what has no place in a table as JSON."""
     found = flat({key: value for key, value in event.items() if key != "event"})
-    return {key: json.dumps(each) if isinstance(each, list | dict | bool) else each for key, each in found.items()}
+    return {
+        key: json.dumps(each) if isinstance(each, list | dict | bool) else csv_cell(each) for key, each in found.items()
+    }
 
 
 def _encoded(rows: list[dict[str, Any]], columns: list[str], *, head: bool = False) -> str:

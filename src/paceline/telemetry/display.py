@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from paceline.escaping import printable
 from paceline.telemetry.progress import RunProgress, describe
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class LiveDisplay:
 
         self._progress = progress
         console = self._open_console()
-        console.print(Text(title, style="bold"))
+        console.print(Text(_writable(title, self._stream), style="bold"))
         for text in lines:
             self.message(text)
         self._bars = Progress(
@@ -306,10 +307,10 @@ class LiveDisplay:
             total=progress.steps_in_epoch,
         )
         bars.update(run, completed=progress.step, total=progress.total_steps, left=progress.time_left)
-        return Group(bars.get_renderable(), Text(self._status or progress.figures))
+        return Group(bars.get_renderable(), Text(_writable(self._status or progress.figures, self._stream)))
 
 
 def _writable(text: str, stream: TextIO) -> str:
-    """The text with escapes for what the stream's encoding lacks: a file's name may have no UTF-8 form."""
+    """The text with escapes for what the stream's encoding lacks, and for what a terminal would obey."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)

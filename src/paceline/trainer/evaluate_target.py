@@ -26,6 +26,7 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.escaping import csv_cell
 from paceline.recipe.compute import resolve_float32_matmul
 from paceline.recipe.load import (
     Overrides,
@@ -412,6 +413,6 @@ def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
             elif rows:
                 writer = csv.DictWriter(file, fieldnames=list(rows[0]))
                 writer.writeheader()
-                writer.writerows(rows)
+                writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
     except OSError as error:
         raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None

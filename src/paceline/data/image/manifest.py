@@ -21,6 +21,7 @@ from paceline.data.image.mapped import StoredImages
 from paceline.data.image.source import FileSource, Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError
+from paceline.escaping import text_of_cell
 from paceline.files import odd_kind
 
 # Normalising a path, as of a table in a folder, takes one of the slashes away.
@@ -73,8 +74,8 @@ def open_csv(
 
     found = PathRows(
         root=file.absolute().parent,
-        paths=[row[image].strip() for row in rows],
-        labels=[row[label].strip() for row in rows],
+        paths=[text_of_cell(row[image].strip()) for row in rows],
+        labels=[text_of_cell(row[label].strip()) for row in rows],
         parts=parts_of(splits, len(rows), repr(str(file))),
         where=where,
     )

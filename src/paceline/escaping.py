@@ -1,0 +1,39 @@
+"""Names of files, classes and runs in what people open: a terminal or a spreadsheet shows them and never obeys them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Controls (but for tab and newline), invisible and direction-changing marks, line separators, and what no encoding
+# has. The joiners U+200C and U+200D stay: scripts and emoji need them.
+_NOT_SHOWN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes (``\\x1b``) for what would move the cursor, hide or reorder text, or set a title."""
+    return _NOT_SHOWN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(text: str) -> str:
+    """Like :func:`printable`, and newlines and tabs are escaped too: a name cannot look like several lines."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a value for a CSV file: a text that a spreadsheet would take as a formula begins with an apostrophe."""
+    if isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value):
+        return f"'{value}"
+    return value
+
+
+def text_of_cell(cell: str) -> str:
+    """Return the text that :func:`csv_cell` was given."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell

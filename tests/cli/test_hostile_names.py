@@ -1,0 +1,83 @@
+"""Names of files and classes that hold escape sequences, formulas or newlines, in every command that shows names."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.inference.answer_files import answer_file
+
+ESCAPE = "\x1b]0;title\x07"
+RECIPE = """
+model: {name: small_resnet, options: {width: 4, stages: 1}}
+data: {dataset: image_folder, path: photos, image_size: 12}
+batch: {global_size: 4}
+optimizer: {lr: 0.05}
+train: {duration: 1 steps}
+evaluate: {every: off}
+parallel: {device: cpu, threads: 1}
+telemetry: {trackers: [csv], report: off}
+"""
+
+
+@pytest.fixture
+def run(paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path) -> Path:
+    write_images(tmp_path / "photos" / "=cat")
+    write_images(tmp_path / "photos" / f"dog{ESCAPE}")
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    done = paceline_here("train", "small.yaml", "--run-dir", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "\x1b" not in done.out + done.err
+    return tmp_path / "run"
+
+
+def test_terminals_and_spreadsheets_show_them(
+    paceline_here: Callable[..., Any], write_images: Callable[..., Path], run: Path, tmp_path: Path
+) -> None:
+    asked = write_images(tmp_path / "asked", count=1)
+    shutil.copy(asked / "0.png", asked / "\x1b[31mred\nb.png")
+    (asked / "=1\u202e.png").write_text("no image")
+    done = paceline_here("predict", run, asked)
+    assert done.code == 1
+    assert len(done.out.splitlines()) == 3
+    assert "asked/\\x1b[31mred\\nb.png" in done.out
+    assert "=1\\u202e.png" in done.out
+    assert "dog\\x1b]0;title\\x07" in done.out
+    assert not {"\x1b", "\x07", "\u202e"} & set(done.out + done.err)
+
+    assert paceline_here("predict", run, asked, "--output", "answers.csv").code == 1
+    with (tmp_path / "answers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["label"] for row in rows} == {"'=cat", f"dog{ESCAPE}", ""}
+    assert f"{asked}/\x1b[31mred\nb.png" in {row["path"] for row in rows}
+
+    for question in (("check-data", "photos"), ("evaluate", run, "--predictions", "samples.csv"), ("doctor", run)):
+        done = paceline_here(*question)
+        assert not {"\x1b", "\x07"} & set(done.out + done.err), question
+    for question in (("predict", run, "\x1b[31mred.png"), ("watch", f"run{ESCAPE}"), ("train", "small.yaml", ESCAPE)):
+        done = paceline_here(*question)
+        assert done.code == 2
+        assert "\\x1b" in done.err
+        assert "\x1b" not in done.err
+
+
+def test_our_own_tables_are_read_back(
+    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
+) -> None:
+    names = ("=cat", "-dog")
+    rows = [
+        {"path": each.relative_to(tmp_path), "labels": (name,), "probabilities": (1.0,), "error": None}
+        for name in names
+        for each in write_images(tmp_path / name).iterdir()
+    ]
+    with answer_file(tmp_path / "answers.csv", boxes=False) as file:
+        file.write(rows)
+    assert (tmp_path / "answers.csv").read_text().count("'=cat/") == 4
+    done = paceline_here("check-data", "answers.csv", "data.label_column=label", "data.image_column=path", "--json")
+    assert sum(split["samples"] for split in json.loads(done.out)["splits"].values()) == 8, done.err
