@@ -205,7 +205,8 @@ REFUSED = {
     "too long, and says so": (lambda: form(bytes(200_000)), {}, 413, "larger than 104,857 bytes"),
     "too many": (lambda: form(*[picture(0)] * 5), {}, 413, "more than 4 images"),
     "too many pixels": (lambda: form(bomb(301, 100)), {}, 422, "301x100 pixels; at most 30,000"),
-    "a bomb": (lambda: form(bomb(2**31 - 1, 2**31 - 1)), {}, 422, "0.png"),
+    "a bomb": (lambda: form(bomb(2**31 - 1, 2**31 - 1)), {}, 422, "0.png: too many pixels"),
+    "beyond what Pillow opens": (lambda: form(bomb(100_000, 100_000)), {}, 422, "at most 30,000"),
     "a program": (lambda: form(picture(0, "EPS")), {}, 422, "not an image in any of these formats"),
     "another format": (lambda: form(picture(0, "ICO", 32)), {}, 422, "not an image in any of these formats"),
     "tiles": (lambda: form(picture(0, "TIFF")), {}, 422, "not an image in any of these formats"),
@@ -248,6 +249,9 @@ def test_a_body_without_a_length_is_counted(service: Serving) -> None:
         ("POST", "/predict?top_k=x", 422),
         ("GET", "/predict", 405),
         ("GET", "/x", 404),
+        ("GET", "/predict/", 404),
+        ("OPTIONS", "/predict", 405),
+        ("GET", "http://localhost/health", 404),
     ],
 )
 def test_other_questions(service: Serving, method: str, path: str, expected: int) -> None:
@@ -266,10 +270,17 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize(("method", "path"), [("POST", "/predict"), ("GET", "/"), ("GET", "/metrics")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("GET", path) for path in ("/", "/metrics", "/openapi.json", "/docs", "/nowhere", "/health/")),
+        *(("POST", "/predict"), ("POST", "/health"), ("OPTIONS", "/predict")),
+    ],
+)
 def test_pages_of_others_are_not_answered(service: Serving, method: str, path: str, case: str) -> None:
     headers, words = OTHERS[case]
-    status, told, _ = service.ask(method, path, form(picture(0)), Content_Type=FORM, **headers)
+    body = form(picture(0)) if method == "POST" else None
+    status, told, _ = service.ask(method, path, body, Content_Type=FORM, X_Forwarded_Host="localhost", **headers)
     assert status == 403
     assert words in told["error"]
 
@@ -282,6 +293,29 @@ def test_who_is_let_in(service: Serving) -> None:
         {"Host": "127.0.0.1", "Origin": "http://127.0.0.1"},
     ):
         assert service.ask("POST", "/predict", form(picture(0)), Content_Type=FORM, **headers)[0] == 200, headers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"no http at all\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + bytes(70_000),
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nno http\r\n\r\n",
+        head(100).replace(b"Content-Length: 100", b"Transfer-Encoding: chunked") + b"no size\r\n",
+    ],
+    ids=["nonsense", "no host", "two hosts", "a long head", "after a question", "a chunk"],
+)
+def test_what_is_no_http_is_refused_in_json(service: Serving, sent: bytes) -> None:
+    with service.connect() as connection:
+        connection.sendall(sent)
+        answer = answer_of(connection)
+    _, status, rest = answer.rpartition(b"HTTP/1.1 400 Bad Request\r\n")
+    assert status
+    top, _, body = rest.partition(b"\r\n\r\n")
+    assert b"application/json" in top
+    assert set(json.loads(body)) == {"error"}
 
 
 def test_an_answer_that_overflows_is_a_failure(start: Callable[..., Serving], finished: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
@@ -99,11 +99,11 @@ def make_app(service: Service, model: str, visitors: Visitors, say: Say) -> Fast
         description=f"Predictions of {model}. Limits are said in each description.",
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
-        dependencies=[Depends(visitors.check)],
+        redirect_slashes=False,  # where to, the client would say by its Host
         responses={403: _REFUSALS[403]},
         lifespan=lifespan,
     )
-    app.add_middleware(_Watched, service=service, say=say)
+    app.add_middleware(_Watched, service=service, visitors=visitors, say=say)
     _answer_errors(app, service)
     _add_predict(app, service, model)
     _add_views(app, service, model)
@@ -178,8 +178,7 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> JSONResponse:
-        service.metrics.refusal(error.reason)
-        return JSONResponse({"error": error.sentence}, error.status, error.headers)
+        return _refusal(error, service)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -196,12 +195,21 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
         return JSONResponse({"error": "the service failed; its log says why"}, 500)
 
 
-class _Watched:
-    """Counts and logs every request: when, what, how it ended, how long, how many images; never their contents."""
+def _refusal(error: RefusedError, service: Service) -> JSONResponse:
+    service.metrics.refusal(error.reason)
+    return JSONResponse({"error": error.sentence}, error.status, error.headers)
 
-    def __init__(self, app: ASGIApp, service: Service, say: Say) -> None:
+
+class _Watched:
+    """Lets in, counts and logs every request: when, what, how it ended, how long, how many images; not their contents.
+
+    It comes before the routes, so that it also guards addresses without one.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, visitors: Visitors, say: Say) -> None:
         self._app = app
         self._service = service
+        self._visitors = visitors
         self._say = say
         self._routes = frozenset({"/", "/predict", "/health", "/metrics", "/openapi.json"})
         self._methods = frozenset({"GET", "POST", "HEAD"})
@@ -226,7 +234,8 @@ class _Watched:
             await send(message)
 
         try:
-            await self._app(scope, counted, noted)
+            answering = await self._let_in(scope)
+            await answering(scope, counted, noted)
         finally:
             seconds = time.perf_counter() - begin
             route = scope["path"] if scope["path"] in self._routes else "other"
@@ -236,3 +245,11 @@ class _Watched:
             counts = f"{received:,} bytes" + (f", {images} images" if images is not None else "")
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             self._say(f"{now} {method} {route} {status} {HTTPStatus(status).phrase} {1000 * seconds:.1f} ms {counts}")
+
+    async def _let_in(self, scope: Scope) -> ASGIApp:
+        """What answers a request: the service, or a refusal."""
+        try:
+            await self._visitors.check(Request(scope))
+        except RefusedError as error:
+            return _refusal(error, self._service)
+        return self._app

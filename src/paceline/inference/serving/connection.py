@@ -7,8 +7,11 @@ slowly a body is sent that nobody wants any more, nor how slowly answers are rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.inference.serving.limits import Limits
@@ -64,6 +67,16 @@ class Connection(H11Protocol):
         """Take what the client sends; once its request is being answered, others watch over its body."""
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, as everything is refused: in JSON."""
+        body = json.dumps({"error": msg}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        answer = h11.Response(status_code=400, headers=[*headers, (b"connection", b"close")], reason=b"Bad Request")
+        with contextlib.suppress(h11.LocalProtocolError):  # in the middle of another answer
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _is_asking(self) -> bool:
         """Whether no request of this connection is being answered: what comes is a head, or refused."""

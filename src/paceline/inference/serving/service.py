@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from PIL import Image
 from starlette.requests import Request
 
 from paceline.data.image.decode import BrokenImageError, image_header
@@ -160,9 +162,22 @@ def check_picture(content: bytes, most: int) -> int:
         BrokenImageError: Saying so.
     """
     head = image_header(content, FORMATS)
+    if head is None and _is_too_large(content):
+        raise BrokenImageError("", f"too many pixels by far; at most {most:,} are decoded")
     if head is None:
         raise BrokenImageError("", f"not an image in any of these formats: {', '.join(FORMATS)}")
     (height, width), _ = head
     if height * width > most:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")
     return height * width
+
+
+def _is_too_large(content: bytes) -> bool:
+    """Whether Pillow opens no picture that large."""
+    try:
+        Image.open(io.BytesIO(content), formats=FORMATS).close()
+    except Image.DecompressionBombError:
+        return True
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return False
