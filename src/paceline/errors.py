@@ -37,6 +37,12 @@ class LaunchError(PacelineError):
     """The processes of a run cannot be started or cannot find one another."""
 
 
+class StoppedError(PacelineError):
+    """The process was asked to stop before there was anything to save."""
+
+    exit_code = 75
+
+
 class CheckpointError(PacelineError):
     """A checkpoint is missing, damaged, or does not belong to this run."""
 

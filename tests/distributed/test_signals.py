@@ -267,3 +267,35 @@ def test_stopped_before_it_has_begun(studio: Path, start: Callable[..., Any], nu
     assert "Traceback" not in done.err
     launched.seconds_until_alone(5)
     assert launched.leftovers() == []
+
+
+# It comes to the meeting, and then does nothing, as a process does that hangs.
+HANGS = """
+import time, torch
+torch.distributed.init_process_group("gloo", init_method="file://MEETING", rank=1, world_size=2)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
+@pytest.mark.parametrize("peer", ["never comes", "hangs"])
+def test_a_rank_that_waits_for_another_can_be_stopped(
+    studio: Path, tmp_path: Path, start: Callable[..., Any], number: int, peer: str
+) -> None:
+    """Within seconds, not after parallel.timeout, which is ten minutes."""
+    meeting = tmp_path / "meeting"
+    variables = {"PACELINE_RENDEZVOUS": f"file://{meeting}", "RANK": "0", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    launched = start("train", "recipe.yaml", "--run-dir", tmp_path / "run", where=studio, variables=variables)
+    if peer == "hangs":
+        start(program=HANGS.replace("MEETING", str(meeting)), variables={"GLOO_SOCKET_IFNAME": "lo"})
+        launched.wait_for((tmp_path / "run").exists)
+    launched.wait_for(meeting.exists)
+    time.sleep(0.5)
+    launched.process.send_signal(number)
+    sent = time.monotonic()
+    done = launched.wait(60)
+    assert time.monotonic() - sent < 15
+    assert done.code == 75
+    assert len(done.err.splitlines()) == 1
+    assert signal.Signals(number).name in done.err
+    assert not list(tmp_path.rglob("recipe.yaml"))

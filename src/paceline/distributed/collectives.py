@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.environment import Launch
+from paceline.distributed.waiting import EndedBySignals, uninterrupted
 from paceline.errors import LaunchError, OtherProcessError, PacelineError
 from paceline.world import World
 
@@ -154,14 +156,15 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
     elif world.world_size > 1:
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
-            torch.distributed.init_process_group(
-                torch.distributed.get_default_backend_for_device(device),
-                **_meeting_place(launch, timeout),
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timeout,
-                device_id=device if device.type == "cuda" else None,
-            )
+            with closing(EndedBySignals(world)), uninterrupted():
+                torch.distributed.init_process_group(
+                    torch.distributed.get_default_backend_for_device(device),
+                    **_meeting_place(launch, timeout),
+                    rank=world.rank,
+                    world_size=world.world_size,
+                    timeout=timeout,
+                    device_id=device if device.type == "cuda" else None,
+                )
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"rank {world.rank} of {world.world_size} could not join the others at "

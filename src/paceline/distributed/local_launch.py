@@ -256,7 +256,7 @@ def _conclude(launch: _Launch, errors: list[RankError], *, asked_to_stop: bool) 
             "was ended",
             file=sys.stderr,
         )
-    if all(code in (0, STOPPED_EXIT_CODE) for code in codes):
+    if all(code in (0, STOPPED_EXIT_CODE) for code in codes) and not errors:
         return _Outcome(max(codes))
     spoke = {error.rank for error in errors}
     silent = [rank for rank in launch.died if rank not in spoke]

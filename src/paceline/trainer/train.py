@@ -20,6 +20,7 @@ from paceline.distributed.affinity import affinity_restored, choose_cores
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
+from paceline.distributed.waiting import EndedBySignals
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
 from paceline.optim.build import build_optimizer
@@ -232,6 +233,7 @@ def _opened(
             memory_kept(prepared.device),
             contextlib.closing(prepared.pipeline),
             _joined(launch, prepared) as collectives,
+            contextlib.closing(EndedBySignals(launch.world)) as waiting,
             _directory(options, loaded, collectives) as (directory, lock),
         ):
             _check_agreement(prepared, collectives)
@@ -257,6 +259,7 @@ def _opened(
                     start_step=opening.choice.step,
                     started=started,
                 )
+                waiting.close()
                 yield loaded, opening, setting
 
 

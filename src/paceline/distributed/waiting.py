@@ -1,0 +1,79 @@
+"""A process that waits for others ends when it is asked to.
+
+Such a wait is inside torch, where Python's signal handlers do not run: a process whose peer never comes, or hangs,
+would be deaf until the timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline.distributed.local_launch import report_error
+from paceline.errors import StoppedError
+from paceline.world import STOP_SIGNALS, World
+
+# The peers may be about to come: then the run stops in order, after its first step.
+_GRACE_SECONDS = 3.0
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have other threads take stop signals: torch prints a stack where one interrupts what it waits in."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class EndedBySignals:
+    """Ends this process if it still waits some seconds after a stop signal; until :meth:`close`.
+
+    Only for the time in which there is nothing to save. A signal without a handler of Python's ends the process anyway.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if world.world_size == 1 or threading.current_thread() is not threading.main_thread():
+            return
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, which needs it
+            signal.set_wakeup_fd(before)
+            os.close(self._read)
+            os.close(self._write)
+            return
+        self._thread = threading.Thread(target=self._watch, name="stop-while-waiting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave signals to their handlers again."""
+        if self._thread is None:
+            return
+        signal.set_wakeup_fd(-1)
+        self._closed.set()
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+        self._thread = None
+
+    def _watch(self) -> None:
+        while numbers := os.read(self._read, 1):  # nothing once the other end is closed
+            if (number := numbers[0]) in STOP_SIGNALS:
+                break
+        else:
+            return
+        if self._closed.wait(_GRACE_SECONDS):
+            return
+        name = signal.Signals(number).name
+        error = StoppedError(f"stopped by {name} while it waited for the other processes; run the same command again.")
+        code = report_error(error, os.environ)
+        sys.stderr.flush()
+        os._exit(code)
