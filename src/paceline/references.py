@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,22 @@ from paceline.errors import PacelineError, did_you_mean
 
 # Their models are named like references, `torchvision:resnet18`, and are no code of one's own.
 _LIBRARIES = ("torchvision", "transformers")
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trusting_code() -> Iterator[None]:
+    """Accept the code that stored recipes name: the user gave ``--trust-code``, or trains the recipe."""
+    token = _trusted.set(True)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_code_trusted() -> bool:
+    """Whether this is inside :func:`trusting_code`."""
+    return _trusted.get()
 
 
 def is_reference(name: str) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.studies.bench.report import BenchReport
 
 _ONLY_WITH = {
-    "inference": ("weights", "trust_code"),
+    "inference": ("weights",),
     "to": ("runs", "price_per_hour"),
     "grid": ("backends", "parts", "rounds", "launches"),
 }

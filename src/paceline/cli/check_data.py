@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, trust_recipe_option
 from paceline.cli.output import concluded, open_console, print_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notic
 
 @click.command("check-data", short_help="Find what in a set of images would break or spoil a run.")
 @click.argument("source")
+@trust_recipe_option
 @overrides_argument
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes that read (default: one per core).")
 @click.option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import LocalPath, json_option, overrides_argument, refuse_idle
+from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument, refuse_idle
 from paceline.cli.output import concluded, echo, open_console, print_json
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _MOST_PLACES = 5
 
 
 @click.command("doctor", short_help="Find what holds a run back, and measure what each change is worth.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option(
     "--device", metavar="NAME", help="Judge for this device (a100, t4, cpu, …), also where it is not; default: here."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, recipe_argument
 from paceline.cli.output import concluded, echo, print_json, print_table
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("drill", short_help="Disturb runs of a recipe in every way there is, and see that nothing is lost.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Ranks of a run."

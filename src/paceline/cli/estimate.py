@@ -14,6 +14,7 @@ from paceline.cli.options import (
     json_option,
     overrides_argument,
     present_gpus,
+    recipe_argument,
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command("estimate", short_help="Estimate the memory of a training step, on a device that need not be here.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option(
     "--device", metavar="NAME", help="A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."

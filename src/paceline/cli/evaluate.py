@@ -90,7 +90,6 @@ def command(
     arguments += ["--sizes", ",".join(map(str, sizes))] if sizes else []
     arguments += ["--predictions", str(predictions)] if predictions else []
     arguments += ["--best"] if best else []
-    arguments += ["--trust-code"] if trust_code else []
     if not is_one_of_several(processes):
         gpus = _usable_gpus(target, overrides, weights=weights, best=best) if processes is None else 0
         launched = launch(choose_processes(processes, gpus), [*arguments, "--json"] if as_json else arguments)

@@ -16,6 +16,7 @@ from paceline.cli.options import (
     json_option,
     overrides_argument,
     present_gpus,
+    recipe_argument,
     study_processes_option,
     usable_gpus,
 )
@@ -35,7 +36,7 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
 
 
 @click.command("find-batch", short_help="Find the largest micro-batch that this machine trains, by trying.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @study_processes_option
 @click.option(

@@ -20,6 +20,7 @@ from paceline.cli.options import (
     overrides_argument,
     present_gpus,
     processes_option,
+    recipe_argument,
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
@@ -36,7 +37,7 @@ _SETTINGS = ("lowest", "highest", "steps", "shape", "smoothing", "divergence")
 
 
 @click.command("find-lr", short_help="Find a learning rate by a range test.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @processes_option
 @click.option("--lowest", type=_RATE, default=1e-7, show_default=True, help="Learning rate of the first step.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import LocalPath, json_option, overrides_argument
+from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument
 from paceline.cli.output import echo, print_json
 from paceline.distributed.kubernetes_job import Workload, check, indexed_job, job_name, pytorch_job
 from paceline.distributed.slurm_job import Job, Shape, check_time, folder_name, job_script, split_sweep, submit
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.recipe.schema import Recipe
 
 _AT_LEAST_ONE = click.IntRange(min=1)
-_recipe_argument: Callable[[Any], Any] = click.argument("recipe")
 _run_dir_option: Callable[[Any], Any] = click.option(
     "--run-dir",
     required=True,
@@ -48,7 +47,7 @@ def command() -> None:
 
 
 @command.command("slurm", short_help="Write a batch script and submit it.")
-@_recipe_argument
+@recipe_argument
 @overrides_argument
 @_run_dir_option
 @click.option("--nodes", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="N", help="Number of nodes.")
@@ -179,7 +178,7 @@ def _as_planned_here(recipe: Recipe) -> Recipe:
 
 
 @command.command("torchrun", short_help="Start this host's processes with torchrun.")
-@_recipe_argument
+@recipe_argument
 @overrides_argument
 @_run_dir_option
 @click.option("--nodes", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="N", help="Number of hosts.")
@@ -235,7 +234,7 @@ def torchrun(
 
 
 @command.command("kubernetes", short_help="Print a manifest.")
-@_recipe_argument
+@recipe_argument
 @overrides_argument
 @_run_dir_option
 @click.option("--image", required=True, metavar="IMAGE", help="Container image with Python, torch and Paceline.")

@@ -23,6 +23,7 @@ from paceline.cli.options import (
     overrides_argument,
     present_gpus,
     study_processes_option,
+    trust_recipe_option,
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 @click.command("noise-scale", short_help="Say how large a batch still pays, by the noise of the gradients.")
 @click.argument("target", metavar="RECIPE|RUN")
+@trust_recipe_option
 @overrides_argument
 @click.option(
     "--steps", type=click.IntRange(min=2), default=50, show_default=True, help="Batches at each set of weights."

@@ -15,6 +15,7 @@ import click
 
 from paceline.distributed.environment import read_launch
 from paceline.machine import available_cores
+from paceline.references import trusting_code
 from paceline.storage.local_copies import local_path
 
 if TYPE_CHECKING:
@@ -140,9 +141,30 @@ weights_option: Callable[[Any], Any] = click.option(
 best_option: Callable[[Any], Any] = click.option(
     "--best", is_flag=True, help="Use the best checkpoint of a run directory instead of the newest."
 )
-trust_code_option: Callable[[Any], Any] = click.option(
-    "--trust-code", is_flag=True, help="Let the weights' own recipe import code of its own (package.module:factory)."
-)
+
+
+def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # as click calls it
+    context.meta[_TRUST] = value
+    if value:
+        context.with_resource(trusting_code())
+    return value
+
+
+_TRUST = "paceline.trust_code"
+_TRUST_CODE: dict[str, Any] = {
+    "is_flag": True,
+    "callback": _trust,
+    "help": "Let the recipe inside a run or a weights file import code (package.module:factory).",
+}
+trust_code_option: Callable[[Any], Any] = click.option("--trust-code", **_TRUST_CODE)
+# Not among the command's arguments: it is acted on where a recipe is read.
+trust_recipe_option: Callable[[Any], Any] = click.option("--trust-code", expose_value=False, **_TRUST_CODE)
+
+
+def recipe_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument RECIPE, and ``--trust-code`` for one that lies in a run directory."""
+    with_both: Callable[..., Any] = click.argument("recipe")(trust_recipe_option(command))
+    return with_both
 
 
 def _sizes(context: click.Context, _: click.Parameter, value: str | None) -> None:
@@ -309,6 +331,8 @@ def launch(processes: Processes, arguments: Sequence[str], restarts: Restarts | 
     """Start several ranks and return their exit code; None means that one is enough: go on in this process."""
     if processes.count < 2 and restarts is None:
         return None
+    if click.get_current_context().meta.get(_TRUST):
+        arguments = [*arguments, "--trust-code"]
     from paceline.distributed.local_launch import launch_local
 
     sys.stdout.flush()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import FiniteRange, json_option, overrides_argument
+from paceline.cli.options import FiniteRange, json_option, overrides_argument, recipe_argument
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
 from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 from paceline.units import TimeSpan
@@ -30,7 +30,7 @@ def _hours(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 
 
 @click.command("plan", short_help="Choose how many GPUs a training needs for a deadline or a budget.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option("--deadline", callback=_hours, metavar="TIME", help="When training must be over: 8h, 90 minutes.")
 @click.option("--budget", type=FiniteRange(min=0, min_open=True), metavar="DOLLARS", help="What it may cost.")

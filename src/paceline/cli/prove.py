@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, recipe_argument
 from paceline.cli.output import concluded, echo, open_console, print_json
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _NARROWEST = 120
 
 
 @click.command("prove", short_help="Prove that a recipe computes what it says, with your own task, network and data.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option(
     "--processes",

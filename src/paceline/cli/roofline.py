@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import json_option, overrides_argument
+from paceline.cli.options import json_option, overrides_argument, recipe_argument
 from paceline.cli.output import open_console, print_json
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _NARROWEST = 130
 
 
 @click.command("roofline", short_help="Say what holds each layer of a step back on a device: arithmetic or memory.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option(
     "--device",

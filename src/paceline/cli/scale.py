@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import json_option, overrides_argument, refuse_idle
+from paceline.cli.options import json_option, overrides_argument, recipe_argument, refuse_idle
 from paceline.cli.output import echo, print_json, print_table
 from paceline.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 
@@ -32,7 +32,7 @@ def _sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]
 
 
 @click.command("scale", short_help="Predict what more GPUs bring, and measure what can be measured here.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option(
     "--world-sizes",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import LocalPath, json_option, overrides_argument
+from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument
 from paceline.cli.output import concluded, echo, print_json, print_table
 from paceline.units import Duration
 
@@ -50,7 +50,7 @@ def _duration(_: click.Context, __: click.Parameter, value: str | None) -> Durat
 
 
 @click.command("sweep-batch", short_help="Measure steps and samples to a target over batch sizes, and find the knee.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option("--batch-sizes", callback=_sizes, required=True, metavar="N,...", help="Global batch sizes.")
 @click.option("--to", required=True, metavar="METRIC=VALUE", help="Where to get to: top1_accuracy=94.")

@@ -23,6 +23,7 @@ from paceline.cli.options import (
     max_restarts_option,
     overrides_argument,
     present_gpus,
+    recipe_argument,
     until_option,
     until_override,
     usable_gpus,
@@ -31,7 +32,9 @@ from paceline.cli.output import echo, ends_with, print_json, print_pairs, print_
 from paceline.cli.streams import make_optional
 from paceline.errors import PacelineError
 from paceline.loading import loading
-from paceline.recipe.load import LoadedRecipe, load_recipe, named_code, to_tree
+from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
+from paceline.recipe.named_code import named_code
+from paceline.references import trusting_code
 from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ _CLIPS = {
 
 
 @click.command("train", short_help="Train a recipe, or go on with a run.")
-@click.argument("recipe")
+@recipe_argument
 @overrides_argument
 @click.option("--run-dir", type=LocalPath(), help="Run directory (default: a new one under runs/).")
 @changing_processes_option
@@ -92,7 +95,9 @@ def command(
     if not plan_only:
         make_optional(sys.stdout)
     overrides += until_override()
-    loaded = load_recipe(recipe, overrides)
+    # To train a recipe is to run what it names; its plan alone is read as other commands read it.
+    with contextlib.nullcontext() if plan_only else trusting_code():
+        loaded = load_recipe(recipe, overrides)
     if plan_only:
         _show_plan(loaded, processes, run_dir, as_json=as_json)
         return 0

@@ -20,7 +20,8 @@ from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels,
 from paceline.inference.answers import NOT_FINITE, Box, error_in_words
 from paceline.models.detectors import build_detector
 from paceline.models.digest import weights_sha256
-from paceline.recipe.load import refuse_foreign_code, stored_recipe
+from paceline.recipe.load import stored_recipe
+from paceline.recipe.named_code import refuse_foreign_code
 
 _SURE = 0.5
 # Bright ones that follow one another apart on the colour circle, one for each class in turn.

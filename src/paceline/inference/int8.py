@@ -26,7 +26,8 @@ from paceline.data.prefetch import Normalize
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.inference.export_onnx import OnnxSession, session, write_metadata
 from paceline.inference.predict import trained_task
-from paceline.recipe.load import Overrides, refuse_foreign_code, set_by, stored_recipe
+from paceline.recipe.load import Overrides, set_by, stored_recipe
+from paceline.recipe.named_code import refuse_foreign_code
 from paceline.tasks.image_classification import ImageClassification
 
 CALIBRATION_IMAGES = 512

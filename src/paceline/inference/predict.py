@@ -25,7 +25,8 @@ from paceline.inference.labelling import ImageLabeller, Shown, class_names
 from paceline.inference.onnx_predictor import OnnxPredictor
 from paceline.models.build import check_takes
 from paceline.models.digest import weights_sha256
-from paceline.recipe.load import refuse_foreign_code, stored_recipe
+from paceline.recipe.load import stored_recipe
+from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.tasks.averaging import CROPS, shown_for_crops

@@ -20,8 +20,8 @@ from paceline.files import odd_kind
 from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
+from paceline.recipe.named_code import is_stored, refuse_foreign_code
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
@@ -70,13 +70,17 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
         overrides: ``["optimizer.lr=0.1", ...]`` or ``{"optimizer.lr": 0.1, ...}``; None (``null``) takes a key away.
 
     Raises:
-        RecipeError: If anything in it is unknown, ill-typed, or without effect.
+        RecipeError: If anything in it is unknown, ill-typed, or without effect; or if it lies in a run directory and
+            names code to import, outside of :func:`paceline.references.trusting_code`.
     """
     path = _locate(source)
     notices: list[str] = []
-    tree, asked = _with_base(path, notices), _asked(overrides)
+    stored: dict[Path, layers.Tree] = {}
+    tree, asked = _with_base(path, source, notices, stored), _asked(overrides)
     tree = layers.merge(tree, asked, notices)
     recipe = _validate(tree, str(source))
+    for where, foreign in stored.items():
+        refuse_foreign_code(foreign, recipe, str(where), trusted=False)
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(asked), "override")
     # Stored with the run, paths must mean the same from everywhere.
@@ -143,37 +147,6 @@ def refuse_unused_overrides(overrides: Overrides, unused: Mapping[str, str], rec
     """
     origins: dict[str, layers.Origin] = dict.fromkeys(set_by(overrides), "override")
     layers.check_used(recipe, origins, unused)
-
-
-def named_code(recipe: Recipe) -> list[str]:
-    """What a recipe would import: a task, a model or a dataset of the user's own."""
-    return [name for name in (recipe.task, recipe.model.name, recipe.data.dataset) if is_reference(name)]
-
-
-def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool) -> None:
-    """Refuse code that a stored recipe names, unless the user trusts it or has named it again in an override.
-
-    Args:
-        tree: The recipe as it was stored.
-        recipe: The recipe with the user's overrides.
-        where: The file, for the message.
-        trusted: Whether the user has said that the file may name code.
-
-    Raises:
-        RecipeError: Naming the key and what it would import.
-    """
-    named = {
-        "task": (tree.get("task"), recipe.task),
-        "model.name": (tree.get("model", {}).get("name"), recipe.model.name),
-        "data.dataset": (tree.get("data", {}).get("dataset"), recipe.data.dataset),
-    }
-    for key, (stored, used) in named.items():
-        foreign = isinstance(stored, str) and is_reference(stored)
-        if foreign and stored == used and not trusted:
-            raise RecipeError(
-                f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
-                "add --trust-code if you know where it comes from."
-            )
 
 
 def to_tree(recipe: Any) -> dict[str, Any]:
@@ -281,8 +254,11 @@ def _no_file(source: str, beside: Path) -> str:
     )
 
 
-def _with_base(path: Path, notices: list[str]) -> layers.Tree:
+def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[Path, layers.Tree]) -> layers.Tree:
+    """The layers of a file and its base; those that are part of a run are added to ``stored`` as they were read."""
     tree = _read(path)
+    if is_stored(path, source):
+        stored[path] = dict(tree)
     base = tree.pop("base", None)
     layers.check_known(tree, str(path))
     if base is None:
@@ -293,6 +269,8 @@ def _with_base(path: Path, notices: list[str]) -> layers.Tree:
     except RecipeError as error:
         raise RecipeError(f"{path}: base: {error}") from None
     below = _read(base_path)
+    if is_stored(base_path, str(base)):
+        stored[base_path] = below
     if "base" in below:
         raise RecipeError(
             f"{path}: its base '{base}' has a base of its own; one level is the limit, so copy what is needed."

@@ -30,12 +30,12 @@ from paceline.escaping import csv_cell
 from paceline.recipe.compute import resolve_float32_matmul
 from paceline.recipe.load import (
     Overrides,
-    refuse_foreign_code,
     refuse_unused_overrides,
     set_by,
     stored_recipe,
     to_tree,
 )
+from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.plan import (
     DataFacts,
     MachineFacts,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from paceline.recipe.load import named_code
+from paceline.recipe.named_code import named_code
 from paceline.recipe.schema import Recipe
 from paceline.studies.doctor.calls import OURS, TORCH
 from paceline.studies.doctor.findings import Place

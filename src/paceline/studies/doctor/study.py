@@ -12,7 +12,8 @@ from typing import Any
 
 from paceline.distributed.affinity import read_topology
 from paceline.errors import PacelineError
-from paceline.recipe.load import LoadedRecipe, load_recipe, named_code
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.named_code import named_code
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events

@@ -23,7 +23,8 @@ from paceline.data.order import StepGeometry, epoch_order
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
-from paceline.recipe.load import Overrides, refuse_foreign_code
+from paceline.recipe.load import Overrides
+from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.plan import resolve_channels_last, resolve_threads
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe

@@ -51,8 +51,9 @@ def roofline(source: str, overrides: Sequence[str] = (), *, device: str | None =
     Raises:
         PacelineError: If the recipe cannot be planned there, or the network cannot do without numbers.
     """
+    loaded = load_recipe(source, overrides)  # first: a CPU is measured for seconds
     chosen = choose(device)
-    recipe, assumed = with_stand_in_data(load_recipe(source, overrides).recipe)
+    recipe, assumed = with_stand_in_data(loaded.recipe)
     if chosen.name == "cpu":
         recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
     machine = None if chosen.name == "cpu" else machine_with(chosen)

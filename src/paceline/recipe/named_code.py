@@ -1,0 +1,69 @@
+"""Which code does a recipe name, and may it be imported?
+
+A recipe that lies in a run, checkpoint or hub folder, or in a weights file, was written by whoever made that. What it
+names is imported only if the user trusts it; the recipe that a user trains is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecipeError
+from paceline.recipe.schema import Recipe
+from paceline.references import is_code_trusted, is_reference
+
+CODE_KEYS = ("task", "model.name", "data.dataset")
+"""The keys that take ``package.module:name``."""
+
+_RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
+_BESIDE_RECIPE = ("checkpoints", "config.json", "model.safetensors")
+
+
+def named_code(recipe: Recipe) -> list[str]:
+    """The references of a recipe: a task, a model or a dataset of the user's own."""
+    return [name for key in CODE_KEYS if is_reference(name := _used(recipe, key))]
+
+
+def is_stored(path: Path, source: str | Path) -> bool:
+    """Whether a recipe file is part of a run, checkpoint or hub folder, as is one named by its folder."""
+    if path.parent == Path(source):
+        return True
+    beside = _RECORDS + _BESIDE_RECIPE * (path.name == "recipe.yaml")
+    return any((path.parent / name).exists() for name in beside)
+
+
+def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool) -> None:
+    """Refuse code that a stored recipe names, unless the user trusts it or an override names something else.
+
+    Args:
+        tree: The recipe as it was stored.
+        recipe: The recipe with the user's overrides.
+        where: The file, for the message.
+        trusted: Whether the user has said that the file may name code.
+
+    Raises:
+        RecipeError: Naming the key and what it would import.
+    """
+    if trusted or is_code_trusted():
+        return
+    for key in CODE_KEYS:
+        stored = _stored(tree, key)
+        if isinstance(stored, str) and is_reference(stored) and stored == _used(recipe, key):
+            raise RecipeError(
+                f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
+                "add --trust-code if you know where it comes from."
+            )
+
+
+def _used(recipe: Recipe, key: str) -> str:
+    section, _, name = key.rpartition(".")
+    used: str = getattr(getattr(recipe, section) if section else recipe, name)
+    return used
+
+
+def _stored(tree: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    inner = tree.get(section) if section else tree
+    return inner.get(name) if isinstance(inner, Mapping) else None

@@ -1,0 +1,175 @@
+"""No command imports what a downloaded run or weights file names; only `train` runs the recipe it is given."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from paceline.cli.main import COMMANDS
+from paceline.recipe.named_code import CODE_KEYS
+
+MODULE = """
+from pathlib import Path
+from torch import nn
+Path("ran").touch()
+
+def make(*arguments, num_classes, in_channels):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * in_channels, num_classes))
+"""
+# What stands for a run, a recipe, or weights among the arguments of commands; those with none of these open none.
+TAKES_RUN = {"recipe", "target", "targets", "source", "run", "runs", "a", "b"}
+TAKES_NONE = {"overrides", "sources", "destination", "pattern", "name", "arguments", "action", "shell", "number"}
+TAKES_NONE |= {"folder", "file"}  # of labs, whose notebooks are one's own
+REQUIRED = {
+    "--batch-sizes": "32",
+    "--to": "top1_accuracy=90",
+    "--world-sizes": "1,2",
+    "--format": "safetensors",
+    "--output": "written.safetensors",
+    "--run-dir": "new",
+    "--image": "python",
+    "--volume-claim": "claim",
+    "--mount": "/",
+    "--deadline": "8h",
+}
+MORE = {
+    "plan": ("--deadline", "8h"),
+    "train": ("--plan-only",),
+    "predict": ("picture.png",),
+    "serve": ("--host", "256.256.256.256"),  # what it may open it opens, and ends before it listens
+}
+
+
+def _leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    if not isinstance(command, click.Group):
+        yield words, command
+        return
+    for name, each in command.commands.items():
+        yield from _leaves(each, *words, name)
+
+
+def _commands() -> list[tuple[tuple[str, ...], click.Command]]:
+    modules = {name: importlib.import_module(f"paceline.cli.{name.replace('-', '_')}") for name in COMMANDS}
+    return [leaf for name, module in modules.items() for leaf in _leaves(module.command, name)]
+
+
+def _takes_run(command: click.Command) -> bool:
+    names = {each.name for each in command.params if isinstance(each, click.Argument)}
+    assert names <= TAKES_RUN | TAKES_NONE, f"say what {names} of {command.name} are"
+    return bool(names & TAKES_RUN)
+
+
+OPENING = [(words, command) for words, command in _commands() if _takes_run(command)]
+OPENING += [((*words, "--inference"), command) for words, command in OPENING if words == ("bench", "recipe")]
+
+
+def _words(words: tuple[str, ...], command: click.Command, target: str) -> list[str]:
+    filled = [*words]
+    for each in command.params:
+        if isinstance(each, click.Argument):
+            filled += [target] if each.name in TAKES_RUN else []
+        elif each.required:
+            filled += [each.opts[0]] if getattr(each, "is_flag", False) else [each.opts[0], REQUIRED[each.opts[0]]]
+    return [*filled, *MORE.get(words[-1], ())]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a module that leaves a mark when it is imported, and no trace of it afterwards."""
+    (tmp_path / "naming.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("naming", None)
+
+
+def _downloaded(here: Path, finished: Path, key: str) -> None:
+    """A run, and a weights file, whose recipe names code under a key."""
+    section, _, name = key.rpartition(".")
+
+    def altered(recipe: dict[str, Any]) -> dict[str, Any]:
+        at = recipe[section] if section else recipe
+        at[name] = "naming:make"
+        recipe["model"].pop("options", None)
+        return recipe
+
+    shutil.copytree(finished, here / "run")
+    recipe = here / "run" / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(altered(yaml.safe_load(recipe.read_text()))))
+    weights = max((here / "run" / "checkpoints").glob("step-*")) / "model.safetensors"
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    metadata["recipe"] = json.dumps(altered(json.loads(metadata["recipe"])))
+    save_file(load_file(weights), here / "weights.safetensors", metadata)
+
+
+@pytest.mark.parametrize("key", CODE_KEYS)
+def test_no_command_imports_what_a_run_names(
+    paceline_here: Callable[..., Any], here: Path, finished: Path, key: str
+) -> None:
+    _downloaded(here, finished, key)
+    Image.new("L", (8, 8)).save(here / "picture.png")
+    refused = set()
+    for words, command in OPENING:
+        for each in ("run", "run/recipe.yaml", "weights.safetensors"):
+            target = each
+            if words[0] == "landscape" or words[-1] == "--inference":
+                target = "weights.safetensors"  # of a run they measure for long
+            (here / "written.safetensors").unlink(missing_ok=True)
+            done = paceline_here(*_words(words, command, target))
+            assert not (here / "ran").exists(), (words, target)
+            assert "Traceback" not in done.err, (words, target, done.err)
+            if "--trust-code" in done.err and f"{key}=naming:make" in done.err:
+                assert done.code == 2
+                refused.add((words[0], target))
+    recipes = {"train", "launch", "estimate", "find-lr", "find-batch", "doctor", "roofline", "bench", "noise-scale"}
+    recipes |= {"sweep-batch", "scale", "plan", "check-data", "prove", "drill"}
+    assert {(name, each) for name in recipes for each in ("run", "run/recipe.yaml")} <= refused
+    # To answer, the data are not opened, nor is the task that made the samples where the network is only timed.
+    weights = {"evaluate", "landscape"} | ({"predict", "bench"} if key != "data.dataset" else set())
+    assert {(name, "weights.safetensors") for name in weights} <= refused
+
+
+@pytest.mark.parametrize("where", ["folder", "base", "checkpoint"])
+def test_wherever_the_recipe_lies(paceline_here: Callable[..., Any], here: Path, where: str) -> None:
+    """A folder with nothing but a recipe, a run that one's own recipe is based on, a recipe inside a checkpoint."""
+    folder = here / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("model: {name: 'naming:make'}\ndata: {dataset: digits}\n")
+    (here / "mine.yaml").write_text("base: run\ntrain: {duration: 1 steps}\n")
+    if where == "checkpoint":
+        (folder / "manifest.json").touch()
+        (folder / "recipe.yaml").rename(folder / "other.yaml")
+    source = {"folder": "run", "base": "mine.yaml", "checkpoint": "run/other.yaml"}[where]
+    done = paceline_here("estimate", source)
+    assert (done.code, "model.name=naming:make" in done.err) == (2, True)
+    assert not (here / "ran").exists()
+    # What an override names is the user's own.
+    assert paceline_here("train", source, "--plan-only", "model.name=small_resnet").code == 0
+
+
+def test_code_that_is_trusted_or_trained_is_run(
+    paceline_here: Callable[..., Any], here: Path, tiny: tuple[str, ...]
+) -> None:
+    (here / "mine.yaml").write_text("model: {name: 'naming:make'}\ndata: {dataset: digits}\n")
+    overrides = [each for each in tiny if not each.startswith("model")]
+    assert paceline_here("train", "mine.yaml", "--plan-only").code == 0  # one's own
+    assert paceline_here("train", "mine.yaml", *overrides, "--run-dir", "run").code == 0
+    assert paceline_here("train", "run", "--plan-only").code == 2
+    assert paceline_here("train", "run", "--plan-only", "--trust-code").code == 0
+    assert paceline_here("train", "run", "--plan-only").code == 2  # trusted once
+    for _ in range(2):  # a run repeated from its record, and resumed by the same command
+        done = paceline_here("train", "run/recipe.yaml", "--run-dir", "again")
+        assert done.code == 0, done.err
+    assert "complete" in done.out
