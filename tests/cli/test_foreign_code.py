@@ -173,3 +173,41 @@ def test_code_that_is_trusted_or_trained_is_run(
         done = paceline_here("train", "run/recipe.yaml", "--run-dir", "again")
         assert done.code == 0, done.err
     assert "complete" in done.out
+
+
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        ("resnet18", "checkpoint_path"),
+        ("resnet18", "pretrained_cfg"),
+        ("resnet18", "pretrained_cfg_overlay"),
+        ("resnet18", "cache_dir"),
+        ("torchvision:resnet18", "weights"),
+        ("torchvision:fasterrcnn_resnet50_fpn", "weights_backbone"),
+        ("transformers:gpt2", "attn_implementation"),
+    ],
+)
+def test_options_that_open_files_are_refused(
+    paceline_here: Callable[..., Any], here: Path, finished: Path, model: str, option: str
+) -> None:
+    """Of a weights file, of a run, and of one's own: nothing is looked for, and the way to do it is named."""
+    path = here / "evil.pth"  # which is not there
+    _downloaded(here, finished, "model.name")
+    weights = here / "weights.safetensors"
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    recipe = json.loads(metadata["recipe"])
+    recipe["model"] |= {"name": model, "options": {option: str(path)}}
+    save_file(load_file(weights), weights, {**metadata, "recipe": json.dumps(recipe)})
+    (here / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    Image.new("L", (8, 8)).save(here / "picture.png")
+    for words in (
+        ("predict", weights, "picture.png"),
+        ("evaluate", weights, "--trust-code"),
+        ("estimate", "run"),
+        ("train", "digits", f"model.name={model}", f"model.options.{option}={path}", "--plan-only"),
+    ):
+        done = paceline_here(*words)
+        assert done.code == 2, words
+        assert option in done.err
+        assert "model.initialize_from" in done.err

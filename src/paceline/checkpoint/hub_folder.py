@@ -17,6 +17,7 @@ from typing import Any
 from paceline.checkpoint.durable import reporting_disk_errors
 from paceline.checkpoint.tensor_file import read_header, read_regular_file
 from paceline.errors import CheckpointError
+from paceline.recipe.model import OPENING_OPTIONS
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -33,8 +34,7 @@ _MEAN, _STD, _CROP = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.875
 _SIZES = ("num_classes", "in_chans")
 # Of timm.create_model itself, not of a network: they open other files, or say once more what the folder says.
 _NOT_OPTIONS = frozenset(
-    {"model_name", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}
-    | {"cache_dir", "scriptable", "exportable", "no_jit", "features_only", "out_indices"}
+    {"model_name", "scriptable", "exportable", "no_jit", "features_only", "out_indices"} | OPENING_OPTIONS
 )
 # More than any published network has; beyond it the weights themselves must have as many.
 _MANY_CLASSES = 100_000

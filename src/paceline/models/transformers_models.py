@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.recipe.model import Model
+from paceline.recipe.model import OPENING_OPTIONS, Model
 
 PREFIX = "transformers:"
 Objective = Literal["causal", "masked"]
@@ -39,7 +39,7 @@ _TINY = {
     "rotary_dim": 8,
 }
 # Of a folder's description, what would be code, or belongs to the files it came with.
-_NOT_TAKEN = ("auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "model_type")
+_NOT_TAKEN = frozenset({"architectures", "transformers_version", "torch_dtype", "dtype", "model_type"})
 # Keys by which architectures say how far a token of some of their layers looks.
 _WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attention_window", "window_size")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -185,7 +185,7 @@ def _described(model: Model) -> tuple[str, dict[str, Any]]:
         ) from error
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
         raise ModelError(f"model.name={model.name}: {folder / 'config.json'} names no model_type.")
-    held = {key: value for key, value in tree.items() if key not in _NOT_TAKEN}
+    held = {key: value for key, value in tree.items() if key not in _NOT_TAKEN | OPENING_OPTIONS}
     return tree["model_type"], held | dict(model.options)
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.adapters import Adapters
 from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, LocalPath, Off, Options, PositiveInt, Switch
+from paceline.references import is_reference
+
+OPENING_OPTIONS = frozenset(
+    # timm's, torchvision's, Transformers'
+    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path", "cache_dir"}
+    | {"weights", "weights_backbone", "pretrained_backbone"}
+    | {"auto_map", "_name_or_path", "name_or_path", "quantization_config"}
+    | {f"{start}{what}_implementation" for start in ("", "_") for what in ("attn", "experts")}
+)
+"""Arguments of the libraries' factories that open or fetch other files, some of which could run code."""
 
 # What it was before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if value is True else value)
@@ -60,4 +70,14 @@ class Model:
     compile_backend: Annotated[str, Applies("compile", (True,))] = "inductor"
     """`inductor`, or another back-end that torch knows: `aot_eager` tells a fault of inductor's from one of tracing."""
     options: Annotated[Options, Belongs("name")] = Field(default_factory=dict)
-    """Keyword arguments for the network's factory, e.g. `drop_rate`."""
+    """Keyword arguments for the network's factory, e.g. `drop_rate`; none that open other files."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        opening = sorted(OPENING_OPTIONS & self.options.keys())
+        if opening and not is_reference(self.name):
+            raise ValueError(
+                f"found options.{opening[0]}, which makes the factory open other files, but weights come from "
+                "model.initialize_from or model.pretrained alone"
+            )
+        return self
