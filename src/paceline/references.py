@@ -41,7 +41,7 @@ def is_reference(name: str) -> bool:
 
 
 def load_reference(reference: str, error: type[PacelineError]) -> Any:
-    """Import and return the object; modules of the current directory are found too.
+    """Import and return the object; modules of the current directory are found too, after the installed ones.
 
     Raises:
         PacelineError: As ``error``, if the module or the attribute does not exist.
@@ -49,7 +49,7 @@ def load_reference(reference: str, error: type[PacelineError]) -> Any:
     module_name, _, attribute = reference.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # after the libraries, which a file of the same name must not replace
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
@@ -59,6 +59,12 @@ def load_reference(reference: str, error: type[PacelineError]) -> Any:
             f"'{reference}': there is no module '{missing.name}'; it must be importable or lie in {here}."
         ) from None
     if not hasattr(module, attribute):
+        hidden = Path(here, *module_name.split(".")).with_suffix(".py")
+        if hidden.is_file() and not hidden.samefile(getattr(module, "__file__", None) or sys.executable):
+            raise error(
+                f"'{reference}': another module '{module_name}' comes before {hidden}; rename that file, and give its "
+                "new name."
+            )
         raise error(
             f"'{reference}': module '{module_name}' has no '{attribute}'.{did_you_mean(attribute, dir(module))}"
         )

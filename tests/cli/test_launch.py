@@ -106,7 +106,7 @@ def test_the_command_of_several_hosts(paceline_here: Call) -> None:
     words = ("--run-dir", "r", "--nodes", "2", "--processes-per-node", "4", "--rdzv-endpoint", "host1:29500")
     done = paceline_here("launch", "torchrun", "digits", *words, "--python", "python", "--dry-run")
     assert done.out == (
-        "python -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d "
+        "python -P -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d "
         "--rdzv-endpoint=host1:29500 -m paceline train digits --run-dir r\n"
     )
 

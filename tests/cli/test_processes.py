@@ -97,3 +97,20 @@ def test_a_rank_among_several_shows_the_plan_of_their_world_once(
         assert done.code == 0
         assert shown in done.out
         assert bool(done.out) == bool(shown)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_modules_of_the_current_directory_come_after_the_libraries(
+    paceline: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], count: int
+) -> None:
+    """A user's `random.py` is nobody's module, and his factory of another name is found, in one process and in ranks."""
+    for name in ("random", "yaml", "numpy", "click", "typing"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file in the current directory was run')\n")
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\n\ndef net(num_classes, in_channels):\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * in_channels, num_classes))\n"
+    )
+    overrides = [each for each in tiny if not each.startswith("model")]
+    words = ("train", "digits", "model.name=mine:net", *overrides, "--run-dir", "run", "--processes", count)
+    done = paceline(*words, interpreter=("-P",))
+    assert done.code == 0, done.err

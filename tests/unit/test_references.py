@@ -82,3 +82,11 @@ def test_what_a_module_itself_lacks_is_not_blamed_on_the_reference(here: Path) -
     (here / "needy_of_this_test.py").write_text("import not_installed_anywhere\n")
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         load_reference("needy_of_this_test:x", ModelError)
+
+
+def test_a_file_named_like_an_installed_module_is_told_of(here: Path) -> None:
+    """The installed one is taken, whatever lies in the current directory, and the user learns why his is not."""
+    (here / "colorsys.py").write_text("answer = 44\n")
+    assert load_reference("colorsys:rgb_to_hls", ModelError)
+    with pytest.raises(ModelError, match=r"colorsys\.py; rename"):
+        load_reference("colorsys:answer", ModelError)

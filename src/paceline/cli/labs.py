@@ -96,7 +96,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
     echo(f"Lab {lab.number}, {lab.title}: {notebook}")
     echo(f"Check your exercises: paceline labs check {lab.number} {notebook}")
     if can_open_jupyter() and not no_open and sys.stdout.isatty():
-        return subprocess.call([sys.executable, "-m", "jupyterlab", str(notebook)])
+        return subprocess.call([sys.executable, "-P", "-m", "jupyterlab", str(notebook)])
     echo(f"Open it: jupyter lab {notebook}")
     return 0
 

@@ -173,7 +173,7 @@ def _pod(workload: Workload, command: Sequence[str]) -> dict[str, Any]:
 
 def _train_alone(workload: Workload) -> list[str]:
     # Without torchrun the exit code says whether the run is complete.
-    return ["python", "-m", "paceline", *workload.arguments, "--processes", str(workload.processes_per_node)]
+    return ["python", "-P", "-m", "paceline", *workload.arguments, "--processes", str(workload.processes_per_node)]
 
 
 def _torchrun(workload: Workload, first: str) -> list[str]:

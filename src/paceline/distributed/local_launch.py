@@ -177,7 +177,9 @@ def _start(
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
     # A session of its own: a signal to the terminal's group reaches a rank once, through the launcher.
-    return subprocess.Popen([sys.executable, "-m", "paceline", *arguments], env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "paceline", *arguments], env=environment, start_new_session=True
+    )
 
 
 def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> dict[str, str]:

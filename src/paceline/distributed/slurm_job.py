@@ -167,7 +167,7 @@ def job_script(job: Job) -> str:
         setup=f"{{\n{job.setup}\n}} || exit 1" if job.setup.strip() else "",
         threads=_threads(job.shape),
         runs=_runs(job),
-        task=shlex.join([*_srun(job.shape), job.python, "-m", "paceline", *job.arguments]),
+        task=shlex.join([*_srun(job.shape), job.python, "-P", "-m", "paceline", *job.arguments]),
     )
 
 

@@ -32,4 +32,4 @@ def torchrun_command(
         raise LaunchError(f"--rdzv-endpoint {endpoint} is not HOST:PORT; for example host1:29500.")
     meeting = ["--standalone"] if endpoint is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     size = [f"--nnodes={nodes}", f"--nproc-per-node={processes_per_node}", f"--max-restarts={restarts}"]
-    return [python, "-m", "torch.distributed.run", *size, *meeting, "-m", "paceline", *arguments]
+    return [python, "-P", "-m", "torch.distributed.run", *size, *meeting, "-m", "paceline", *arguments]

@@ -59,7 +59,7 @@ def run_apart(module: str, arguments: Sequence[str], folder: Path, *, seconds: f
     log = folder / "complaints"
     with log.open("wb") as complaints:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-P", "-m", module, *arguments],
             cwd=folder / "work",
             env=_environment(folder) | marked_environment(mark),
             stdin=subprocess.DEVNULL,

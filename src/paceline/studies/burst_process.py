@@ -278,7 +278,7 @@ def main(words: list[str]) -> int:
 
 def command_line(orders: Orders) -> list[str]:
     """How to start a process with these orders."""
-    return [sys.executable, "-m", "paceline.studies.burst_process", json.dumps(asdict(orders))]
+    return [sys.executable, "-P", "-m", "paceline.studies.burst_process", json.dumps(asdict(orders))]
 
 
 if __name__ == "__main__":

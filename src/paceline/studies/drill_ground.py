@@ -249,7 +249,7 @@ def _records(events: Path, kind: str) -> list[dict[str, Any]]:
 
 def audit_objections(run_dir: Path) -> list[str]:
     """The audit's objections; by its command, as a user would ask for it."""
-    command = [sys.executable, "-m", "paceline", "audit", str(run_dir), "--json"]
+    command = [sys.executable, "-P", "-m", "paceline", "audit", str(run_dir), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1) or not done.stdout:
         return [f"audit: {done.stderr.strip()}"]

@@ -68,7 +68,7 @@ class Launch:
         try:
             with self._out.open("wb") as out, self._err.open("wb") as err:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "paceline", *arguments],
+                    [sys.executable, "-P", "-m", "paceline", *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,

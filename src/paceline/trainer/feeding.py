@@ -98,7 +98,14 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", _overrides(plan))), encoding="utf-8")
-        command = [sys.executable, "-m", "paceline.trainer.feeding", str(path), str(min(available_cores(), _MOST))]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "paceline.trainer.feeding",
+            str(path),
+            str(min(available_cores(), _MOST)),
+        ]
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:

@@ -72,7 +72,7 @@ def test_what_is_asked_for_is_in_the_options() -> None:
         "--mem=64G",
         '"--comment=two words"',
     } <= set(options(script))
-    assert "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=12 /opt/python -m paceline train digits" in script
+    assert "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=12 /opt/python -P -m paceline train digits" in script
     assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"' in script
 
 

@@ -84,7 +84,7 @@ class Host:
         }
         environment.pop("PYTHONUNBUFFERED", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.labs.grading.host"],
+            [sys.executable, "-P", "-m", "paceline.labs.grading.host"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

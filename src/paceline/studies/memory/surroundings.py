@@ -45,7 +45,7 @@ def outside(device_type: str, processes: int) -> int:
 
 @cache
 def _of_a_new_process() -> int:
-    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
+    asked = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
     return int(asked.stdout) if asked.returncode == 0 else _USUAL
 
 

@@ -78,7 +78,7 @@ def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
         LaunchError: If they could not be started or did not find one another.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-link-") as folder:
-        words = [sys.executable, "-m", "paceline.studies.scaling.link_probe", folder, str(processes), str(size)]
+        words = [sys.executable, "-P", "-m", "paceline.studies.scaling.link_probe", folder, str(processes), str(size)]
         members = [
             subprocess.Popen([*words, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for rank in range(processes)
