@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -103,7 +104,7 @@ def test_a_rank_among_several_shows_the_plan_of_their_world_once(
 def test_modules_of_the_current_directory_come_after_the_libraries(
     paceline: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], count: int
 ) -> None:
-    """A user's `random.py` is nobody's module, and his factory of another name is found, in one process and in ranks."""
+    """A `random.py` there is nobody's module, and a factory of another name is found, in one process and in ranks."""
     for name in ("random", "yaml", "numpy", "click", "typing"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the file in the current directory was run')\n")
     (tmp_path / "mine.py").write_text(
