@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,62 @@ def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Callable[..., An
     done = paceline_here("train", "r.yaml", "--plan-only")
     assert (done.code, "Traceback" in done.err) == (2, False)
     assert "r.yaml" in done.err
+
+
+def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(
+    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], write_images: Callable[..., Path]
+) -> None:
+    for name in ("cat", "dog"):
+        write_images(tmp_path / "photos" / name, 8)
+        (tmp_path / "photos" / name / "Thumbs.db").touch()
+    (tmp_path / "photos" / os.fsdecode(b"caf\xe9.md")).touch()
+    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
+        for path in sorted(tmp_path.glob("photos/*/*.png")):
+            key = f"{path.parent.name}-{path.stem}"
+            archive.add(path, f"{key}.png")
+            archive.add(path, f"{key}.5_cm.png")
+            archive.add(__file__, f"{key}.py")
+            (tmp_path / "label").write_text(path.parent.name, encoding="utf-8-sig")
+            archive.add(tmp_path / "label", f"{key}.cls")
+    folder = "files beside class folders: 1 left out ('caf\\udce9.md')"
+    tar = "images with a dot in their names"
+    for source, kind, expected in (("photos", "image_folder", folder), ("photos.tar", "webdataset", tar)):
+        recipe = ("image_folder", *tiny, "model.name=small_resnet", f"data.dataset={kind}", f"data.path={source}")
+        recipe = (*recipe, "data.image_size=8", "batch.global_size=4", "train.duration=1 steps")
+        answer = json.loads(paceline_here("train", *recipe, "--plan-only", "--json").out)
+        assert answer["plan"]["data"]["classes"] == 2
+        assert expected in answer["plan"]["left_out"][0]
+        assert set(answer["plan"]["left_out"]) <= set(answer["notices"])
+        assert f"note: {expected}" in paceline_here("train", *recipe, "--plan-only").out
+        started = paceline_here("train", *recipe, "--run-dir", f"run-{kind}")
+        assert started.code == 0, started.err
+        assert expected in started.out + started.err
+        assert paceline_here("train", *recipe, "--run-dir", f"run-{kind}").code == 0
+        checked = paceline_here("check-data", source, "--json")
+        findings = {each["kind"]: each for each in json.loads(checked.out)["findings"]}
+        names = [entry["name"] for entry in findings["unread"]["entries"]]
+        assert any(expected in name or "caf\\udce9.md" in ascii(name) for name in names), names
+
+
+def test_names_that_are_no_text_are_packed_and_answered(
+    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], write_images: Callable[..., Path]
+) -> None:
+    latin = os.fsdecode(b"caf\xe9")
+    for name in ("cat", latin):
+        photos = write_images(tmp_path / "photos" / name, 4)
+        (photos / "1.png").rename(photos / f"{latin}.png")
+    recipe = ("image_folder", *tiny, "model.name=small_resnet", "data.image_size=8", "batch.global_size=4")
+    recipe = (*recipe, "train.duration=1 steps", "data.split_file=split.txt")
+    for source, kind in (("photos", "image_folder"), ("packed", "packed")):
+        if kind == "packed":
+            assert paceline_here("pack", "photos", "packed").code == 0
+        (tmp_path / "split.txt").unlink(missing_ok=True)
+        run = (*recipe, f"data.dataset={kind}", f"data.path={source}", "--run-dir", f"run-{kind}")
+        done = paceline_here("train", *run)
+        assert done.code == 0, done.err
+        assert paceline_here("evaluate", f"run-{kind}", "--predictions", f"{kind}.csv").code == 0
+        assert paceline_here("audit", f"run-{kind}").code == 0
+        for ending in ("csv", "jsonl", "parquet"):
+            answered = paceline_here("predict", f"run-{kind}", "photos", "--output", f"{kind}.{ending}.{ending}")
+            assert answered.code == 0, answered.err
+        assert "caf\\udce9/caf\\udce9.png" in (tmp_path / f"{kind}.csv.csv").read_text(encoding="utf-8")
