@@ -194,17 +194,18 @@ def _split_folders(root: Path, problems: Problems) -> tuple[Path, Path | None]:
     if "train" not in names:
         if held_out is not None:
             problems.add(
-                f"{str(root)!r} has {held_out!r} but no 'train'",
-                f": put the training images into train/CLASS/, or, if {held_out!r} is a class, rename it",
+                "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
+                *map(repr, (str(root), held_out, held_out)),
             )
             return root / held_out, None
         return root, None
     for name in names:
         if name not in ("train", *_HELD_OUT):
             problems.add(
-                f"{str(root)!r} has {name!r} beside 'train'",
-                ", which would not be read: held-out images belong in 'val' or 'test', classes in 'train'; rename or "
-                "move the folder",
+                "{1} has {0} beside 'train', which would not be read: held-out images belong in 'val' or 'test', "
+                "classes in 'train'; rename or move the folder.",
+                repr(name),
+                repr(str(root)),
             )
     return root / "train", None if held_out is None else root / held_out
 
@@ -222,8 +223,10 @@ def _require_same_classes(
     ]
     if lacking:
         problems.add(
+            "{}, but {}/ and {}/ must hold the same classes: add or rename the class folders.",
             " and ".join(lacking),
-            f", but {train.name}/ and {held_out.name}/ must hold the same classes: add or rename the class folders",
+            train.name,
+            held_out.name,
         )
 
 

@@ -45,12 +45,12 @@ class Problems:
 
     def __init__(self) -> None:
         self.count = 0
-        self._found: dict[str, list[str]] = {}
+        self._found: dict[str, list[tuple[str, ...]]] = {}
 
-    def add(self, what: str, rule: str) -> None:
-        """Take one: what was found, and the rest of the sentence, which is the same for all of its kind."""
+    def add(self, sentence: str, what: str, *more: str) -> None:
+        """Take one: a sentence, the same for all of its kind, what it is about, and what else is filled in."""
         self.count += 1
-        self._found.setdefault(rule, []).append(what)
+        self._found.setdefault(sentence, []).append((what, *more))
 
     def tell(self, fault: Fault | None) -> None:
         """Tell ``fault`` of each, in a sentence; without one, refuse them all in one message.
@@ -59,18 +59,19 @@ class Problems:
             DataError: With the first of each kind, how many more there are, and some of these.
         """
         if fault is not None:
-            for rule, found in self._found.items():
-                for what in found:
-                    fault(f"{what}{rule}.")
+            for sentence, found in self._found.items():
+                for filled in found:
+                    fault(sentence.format(*filled))
         elif self._found:
             raise DataError(" ".join(starmap(_all_of_a_kind, self._found.items())))
 
 
-def _all_of_a_kind(rule: str, found: Sequence[str]) -> str:
+def _all_of_a_kind(sentence: str, found: Sequence[tuple[str, ...]]) -> str:
+    first = sentence.format(*found[0])
     if len(found) == 1:
-        return f"{found[0]}{rule}."
-    named = ", ".join(found[1 : 1 + _NAMED]) + ", …" * (len(found) > 1 + _NAMED)
-    return f"{found[0]}{rule} (and {len(found) - 1:,} more: {named})."
+        return first
+    named = ", ".join(what for what, *_ in found[1 : 1 + _NAMED]) + ", …" * (len(found) > 1 + _NAMED)
+    return f"{first.removesuffix('.')} (and {len(found) - 1:,} more: {named})."
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,17 @@ def _list_classes(
     classes = sorted(entry.name for entry in visible(folder) if is_folder(entry))
     if not classes:
         problems.add(
-            f"{str(folder)!r} has no folders in it, but images are expected as {folder.name}/CLASS/*",
-            ": make one folder per class, or correct data.path",
+            "{} has no folders in it, but images are expected as {}/CLASS/*: make one folder per class, or correct "
+            "data.path.",
+            repr(str(folder)),
+            folder.name,
         )
     if len(classes) == 1:
         problems.add(
-            f"{str(folder)!r} has one class folder, {classes[0]!r}",
-            ", but a classifier needs at least two: add the other classes, or point data.path at the folder that holds "
-            "them all",
+            "{} has one class folder, {}, but a classifier needs at least two: add the other classes, or point "
+            "data.path at the folder that holds them all.",
+            repr(str(folder)),
+            repr(classes[0]),
         )
     prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
     names: list[bytes] = []
@@ -218,27 +222,30 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     try:
         entries = sorted(visible(folder), key=attrgetter("name"))
     except DataError as error:
-        problems.add(str(error).removesuffix("."), "")
+        problems.add("{}", str(error))
         return []
     for entry in entries:
         if is_folder(entry):
             problems.add(
+                "{} is a folder inside a class folder, where only images are read: move its images up into the class "
+                "folder, or the folder away.",
                 repr(entry.path),
-                " is a folder inside a class folder, where only images are read: move its images up into the class "
-                "folder, or the folder away",
             )
         elif not has_ending(entry.name, EXTENSIONS):
             problems.add(
+                "{} is not an image by its extension (read are {}): remove or convert it.",
                 repr(entry.path),
-                f" is not an image by its extension (read are {', '.join(EXTENSIONS)}): remove or convert it",
+                ", ".join(EXTENSIONS),
             )
         elif (size := _size(entry)) is None:
-            rule = " is neither a file nor a link to one, and reading it may wait for ever: remove it"
-            problems.add(repr(entry.path), rule)
+            problems.add(
+                "{} is neither a file nor a link to one, and reading it may wait for ever: remove it.",
+                repr(entry.path),
+            )
         else:
             files.append((entry.name, size))
     if not entries:
-        problems.add(f"The class folder {str(folder)!r}", " is empty: put its images there, or remove the folder")
+        problems.add("The class folder {} is empty: put its images there, or remove the folder.", repr(str(folder)))
     return files
 
 

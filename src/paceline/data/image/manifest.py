@@ -186,20 +186,24 @@ def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
         path = rows.paths[row]
         whole = os.path.normpath(os.path.join(rows.root, path))
         if not path:
-            problems.add(rows.where(row), " names no image: give its path, or remove the line")
+            problems.add("{} names no image: give its path, or remove the line.", rows.where(row))
         elif _ADDRESS.match(path):
             # Not repeated: an address may hold a password.
             problems.add(
+                "{} names an address, and a table names files: copy the images here, and give paths from the table on.",
                 rows.where(row),
-                " names an address, and a table names files: copy the images here, and give paths from the table on",
             )
         elif whole in seen:
-            also = f"which {rows.where(seen[whole])} names too{_otherwise(rows, seen[whole], row)}"
-            problems.add(f"{rows.where(row)} names {path!r}, {also}", ": keep one of them")
+            where, otherwise = rows.where(seen[whole]), _otherwise(rows, seen[whole], row)
+            sentence = "{} names {}, which {} names too{}: keep one of them."
+            problems.add(sentence, rows.where(row), repr(path), where, otherwise)
         elif (size := _size(whole)) is None:
-            kind = odd_kind(whole)
-            what = f"{whole!r} is {kind}" if kind else f"there is no file {whole!r}"
-            problems.add(f"{rows.where(row)} names {path!r}, but {what}", ": correct it, or remove the line")
+            if kind := odd_kind(whole):
+                sentence = "{} names {}, which is {}: correct it, or remove the line."
+                problems.add(sentence, rows.where(row), repr(path), kind)
+            else:
+                sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
+                problems.add(sentence, rows.where(row), repr(path), repr(whole))
         else:
             seen[whole] = row
             sizes[row] = size
