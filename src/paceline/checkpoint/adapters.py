@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+# Beside a layer whose weight is [in, out].
+_TRANSPOSED = ".lora_transposed"
 
 
 def adapter_scale(recipe: Mapping[str, Any]) -> float | None:
@@ -31,7 +33,7 @@ def without_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Ten
     """
     merged = {}
     for name, tensor in state.items():
-        if name.endswith((_DOWN, _UP)):
+        if name.endswith((_DOWN, _UP, _TRANSPOSED)):
             continue
         layer, is_base, own = name.rpartition(_BASE)
         down, up = state.get(f"{layer}{_DOWN}"), state.get(f"{layer}{_UP}")
@@ -40,5 +42,6 @@ def without_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Ten
             continue
         # A: [rank, in, ...], B: [out, rank] or [out, rank, 1, 1]; together shaped as the weight.
         change = torch.tensordot(up.flatten(1).float(), down.float(), dims=1) * scale
+        change = change.T if f"{layer}{_TRANSPOSED}" in state else change
         merged[f"{layer}.weight"] = (tensor.float() + change).to(tensor.dtype)
     return merged

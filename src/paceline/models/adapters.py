@@ -8,9 +8,13 @@ imported where it is used.
 from __future__ import annotations
 
 import fnmatch
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.errors import ModelError
@@ -41,17 +45,29 @@ def add_adapters(network: nn.Module, adapters: Adapters) -> None:
         bias="none",
     )
     learning = [each for each in network.parameters() if each.requires_grad]
+    transposed = [name for name in config.target_modules if _is_transposed(network.get_submodule(name))]
     try:
-        inject_adapter_in_model(config, network)
+        with warnings.catch_warnings():
+            # It finds these layers by itself, and says so of each.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            inject_adapter_in_model(config, network)
     except (ValueError, NotImplementedError) as error:  # peft's, for layers that it does not know
         raise ModelError(f"model.adapters: peft cannot put them into this network ({error}).") from error
+    for name in transposed:  # so that saved weights tell how they are merged
+        network.get_submodule(name).register_buffer("lora_transposed", torch.ones((), dtype=torch.int64))
     for parameter in learning:  # what is frozen is decided in one place, and peft has frozen everything
         parameter.requires_grad = True
 
 
 def trained_beside(network: nn.Module) -> tuple[str, ...]:
-    """What of a network with adapters stays as it is, as patterns of ``model.frozen``."""
-    return ("*", "!*.lora_A.*", "!*.lora_B.*", f"!{classifier_name(network)}.*")
+    """What of a network with adapters stays as it is, as patterns of ``model.frozen``.
+
+    A weight that the classifier shares, with the token vectors say, stays too.
+    """
+    head = f"{classifier_name(network)}."
+    uses = Counter(id(each) for _, each in network.named_parameters(remove_duplicate=False))
+    own = [f"!{name}" for name, each in network.named_parameters() if name.startswith(head) and uses[id(each)] == 1]
+    return ("*", "!*.lora_A.*", "!*.lora_B.*", *own)
 
 
 def classifier_name(network: nn.Module) -> str:
@@ -68,6 +84,12 @@ def classifier_name(network: nn.Module) -> str:
     return str(names[-1])
 
 
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is [in, out]: GPT-2's, as Transformers has it."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and isinstance(module, library.Conv1D)
+
+
 def _has_parameters(module: object) -> bool:
     return isinstance(module, nn.Module) and next(module.parameters(), None) is not None
 
@@ -78,8 +100,10 @@ def described(network: nn.Module) -> str:
     layers = sum(".lora_A." in name for name, _ in parameters)
     trained = sum(each.numel() for _, each in parameters if each.requires_grad)
     whole = sum(each.numel() for name, each in parameters if ".lora_" not in name)
+    has_own = any(each.requires_grad and ".lora_" not in name for name, each in parameters)
+    beside = "with the classifier" if has_own else "with the tied output layer frozen,"
     return (
-        f"model.adapters: {layers} layers have adapters; with the classifier {trained:,} numbers are trained, "
+        f"model.adapters: {layers} layers have adapters; {beside} {trained:,} numbers are trained, "
         f"{100 * trained / whole:.1f} % of the network's {whole:,}"
     )
 
@@ -106,7 +130,11 @@ def _layers(network: nn.Module) -> Mapping[str, nn.Module]:
     return {
         name: module
         for name, module in network.named_modules()
-        if (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1))
+        if (
+            isinstance(module, nn.Linear)
+            or (isinstance(module, nn.Conv2d) and module.groups == 1)
+            or _is_transposed(module)
+        )
         and name
         and name != head
         and not name.startswith(tuple(inside))

@@ -19,8 +19,10 @@ from paceline.inference.predict import load_predictor
 from paceline.models.adapters import add_adapters, classifier_name
 from paceline.models.transfer import adapt
 from paceline.recipe.adapters import Adapters
+from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Model
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.trainer.train import plan_only
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed (pip install 'paceline[adapters]')"
@@ -105,6 +107,53 @@ def test_it_is_peft_s_own_merging() -> None:
     for name, layer in layers.items():
         layer.merge()
         torch.testing.assert_close(merged[f"{name}.weight"], layer.get_base_layer().weight, rtol=1e-6, atol=1e-6)
+
+
+class Tied(nn.Module):
+    """A language model whose output layer's weights are its token vectors, whichever it made first."""
+
+    def __init__(self, head_first: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 20) if head_first else nn.Embedding(20, 8)
+        self.body = nn.Linear(8, 8)
+        self.last = nn.Embedding(20, 8) if head_first else nn.Linear(8, 20)
+        self.last.weight = self.first.weight
+
+    def get_classifier(self) -> nn.Module:
+        return self.first if isinstance(self.first, nn.Linear) else self.last
+
+
+@needs_peft
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_output_layer_stays_with_the_token_vectors(head_first: bool) -> None:
+    network = Tied(head_first)
+    adapt(network, Model(adapters=Adapters(rank=2)))
+    bias = "first.bias" if head_first else "last.bias"
+    assert trained(network) == {"body.lora_A.default.weight", "body.lora_B.default.weight", bias}
+
+
+@needs_peft
+@pytest.mark.parametrize("recipe", ["gpt-small-docs", "bert-tiny-docs"])
+def test_the_shipped_language_models_take_adapters(recipe: str) -> None:
+    whole, adapters = (plan_only(load_recipe(recipe, more)) for more in ({}, {"model.adapters.rank": 4}))
+    assert 0 < (adapters.parameters or 0) < 0.1 * (whole.parameters or 0)
+
+
+@needs_peft
+def test_transposed_layers_are_merged_as_peft_does() -> None:
+    """GPT-2's weights are [in, out]; of a square one the shape does not tell."""
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    torch.manual_seed(0)
+    network = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
+    adapt(network, Model(adapters=Adapters(rank=2, alpha=6.0)))
+    for name, each in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each)
+    merged = without_adapters(network.state_dict(), 6 / 2)
+    plain = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
+    plain.load_state_dict(merged)
+    found = torch.rand(5, 6)
+    torch.testing.assert_close(plain(found), network(found), rtol=1e-5, atol=1e-5)
 
 
 @needs_peft
