@@ -17,6 +17,7 @@ from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
 from paceline.models.build import build_model
 from paceline.models.digest import weights_sha256
+from paceline.models.layout import lay_out
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
@@ -52,8 +53,7 @@ class Distillation(ImageClassification):
             )
         saved = self._saved_teacher(source)
         network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
-        if placement.channels_last:
-            network = network.to(memory_format=torch.channels_last)
+        network = lay_out(network, channels_last=placement.channels_last)
         self._teacher = _SeenAsTrained(network, self._own_scale(), saved)
 
     def data_facts(self, world: World) -> DataFacts:

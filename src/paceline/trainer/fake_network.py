@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError, PacelineError
 from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.layout import lay_out
 from paceline.models.transfer import adapt
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task
@@ -52,9 +52,7 @@ def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Modul
         # A constructor that looks at the numbers it has drawn. Real ones then: as much memory as the weights, for a
         # moment.
         network = _built(recipe, task)
-    network = network.to("meta")
-    memory_format: Any = torch.channels_last if channels_last else torch.contiguous_format
-    return network.to(memory_format=memory_format)
+    return lay_out(network.to("meta"), channels_last=channels_last)
 
 
 def _built(recipe: Recipe, task: Task) -> nn.Module:

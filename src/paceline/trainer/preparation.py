@@ -32,6 +32,7 @@ from paceline.models.build import parameter_count
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
+from paceline.models.layout import lay_out
 from paceline.models.thawing import first_steps, last_steps
 from paceline.models.transfer import adapt, load_fitting, with_shared
 from paceline.optim.parameter_groups import describe_groups
@@ -311,8 +312,7 @@ def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str
 
 def place(network: nn.Module, placement: Placement) -> nn.Module:
     """Move a network to the device and give its filters the batches' memory format."""
-    memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
-    return network.to(device=placement.device, memory_format=memory_format)  # type: ignore[call-overload,no-any-return]  # torch's stub lacks it
+    return lay_out(network.to(placement.device), channels_last=placement.channels_last)
 
 
 def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from paceline.errors import DataError, ModelError, RecipeError
@@ -86,3 +87,30 @@ def test_no_micro_batch_of_one_no_complaint(train_tiny: Callable[..., Any], tiny
     """The tail of one is not reached."""
     task = tiny_task(make_network=pooled, train_images=49)
     assert train_tiny("run", {"train.duration": "3 steps"}, task=task).status == "completed"
+
+
+class Volumes(nn.Module):
+    """Filters of three, two and one axis: torch has channels-last for those of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volumes, self.images, self.lines = nn.Conv3d(1, 4, (1, 3, 3)), nn.Conv2d(4, 4, 3), nn.Conv1d(4, 4, 3)
+        self.back = nn.ConvTranspose3d(4, 2, (1, 2, 2))
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.images(self.volumes(x.unsqueeze(2)).squeeze(2))
+        x = self.lines(x.flatten(2)).unsqueeze(-1).unsqueeze(-1)
+        return self.head(self.back(x).relu().mean((2, 3, 4)))
+
+
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_filters_of_volumes_stay_as_they_are(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], asked: object
+) -> None:
+    made: list[Volumes] = []
+    task = tiny_task(make_network=lambda: made.append(Volumes()) or made[-1])
+    result = train_tiny("run", {"model.channels_last": asked, "train.duration": "2 steps", "train.ema": 0.9}, task=task)
+    assert result.status == "completed"
+    assert made[-1].images.weight.is_contiguous(memory_format=torch.channels_last)
+    assert made[-1].volumes.weight.is_contiguous()
