@@ -76,12 +76,12 @@ def _places(count: Count, _: Any, args: tuple[Any, ...]) -> Tensor:
 
 
 def _chosen(count: Count, func: Any, args: tuple[Any, ...]) -> Tensor:
-    """Indexing, where masks become places, as in torch itself."""
+    """Indexing, and writing where an index says, where masks become places, as in torch itself."""
     places: list[Tensor | None] = []
     for index in args[1]:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
         places += _places(count, func, (index,)).unbind(1) if is_mask else [index]
-    found: Tensor = func(args[0], places)
+    found: Tensor = func(args[0], places, *args[2:])
     return found
 
 
@@ -104,6 +104,9 @@ _ANSWERS: dict[str, Callable[[Count, Any, tuple[Any, ...]], Any]] = {
     "aten::nonzero": _places,
     "aten::nonzero_numpy": lambda *asked: list(_places(*asked).unbind(1)),
     "aten::index.Tensor": _chosen,
+    "aten::index_put": _chosen,
+    "aten::index_put_": _chosen,
+    "aten::_index_put_impl_": _chosen,
     "torchvision::nms": _kept,
     "aten::_unique2": _one_kind,
     "aten::_local_scalar_dense": _number,
@@ -228,9 +231,14 @@ def _settle_one_stage(network: Any, ask: Any) -> None:
 
 def _foreground(targets: list[dict[str, Tensor]]) -> Count:
     objects = sum(len(each["boxes"]) for each in targets)
+    of_all = False
 
     def count(found: Tensor) -> int:
+        nonlocal of_all
+        if of_all and found.ndim == 1:  # of the boxes that were chosen all overlap with their objects
+            return len(found)
         if found.ndim == 2:  # FCOS asks for all pictures at once
+            of_all = True
             return min(found.numel(), ANCHORS_OF_AN_OBJECT * objects)
         return min(len(found), ANCHORS_OF_AN_OBJECT * max(1, objects // len(targets)))
 

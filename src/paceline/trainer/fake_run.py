@@ -111,7 +111,7 @@ class FakeRun:
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of all parameters, added to those that are there."""
-        with self._in("backward"), self._on_device():
+        with self._in("backward"), self._on_device(), self._finding():
             loss.backward()  # type: ignore[no-untyped-call]  # torch
 
     def update(self) -> None:

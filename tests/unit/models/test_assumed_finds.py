@@ -100,6 +100,16 @@ def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
         assert [len(each["boxes"]) for each in step.batch.targets] == [7, 7]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn"])
+def test_losses_that_write_where_boxes_overlap(name: str) -> None:
+    asked = {"model.name": f"torchvision:{name}", "model.pretrained": False, "data.boxes.short_sides": [128]}
+    recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", asked).recipe)
+    with fake_run(recipe, micro_batch=2) as step:
+        step.backward(step.forward())
+        assert all(each.grad is not None for each in step.network.parameters() if each.requires_grad)
+
+
 def test_other_sizes_are_worked_out_from_those_that_were_done() -> None:
     with fake_run(recipe_of("small_fasterrcnn"), micro_batch=4) as step:
         steps = trace_steps(step)
