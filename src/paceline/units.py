@@ -22,16 +22,17 @@ DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', 
 # Steps, samples or epochs; a sum of seconds that every clock and time-out can take.
 _LONGEST, _LONGEST_SECONDS = 1e15, 1e9
 
-TimeUnit = Literal["seconds", "minutes", "hours"]
+TimeUnit = Literal["seconds", "minutes", "hours", "days"]
 
-_TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|s|minutes?|mins?|hours?|h)\s*$")
+_TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|h|days?|d)\s*$")
 _TIME_UNITS: dict[str, TimeUnit] = {
-    **dict.fromkeys(("s", "second", "seconds"), "seconds"),
-    **dict.fromkeys(("min", "mins", "minute", "minutes"), "minutes"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "seconds"),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "minutes"),
     **dict.fromkeys(("h", "hour", "hours"), "hours"),
+    **dict.fromkeys(("d", "day", "days"), "days"),
 }
-_SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600}
-TIME_RULE = "a time is a number above zero with its unit: '90 seconds', '10 minutes' or '2 hours'"
+_SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+TIME_RULE = "a time is a number above zero with its unit: '90 seconds', '10 minutes' or '2 hours' (or s, m, h, d)"
 
 
 @dataclass(frozen=True)

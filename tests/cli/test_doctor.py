@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.doctor import _runs_here
 from paceline.recipe.load import load_recipe
 
 SMALL = (
@@ -81,6 +82,11 @@ def test_a_run_that_was_made(paceline_here: Callable[..., Any], finished: Path) 
     assert done.code in (0, 1), done.err
     assert json.loads(done.out)["unseen"] == {}
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_the_device_that_is_here_may_be_named_to_measure_on() -> None:
+    assert _runs_here("cpu", load_recipe("digits", ["parallel.device=cpu"]).recipe)
+    assert not _runs_here("a100", load_recipe("digits", ["parallel.device=cpu"]).recipe)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
     assert plan["chosen"]["devices"] == 4
     assert plan["chosen"]["hours_at_worst"] <= 2
     assert plan["chosen"]["learning_rate"] == plan["recipe_learning_rate"] == 0.2
-    shown = paceline_here(*PLAN, "--deadline", "2h")
+    shown = paceline_here(*PLAN, "--deadline", "120m")
     assert "Everything else is predicted" in shown.out
     assert "learning rate" in shown.out
 

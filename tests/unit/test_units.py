@@ -103,7 +103,7 @@ def test_count_for_people() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90 seconds", 90), ("1 second", 1), ("2s", 2), ("10 minutes", 600), (".5 h", 1800)]
+    ("text", "seconds"), [("90 seconds", 90), ("1 second", 1), ("2s", 2), ("5m", 300), (".5 h", 1800), ("2d", 172800)]
 )
 def test_a_time_is_read_and_written(text: str, seconds: float) -> None:
     time = TimeSpan.parse(text)
@@ -112,7 +112,7 @@ def test_a_time_is_read_and_written(text: str, seconds: float) -> None:
     assert str(TimeSpan.parse("1 min")) == "1 minute"
 
 
-@pytest.mark.parametrize("found", ["10", 10, "0 s", "-1 s", "3 epochs", "1e999 s", "", None])
+@pytest.mark.parametrize("found", ["10", 10, "0 s", "-1 s", "3 epochs", "1e999 s", "40000 days", "5 M", "", None])
 def test_what_is_no_time_is_refused_with_the_rule(found: object) -> None:
     with pytest.raises(ValueError, match="'90 seconds', '10 minutes' or '2 hours'"):
         TimeSpan.parse(found)

@@ -12,10 +12,12 @@ import click
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument, refuse_idle
 from paceline.cli.output import concluded, echo, open_console, print_json
+from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.recipe.schema import Recipe
     from paceline.studies.doctor.findings import Finding
     from paceline.studies.doctor.improving import Improved
     from paceline.studies.doctor.study import Diagnosis
@@ -80,13 +82,14 @@ def command(
 
     if improved is not None:
         check_new(improved)
-    if measured and device is not None:
+    if measured and device is not None and not _runs_here(device, load_recipe(recipe, overrides).recipe):
         raise click.UsageError(
             f"--measure measures on the device that is here, not on '{device}'; leave one of them out."
         )
     if not measured:
         refuse_idle(click.get_current_context(), "rounds", "it is for --measure")
-    asked = Asked(recipe=recipe, overrides=overrides, device=device, processes=processes)
+    # What is measured is the run as it would be here.
+    asked = Asked(recipe=recipe, overrides=overrides, device=None if measured else device, processes=processes)
     # The user's code runs in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):
         diagnosis = examine(asked, lambda line: echo(line, err=True))
@@ -100,6 +103,14 @@ def command(
         _show(diagnosis)
         _show_applied(improved, made, "no change was measured to gain" if measured else "there is no change to make")
     return code
+
+
+def _runs_here(device: str, recipe: Recipe) -> bool:
+    """Whether a named device is the one that a run would take."""
+    from paceline.studies.doctor.target import choose_target
+
+    here, named = choose_target(None, recipe), choose_target(device, recipe)
+    return (here.machine.device, here.device) == (named.machine.device, named.device)
 
 
 def _show(diagnosis: Diagnosis) -> None:

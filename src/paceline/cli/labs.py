@@ -47,7 +47,7 @@ def list_labs(as_json: bool) -> None:
             "number": lab.number,
             "title": lab.title,
             "minutes": lab.minutes,
-            "exercises": [exercise.name for exercise in lab.exercises],
+            "exercises": lab.exercise_names,
             "slides": lab.slides,
             "started": bool(_started(lab.file_name)),
         }

@@ -32,7 +32,7 @@ def _hours(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 @click.command("plan", short_help="Choose how many GPUs a training needs for a deadline or a budget.")
 @recipe_argument
 @overrides_argument
-@click.option("--deadline", callback=_hours, metavar="TIME", help="When training must be over: 8h, 90 minutes.")
+@click.option("--deadline", callback=_hours, metavar="TIME", help="When training must be over: 8h, 90 minutes, 2d.")
 @click.option("--budget", type=FiniteRange(min=0, min_open=True), metavar="DOLLARS", help="What it may cost.")
 @click.option("--most-gpus", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
 @click.option(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.errors import LabError, did_you_mean
@@ -17,6 +19,8 @@ _FILE = re.compile(r"(\d+)([a-z]?)_(\w+)\.py")
 _HEADING = re.compile(r"^#\s+(?:Lab\s+\w+\s*[:.–-]\s*)?(.+?)\s*$", re.MULTILINE)
 _WORDS = {"an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6}
 _DURATION = re.compile(rf"\b(\d+|{'|'.join(_WORDS)})( and a half)?\s(minute|hour)s?\b( and a half)?", re.IGNORECASE)
+_CELL = re.compile(r"^# %%(?: (.*))?$", re.MULTILINE)
+_TAGS = re.compile(r"tags=(\[.*?\])")
 _ANSWER = "reference"
 _BEGINNING = 6  # cells in which a lab says how long it takes
 
@@ -69,17 +73,23 @@ class Lab:
         """Its cells, as nbformat has them; to be read only."""
         return read_notebook(self.path)
 
+    @cached_property
+    def outline(self) -> Any:
+        """Its cells without the library of notebooks: kind, tags and text, enough to tell what it is about."""
+        _, *cells = _CELL.split(self.path.read_text(encoding="utf-8"))
+        return SimpleNamespace(cells=list(map(_outlined, cells[::2], cells[1::2])))
+
     @property
     def title(self) -> str:
         """Its first heading, without the number."""
-        texts = [cell.source for cell in self.notebook.cells if cell.cell_type == "markdown"]
+        texts = [cell.source for cell in self.outline.cells if cell.cell_type == "markdown"]
         match = next((found for text in texts if (found := _HEADING.search(text))), None)
         return match[1] if match else self.name.replace("_", " ")
 
     @property
     def minutes(self) -> int | None:
         """How long it takes to work through, as it says in its beginning; None if it does not say."""
-        cells = [cell for cell in self.notebook.cells[:_BEGINNING] if cell.cell_type == "markdown"]
+        cells = [cell for cell in self.outline.cells[:_BEGINNING] if cell.cell_type == "markdown"]
         return max((found for cell in cells for found in _durations(cell.source)), default=None)
 
     @cached_property
@@ -88,9 +98,25 @@ class Lab:
         return tuple(exercises_of(self.notebook, self.path.name))
 
     @property
+    def exercise_names(self) -> list[str]:
+        """Such as ``2a.3``, in order."""
+        return [each.name for each in exercises_of(self.outline, self.path.name)]
+
+    @property
     def slides(self) -> int:
         """How many slides it has: Markdown begins each."""
-        return sum("slide" in tags_of(cell) and cell.cell_type == "markdown" for cell in self.notebook.cells)
+        return sum("slide" in tags_of(cell) and cell.cell_type == "markdown" for cell in self.outline.cells)
+
+
+def _outlined(options: str | None, text: str) -> SimpleNamespace:
+    is_markdown = (options or "").startswith("[markdown]")
+    tags = _TAGS.search(options or "")
+    source = re.sub("^# ?", "", text, flags=re.MULTILINE) if is_markdown else text
+    return SimpleNamespace(
+        cell_type="markdown" if is_markdown else "code",
+        metadata={"tags": json.loads(tags[1]) if tags else []},
+        source=source.strip(),
+    )
 
 
 def _durations(text: str) -> Iterator[int]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.cli.main import run
 from paceline.errors import LabError
-
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-
+from paceline.labs.cells import tags_of
 from paceline.labs.course import Lab, all_labs, find_lab
 
 ROOT = Path(__file__).parents[3]
@@ -20,8 +20,16 @@ def test_a_lab_says_what_it_is(lab: Lab) -> None:
     assert (lab.number, lab.name, lab.title) == ("9b", "sums", "Sums of numbers")
     assert lab.minutes == 90
     assert lab.slides == 2
-    assert [exercise.name for exercise in lab.exercises] == ["9b.1", "9b.2"]
+    assert lab.exercise_names == ["9b.1", "9b.2"]
     assert [path.name for path in lab.files] == ["beside.txt"]
+
+
+def test_the_outline_of_a_lab_is_its_notebook() -> None:
+    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+    for lab in all_labs():
+        told = [(cell.cell_type, cell.source, tags_of(cell)) for cell in lab.outline.cells]
+        assert told == [(cell.cell_type, cell.source, tags_of(cell)) for cell in lab.notebook.cells]
+        assert lab.exercise_names == [exercise.name for exercise in lab.exercises]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +46,16 @@ def test_minutes_are_read_from_the_text(tmp_path: Path, words: str, minutes: int
     path = tmp_path / "1_x.py"
     path.write_text(f"# %% [markdown]\n# # Lab 1: X\n#\n# It takes\n# {words}.\n")
     assert Lab(path).minutes == minutes
+
+
+def test_the_labs_are_listed_without_the_library_of_notebooks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jupytext", None)
+    monkeypatch.setitem(sys.modules, "nbformat", None)
+    assert run(["labs", "list"]) == 0
+    assert "Data parallelism, step by step" in capsys.readouterr().out
+    assert run(["labs", "check", "1"]) == 2
 
 
 def test_the_course_is_in_order_and_complete() -> None:
