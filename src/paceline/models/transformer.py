@@ -69,8 +69,8 @@ class Shape:
             if found not in known:
                 raise ModelError(f"model.options.{name}={found}, but it is one of {', '.join(known)}.")
         for name in ("depth", "width", "heads", *(["hidden"] if self.hidden is not None else [])):
-            found = getattr(self, name)
-            if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= (most := _MOST[name]):
+            found, most = getattr(self, name), _MOST[name]
+            if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
                 raise ModelError(f"model.options.{name}={found!r}, but it must be a whole number from 1 to {most:,}.")
         if self.width % self.heads:
             raise ModelError(f"model.options.width={self.width} cannot be divided among heads={self.heads}.")
