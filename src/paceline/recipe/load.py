@@ -324,7 +324,8 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         try:
             yield dotted.strip(), load_plain(value) if value.strip() else ""
         except yaml.YAMLError as error:
-            raise RecipeError(f"override '{dotted}': the value is not readable as YAML{_cause(error)}") from None
+            shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+            raise RecipeError(f"override '{shown}': the value is not readable as YAML{_cause(error)}") from None
 
 
 def _nest(dotted: str, value: Any) -> layers.Tree:

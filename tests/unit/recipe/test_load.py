@@ -236,7 +236,7 @@ def test_an_override_is_key_equals_value(text: str) -> None:
 
 
 def test_an_override_that_is_not_yaml_is_refused() -> None:
-    assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr': the value is not readable")
+    assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr=[1': the value is not readable")
 
 
 @pytest.mark.parametrize("written", ["0.001", "1e-3", "1.0e-3"])
