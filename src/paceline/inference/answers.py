@@ -12,7 +12,7 @@ Prepared = Any
 """One image as a predictor wants it, with its size in memory as ``nbytes``; only the predictor that made it looks
 inside."""
 
-NOT_FINITE = "the network's answer is not a finite number, though its weights are: it overflows"
+NOT_FINITE = "the network's answer is not a finite number; use other weights"
 """Why an image has no answer where the network computed none."""
 
 Box = tuple[float, float, float, float]
