@@ -67,7 +67,7 @@ def test_a_script_is_kept_with_the_run_and_submitted(paceline_here: Call, tmp_pa
     assert sbatch.read_text() == f"--parsable {script}\n"
     assert script.read_text() == printed.out
     assert f"#SBATCH --chdir={tmp_path}\n" in printed.out
-    assert f"{sys.executable} -m paceline train digits" in printed.out
+    assert f"{sys.executable} -P -m paceline train digits" in printed.out
 
 
 def test_json_says_where_each_run_will_be(paceline_here: Call, tmp_path: Path, sbatch: Path) -> None:

@@ -19,9 +19,11 @@ _TRANSPOSED = ".lora_transposed"
 
 def adapter_scale(recipe: Mapping[str, Any]) -> float | None:
     """By how much a stored recipe's adapters count; None if it has none."""
-    asked = recipe.get("model", {}).get("adapters", {})
-    rank = asked.get("rank", "off")
-    return None if rank == "off" else asked["alpha"] / rank
+    model = recipe.get("model")
+    asked = model.get("adapters") if isinstance(model, Mapping) else None
+    rank, alpha = (asked.get("rank"), asked.get("alpha")) if isinstance(asked, Mapping) else (None, None)
+    # What is no number is refused where the recipe is validated.
+    return alpha / rank if type(rank) is int and rank > 0 and isinstance(alpha, int | float) else None
 
 
 def without_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
 from paceline.checkpoint import codec
 from paceline.checkpoint.codec import TensorSpec
 from paceline.checkpoint.manifest import check_component_names
@@ -30,8 +33,12 @@ __all__ = [
     "SelfChecking",
     "check_inventory",
     "check_optimizer_state",
+    "fitted",
     "load_optimizer_state",
 ]
+
+# What DistributedDataParallel, torch.compile and other trainers' classes put before every name.
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
 
 
 class Component(Protocol):
@@ -143,6 +150,31 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
         f"but the live object has {_described(expected.get(key))}. Nothing is cast or skipped on load: "
         f"use the recipe it was saved with.{more}"
     )
+
+
+def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Weights under the names and in the types of a network's, and what was changed for that.
+
+    Prefixes of wrappers that stand before every name are left out, if no name is the network's with them. Half
+    precision is widened to float32, which is exact.
+    """
+    prefix, notices = "", []
+    while not any(name.removeprefix(prefix) in live for name in saved):
+        wrapper = next((each for each in _WRAPPERS if all(name.startswith(prefix + each) for name in saved)), None)
+        if not saved or wrapper is None:
+            prefix = ""
+            break
+        prefix += wrapper
+    state = {name.removeprefix(prefix): tensor for name, tensor in saved.items()}
+    if prefix:
+        notices.append(f"all names begin with '{prefix}', which was left out")
+    for name, tensor in state.items():
+        wanted = live.get(name)
+        is_half = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+        if is_half and isinstance(wanted, Tensor) and wanted.dtype == torch.float32:
+            state[name] = tensor.float()
+            notices.append(f"{str(tensor.dtype).removeprefix('torch.')} was cast to float32")
+    return state, tuple(dict.fromkeys(notices))
 
 
 @contextmanager

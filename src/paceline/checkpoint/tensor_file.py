@@ -35,6 +35,13 @@ _CODES = {
 }  # fmt: skip
 _DTYPES = {code: name for name, code in _CODES.items()}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
+# What else is found under the name of a weights file, by its first bytes in small letters.
+_OTHERS = {
+    b"version ": "a Git LFS pointer, not the weights: run `git lfs pull` where it was cloned",
+    b"<!doctyp": "an HTML page: download the file itself",
+    b"<html": "an HTML page: download the file itself",
+    b"\x1f\x8b": "compressed by gzip: unpack it first",
+}
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,8 @@ def _from_bytes(stored: Tensor, dtype_name: str) -> Tensor:
 
 
 def _header_length(start: bytes, file_size: int) -> int:
+    if other := next((what for begin, what in _OTHERS.items() if start.lower().startswith(begin)), None):
+        raise ValueError(f"it is {other}")
     hint = pickle_hint(start)
     if len(start) < _PREFIX_BYTES:
         raise ValueError(f"it has {file_size} bytes, too few for a header{hint}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.components import check_inventory, fitted
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import NotFiniteError
 
@@ -22,22 +22,21 @@ def load_trained(network: nn.Module, saved: SavedWeights) -> None:
         NotFiniteError: As :func:`check_finite`.
     """
     own = network.state_dict()
-    check_inventory(own, saved.plain, where=str(saved.path))
-    check_finite(saved, own)
-    network.load_state_dict(saved.plain)
+    state, _ = fitted(own, saved.plain)
+    check_inventory(own, state, where=str(saved.path))
+    check_tensors({name: state[name] for name in own}, str(saved.path))
+    if "data" in saved.metadata:
+        check_scale(saved.described("data"), str(saved.path))
+    network.load_state_dict(state)
 
 
-def check_finite(saved: SavedWeights, order: Iterable[str] | None = None) -> None:
+def check_finite(saved: SavedWeights) -> None:
     """Refuse weights, or means and standard deviations of their data, that are not finite numbers.
 
-    Args:
-        saved: The weights.
-        order: All their names in the network's order; by default they are sorted, as a file has no order.
-
     Raises:
-        NotFiniteError: Naming the first.
+        NotFiniteError: Naming the first by name, as a file has no order.
     """
-    check_tensors({name: saved.plain[name] for name in order or sorted(saved.plain)}, str(saved.path))
+    check_tensors(dict(sorted(saved.plain.items())), str(saved.path))
     if "data" in saved.metadata:
         check_scale(saved.described("data"), str(saved.path))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -67,8 +67,67 @@ class SavedWeights:
                 f"{self.path} does not say which {key} its weights belong to; give a run directory, a checkpoint, a "
                 "safetensors file out of a checkpoint, or a hub folder with its config.json."
             )
-        entry: dict[str, Any] = json.loads(text)
-        return entry
+        try:
+            entry = checked_description(key, text)
+            return _Described(entry, self.path) if key == "data" else entry
+        except (ValueError, RecursionError) as error:
+            said = str(error) if type(error) is ValueError else "it is not readable as JSON"
+            raise CheckpointError(
+                f"{self.path}: its metadata entry {key!r} is not as Paceline writes it: {said}."
+            ) from None
+
+
+class _Described(dict[str, Any]):
+    """What a file says of its data; what it does not say is missed by name."""
+
+    def __init__(self, entry: Mapping[str, Any], path: Path) -> None:
+        super().__init__(entry)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self._path}: its metadata entry 'data' does not say {key!r}, which is needed here.")
+
+
+def checked_description(key: str, text: str) -> dict[str, Any]:
+    """Read an entry of a weights file's own description, and check what others compute with.
+
+    Raises:
+        ValueError: Naming the rule that is broken.
+        RecursionError: If it is nested too deeply.
+    """
+    entry = json.loads(text)
+    if not isinstance(entry, dict):
+        raise ValueError(f"found a {type(entry).__name__}, but it is a mapping")
+    for name, value in entry.items() if key == "data" else ():
+        if name in _RULES and not _RULES[name][0](value):
+            raise ValueError(f"found {name}={str(value)[:80]}, but it must be {_RULES[name][1]}")
+    return entry
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) in (int, float) for each in value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST_SIZE
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+_LARGEST_SIZE = 65_536
+_SIZE_RULE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE}")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "class_names": (_is_names, "a list of names"),
+    "mean": (_are_numbers, "a list of numbers"),
+    "std": (_are_numbers, "a list of numbers"),
+    "image_size": _SIZE_RULE,
+    "evaluation_size": _SIZE_RULE,
+    "channels": _SIZE_RULE,
+    "dataset": (lambda value: isinstance(value, str), "a name"),
+    "digest": (lambda value: isinstance(value, str), "a text"),
+}
 
 
 def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> SavedWeights:

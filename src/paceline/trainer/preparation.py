@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.components import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -297,9 +297,13 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
 
 def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
     saved = read_weights(source)
-    state = with_shared(network, saved.plain)
+    plain, changed = fitted(network.state_dict(), saved.plain)
+    state, notices = (
+        with_shared(network, plain),
+        [f"model.initialize_from: of {saved.path}, {each}" for each in changed],
+    )
     if partly:
-        return [load_fitting(network, state, source=str(saved.path))]
+        return [*notices, load_fitting(network, state, source=str(saved.path))]
     try:
         check_inventory(network.state_dict(), state, where="model.initialize_from")
     except CheckpointError as error:
@@ -307,7 +311,7 @@ def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str
             f"{error} Or take what fits, and let the rest begin anew, with model.initialize_partly=true."
         ) from None
     network.load_state_dict(state)
-    return []
+    return notices
 
 
 def place(network: nn.Module, placement: Placement) -> nn.Module:

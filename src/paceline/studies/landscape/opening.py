@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.components import check_inventory
+from paceline.checkpoint.components import check_inventory, fitted
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
@@ -146,9 +146,10 @@ def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
 
 def _vector(opened: Opened, saved: SavedWeights) -> Tensor:
     network = opened.subject.network
-    check_inventory(network.state_dict(), saved.plain, where=str(saved.path))
+    state, _ = fitted(network.state_dict(), saved.plain)
+    check_inventory(network.state_dict(), state, where=str(saved.path))
     names, like = opened.subject.shapes, opened.subject.here()
-    return torch.cat([saved.plain[name].reshape(-1) for name in names]).to(like)
+    return torch.cat([state[name].reshape(-1) for name in names]).to(like)
 
 
 def check_alike(first: Opened, second: Opened) -> None:
