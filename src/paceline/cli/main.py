@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import resource
 import select
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
+from paceline.units import format_bytes
 
 # Name -> one line of help. Here, so that `paceline --help` imports no subcommand and thus no torch.
 COMMANDS = {
@@ -164,11 +166,27 @@ def run(arguments: list[str]) -> int:
     except click.Abort:
         return 130
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
-        why = missing_library(error)
+        why = missing_library(error) or _lacking_here(error)
         code = report_error(PacelineError(why) if why else error, os.environ)
         if meets_every_start(error):
             end_torchrun(os.environ)
     return code if isinstance(code, int) else 0
+
+
+def _lacking_here(error: Exception) -> str:
+    """A sentence for an error that this machine or a limit on this process causes; empty for any other error."""
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+        return f"{error.strerror}; set TMPDIR to a folder that can be written."
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    signs = ("failed to map segment", "can't allocate memory", "can't start new thread")
+    if limit != resource.RLIM_INFINITY and (
+        isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
+    ):
+        return (
+            f"this process may use {format_bytes(limit)} of addresses (ulimit -v), which is not enough ({error}); "
+            "raise the limit."
+        )
+    return ""
 
 
 def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str | None:

@@ -244,4 +244,7 @@ def _set(cpus: Callable[[int], frozenset[int] | set[int]]) -> None:
 
 
 def _threads() -> list[int]:
-    return [int(path.name) for path in _THREADS.iterdir()]
+    try:
+        return [int(path.name) for path in _THREADS.iterdir()]
+    except OSError:  # no /proc is mounted here: this thread alone
+        return [0]
