@@ -1,4 +1,4 @@
-"""Which files of a folder or an archive are read? One rule for every source: images, texts, tables, archives, predict.
+"""Which files of a folder or an archive are read: one rule for images, texts, tables, archives and predict.
 
 Names that begin with a dot and files of the operating system are ignored. Linked folders are followed. Endings are read
 in either case. Everything else that is not used is counted and reported.
@@ -37,7 +37,8 @@ def is_ignored_member(path: str) -> bool:
 
 def has_ending(name: str, endings: Iterable[str]) -> bool:
     """Whether a name ends in one of some endings, given in lower case and without the dot."""
-    return name.rpartition(".")[2].lower() in endings
+    _, dot, ending = name.rpartition(".")
+    return bool(dot) and ending.lower() in endings
 
 
 def shown(name: str) -> str:
@@ -140,16 +141,14 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
     found: list[str] = []
     folders, links = [""], list[str]()
     while folders or links:
-        if folders:
-            folder = folders.pop()
-            seen.add(_identity(os.path.join(root, folder)))
-        else:  # after all folders that are there themselves
+        if not folders:  # links come after all folders that are there themselves
             links.sort(reverse=True)
-            folder = links.pop()
-            if (identity := _identity(os.path.join(root, folder))) in seen:
-                left_out.add("links to folders that are read already", folder)
-                continue
-            seen.add(identity)
+        folder = (folders or links).pop()
+        identity = _identity(os.path.join(root, folder))
+        if folder and identity in seen:
+            left_out.add("links to folders that are read already", folder)
+            continue
+        seen.add(identity)
         for entry in visible(os.path.join(root, folder)):
             path = os.path.join(folder, entry.name)
             if not is_folder(entry):

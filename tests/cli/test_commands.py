@@ -581,7 +581,7 @@ def test_a_run_goes_on_when_its_reader_leaves(
     """`paceline train … | head -1` trains to its end, and ends with the exit code that it would have had."""
     shown, told = _piped_into("true", "train", "digits", *tiny, *more, "--run-dir", "run", folder=tmp_path)
     assert shown == f"{code}\n", told
-    assert told == "paceline: progress cannot be shown any more (Broken pipe); what is under way goes on.\n"
+    assert told == "paceline: progress is no longer shown (Broken pipe); the run continues.\n"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
 
 

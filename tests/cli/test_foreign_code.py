@@ -141,17 +141,21 @@ def test_no_command_imports_what_a_run_names(
     assert {(name, "weights.safetensors") for name in weights} <= refused
 
 
-@pytest.mark.parametrize("where", ["folder", "base", "checkpoint"])
-def test_wherever_the_recipe_lies(paceline_here: Callable[..., Any], here: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["folder", "base", "home", "checkpoint"])
+def test_wherever_the_recipe_lies(
+    paceline_here: Callable[..., Any], here: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder with nothing but a recipe, a run that one's own recipe is based on, a recipe inside a checkpoint."""
     folder = here / "run"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("model: {name: 'naming:make'}\ndata: {dataset: digits}\n")
-    (here / "mine.yaml").write_text("base: run\ntrain: {duration: 1 steps}\n")
+    base = "~/run" if where == "home" else "run"
+    (here / "mine.yaml").write_text(f"base: {base}\ntrain: {{duration: 1 steps}}\n")
+    monkeypatch.setenv("HOME", str(here))
     if where == "checkpoint":
         (folder / "manifest.json").touch()
         (folder / "recipe.yaml").rename(folder / "other.yaml")
-    source = {"folder": "run", "base": "mine.yaml", "checkpoint": "run/other.yaml"}[where]
+    source = {"folder": "run", "base": "mine.yaml", "home": "mine.yaml", "checkpoint": "run/other.yaml"}[where]
     done = paceline_here("estimate", source)
     assert (done.code, "model.name=naming:make" in done.err) == (2, True)
     assert not (here / "ran").exists()

@@ -91,15 +91,20 @@ def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['jupytext'] = None; from paceline.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "labs", "list"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+
+    def labs(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program, "labs", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(SOURCES)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+
+    assert labs("list").returncode == 0
+    done = labs("start", "1", "--no-open")
     assert done.returncode == 2
     assert "pip install 'paceline[labs]'" in done.stderr
     assert "Traceback" not in done.stderr

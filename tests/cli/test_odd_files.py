@@ -63,7 +63,7 @@ def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(
             archive.add(__file__, f"{key}.py")
             (tmp_path / "label").write_text(path.parent.name, encoding="utf-8-sig")
             archive.add(tmp_path / "label", f"{key}.cls")
-    folder = "files beside class folders: 1 left out ('caf\\udce9.md')"
+    folder = "files outside the class folders: 1 left out ('caf\\udce9.md')"
     tar = "images with a dot in their names"
     for source, kind, expected in (("photos", "image_folder", folder), ("photos.tar", "webdataset", tar)):
         recipe = ("image_folder", *tiny, "model.name=small_resnet", f"data.dataset={kind}", f"data.path={source}")

@@ -37,7 +37,12 @@ def read_manifest(path: Path) -> Manifest:
     """
     path = Path(path)
     with _naming(path, manifest.FILE_NAME):
-        if patient(path.is_dir)() or path.is_symlink():
+        try:
+            # Not Path.is_dir, which may take an error of the disk for an answer.
+            is_folder = path.is_symlink() or stat.S_ISDIR(patient(os.stat)(path).st_mode)
+        except FileNotFoundError:
+            is_folder = False
+        if is_folder:
             return manifest.read_manifest(path)
         hint = _not_a_directory(path)
     raise CheckpointError(hint)

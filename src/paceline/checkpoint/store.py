@@ -282,8 +282,6 @@ class CheckpointStore:
             CheckpointError: If the disk refuses; the previous file is untouched.
         """
         best = Best(step=step, metric=metric, value=value, weights=weights)
-        with reporting_disk_errors("create", self.directory):
-            make_directory(self.directory)
         write_best(self.directory, best)
         return best
 

@@ -46,8 +46,8 @@ def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
     spoiled = [name for name, tensor in state.items() if _is_spoiled(tensor)]
     if spoiled:
         raise NotFiniteError(
-            f"{where}: {spoiled[0]} holds values that are not finite numbers, as do {len(spoiled) - 1} other "
-            f"tensor(s) of {len(state)}; use an earlier checkpoint or another file."
+            f"{where}: {spoiled[0]} holds values that are not finite ({len(spoiled)} of {len(state)} tensors do); "
+            "use an earlier checkpoint or another file."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,17 +123,17 @@ def _evaluate_here(request: EvaluationRequest, *, as_json: bool) -> None:
 
 
 def _check_finite(report: EvaluationReport) -> None:
-    wrong = [name for name, value in report.metrics.items() if not math.isfinite(value)]
-    if wrong:
+    if report.not_finite:
         raise NotFiniteError(
-            f"{', '.join(wrong)} of {report.path} on {report.samples:,} samples: not a finite number, so not a result."
+            f"{', '.join(report.not_finite)} of {report.path} on {report.samples:,} samples: not a finite number, "
+            "so not a result."
         )
 
 
 def _tell(report: EvaluationReport, *, as_json: bool) -> None:
     if as_json:
         fields = dataclasses.asdict(report)
-        apart = {"metrics", "counts", "seconds"}
+        apart = {"metrics", "counts", "seconds", "not_finite"}
         print_json({k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"])
         return
     echo(f"{report.path} ({report.weights} weights)")

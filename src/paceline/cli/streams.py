@@ -44,7 +44,7 @@ class StandardStream(io.TextIOWrapper):
         lead_nowhere(self)
         if self is not sys.stderr:
             why = error.strerror or str(error)
-            told = f"progress cannot be shown any more ({why}); what is under way goes on."
+            told = f"progress is no longer shown ({why}); the run continues."
             sys.stderr.write(f"paceline: {told if self.is_optional else f'cannot write standard output: {why}.'}\n")
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from paceline.distributed.local_launch import report_error
 from paceline.errors import StoppedError
@@ -59,17 +59,18 @@ class EndedBySignals:
             return
         signal.set_wakeup_fd(-1)
         self._closed.set()
-        os.close(self._write)
+        # Closing it would not wake the reader while a child has the other end too.
+        with suppress(BlockingIOError):
+            os.write(self._write, b"\0")
         self._thread.join()
+        os.close(self._write)
         os.close(self._read)
         self._thread = None
 
     def _watch(self) -> None:
-        while numbers := os.read(self._read, 1):  # nothing once the other end is closed
-            if (number := numbers[0]) in STOP_SIGNALS:
-                break
-        else:
-            return
+        number = 0
+        while number not in STOP_SIGNALS and not self._closed.is_set():
+            number = os.read(self._read, 1)[0]
         if self._closed.wait(_GRACE_SECONDS):
             return
         name = signal.Signals(number).name

@@ -101,7 +101,7 @@ class TextPredictor:
         # Without a prompt, a document begins: it stands after the end of another.
         ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end]
         for _ in range(sampling.tokens):
-            following = _choose(self._scores(ids[-self._context :])[-1], sampling, draws)
+            following = _choose(self._scores(ids[-self._context :], [-1])[0], sampling, draws)
             if following == self.tokenizer.end:
                 return
             ids.append(following)
@@ -120,7 +120,7 @@ class TextPredictor:
         if len(ids) > self._context:
             raise DataError(f"the prompt has {len(ids)} tokens, and the model looks at {self._context} at most.")
         guesses = []
-        probabilities = self._scores(ids)[places].double().softmax(dim=1)
+        probabilities = self._scores(ids, places).double().softmax(dim=1)
         values, best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
         for place, row, chosen in zip(places, values.tolist(), best.tolist(), strict=True):
             guesses.append(Guess(tuple(self.tokenizer.decode([each]) for each in chosen), tuple(row)))
@@ -141,9 +141,9 @@ class TextPredictor:
         return ids, places
 
     @torch.inference_mode()
-    def _scores(self, ids: list[int]) -> Tensor:
-        """Logits at each place, float32 [T, vocabulary] on the CPU; raises NotFiniteError if they overflow."""
-        logits: Tensor = self._network(torch.tensor([ids], device=self._device))[0].float().cpu()
+    def _scores(self, ids: list[int], places: list[int]) -> Tensor:
+        """Logits at some places, float32 [places, vocabulary] on the CPU; raises NotFiniteError if they overflow."""
+        logits: Tensor = self._network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
         return logits

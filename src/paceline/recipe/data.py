@@ -26,6 +26,7 @@ from paceline.recipe.fields import (
     PositiveFloat,
     PositiveInt,
     Switch,
+    whole,
 )
 from paceline.recipe.text import Text
 
@@ -48,7 +49,7 @@ def check_part(value: int | str) -> int | str:
     return value
 
 
-Part = Annotated[int | str, BeforeValidator(check_part)]
+Part = Annotated[int | str, BeforeValidator(lambda value: check_part(whole(value)))]
 """A number of images, or a percentage of them."""
 _Workers = Annotated[NonNegativeInt, Field(le=1024)]
 # 0x1F is the name of a class, and not its number.

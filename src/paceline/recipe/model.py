@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.plain_yaml import as_switch
 from paceline.recipe.adapters import Adapters
 from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, LocalPath, Off, Options, PositiveInt, Switch
 from paceline.references import is_reference
@@ -21,7 +22,7 @@ OPENING_OPTIONS = frozenset(
 """Arguments of the libraries' factories that open or fetch other files, some of which could run code."""
 
 # What it was before there was a choice.
-_Full = BeforeValidator(lambda value: "full" if value is True else value)
+_Full = BeforeValidator(lambda value: "full" if as_switch(value) is True else value)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

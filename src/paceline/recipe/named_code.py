@@ -1,4 +1,4 @@
-"""Which code does a recipe name, and may it be imported?
+"""Code that a recipe names, and whether it may be imported.
 
 A recipe that lies in a run, checkpoint or hub folder, or in a weights file, was written by whoever made that. What it
 names is imported only if the user trusts it; the recipe that a user trains is trusted.
@@ -28,7 +28,7 @@ def named_code(recipe: Recipe) -> list[str]:
 
 def is_stored(path: Path, source: str | Path) -> bool:
     """Whether a recipe file is part of a run, checkpoint or hub folder, as is one named by its folder."""
-    if path.parent == Path(source):
+    if path.parent == Path(source).expanduser():
         return True
     beside = _RECORDS + _BESIDE_RECIPE * (path.name == "recipe.yaml")
     return any((path.parent / name).exists() for name in beside)

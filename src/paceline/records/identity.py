@@ -1,4 +1,4 @@
-"""Which run is this, and has it ever had a whole checkpoint? ``run.json`` says so."""
+"""The identity of a run, and whether it ever had a whole checkpoint: ``run.json``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ def read_identity(directory: RunDirectory) -> Identity | None:
     Raises:
         RunDirectoryError: If it cannot be read.
     """
-    if not directory.identity.is_file():
-        return None
     try:
         document = read_json(directory.identity)
     except RunDirectoryError as error:
-        if isinstance(error.__cause__, OSError):
+        absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, absent):
             raise
         return None
     found, has_checkpoint = document.get("id"), document.get("has_checkpoint")

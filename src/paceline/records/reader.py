@@ -86,7 +86,7 @@ def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
     for key, kind in _NEEDED.items():
         if not isinstance(plan.get(key), kind):
             raise RunDirectoryError(
-                f"'{run.plan}' is damaged: found {key}={plan.get(key)!r}, expected {kind.__name__}. Restore it from a "
+                f"'{run.plan}' is damaged: found {key}={str(plan.get(key))[:80]}. Restore it from a "
                 "copy, or start the run in another directory."
             )
     return plan

@@ -47,7 +47,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> Path:
-        """Which run this is, written once at its start."""
+        """The run's identity; written again at its first whole checkpoint."""
         return self.root / "run.json"
 
     @property
@@ -154,7 +154,8 @@ class RunDirectory:
             parts = {}
             for path in (self.root, self.checkpoints, self.ledger, self.events):
                 try:
-                    self.events.touch()
+                    if path == self.events:
+                        path.touch()
                     parts[path] = os.open(path, os.O_RDONLY)
                 except OSError as error:
                     raise cannot("open", path, error) from error
@@ -162,7 +163,7 @@ class RunDirectory:
             yield replace(self, open_parts=parts)
 
     def check_in_place(self) -> None:
-        """See to it that the held parts still have their names.
+        """Check that the paths held open still lead to the same files.
 
         Raises:
             RunDirectoryError: If one was moved, removed, replaced or unmounted.

@@ -97,5 +97,5 @@ class Summary:
             raise RunDirectoryError(f"summary.json is damaged: {error}.") from error
         for name, kind in (("step", int), ("samples", int), ("metrics", Mapping), ("details", Mapping)):
             if not isinstance(found := getattr(summary, name), kind):
-                raise RunDirectoryError(f"summary.json is damaged: found {name}={found!r}.")
+                raise RunDirectoryError(f"summary.json is damaged: found {name}={str(found)[:80]}.")
         return summary

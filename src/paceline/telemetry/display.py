@@ -115,7 +115,7 @@ class UnfailingDisplay:
         self._is_lost = True
         why = error.strerror or str(error)
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"paceline: progress cannot be shown any more ({why}); what is under way goes on.\n")
+            sys.stderr.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
 
 
 class SilentDisplay:

@@ -30,7 +30,7 @@ from paceline.storage.at_once import begin
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries
 from paceline.trainer.mirroring import REQUEST_PATIENCE_SECONDS, Mirroring, sendable_records
-from paceline.trainer.opening import Asked, Opening, check_same_run, never_trained
+from paceline.trainer.opening import Asked, Opening, check_links, check_same_run, never_trained
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.resuming import foreign_checkpoints
 from paceline.world import World
@@ -160,6 +160,7 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Looke
         StorageError: If the address cannot be read, or nothing there is whole, and there is nothing here either.
         RunDirectoryError: If the copy is another run's, or not to be gone on with.
     """
+    check_links(directory)
     foreign = [each.step or 0 for each in foreign_checkpoints(directory, asked.recipe)]
     newest, _ = CheckpointStore(directory.checkpoints).newest_whole(without=foreign)
     try:

@@ -54,6 +54,7 @@ from paceline.trainer.evaluate import Evaluation, Evaluator
 from paceline.trainer.kept_answers import Keep
 from paceline.trainer.kept_memory import memory_kept
 from paceline.trainer.limits import look_for_limits_of_scoring
+from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
 from paceline.trainer.preparation import place
 from paceline.world import World
@@ -101,6 +102,7 @@ class EvaluationReport:
         confusion: Which classes were taken for which, as in a run's ``evaluation/confusion.json``; None where samples
             do not have one label each, or of more than 1000.
         no_confusion: Why it could not be had although they are; else empty.
+        not_finite: The metrics that are infinite or nan and are no result.
     """
 
     path: Path
@@ -112,6 +114,7 @@ class EvaluationReport:
     seconds: float
     confusion: Mapping[str, Any] | None = None
     no_confusion: str = ""
+    not_finite: tuple[str, ...] = ()
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -370,6 +373,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
         seconds=seconds,
         confusion=evaluation.kept.confusion,
         no_confusion=evaluation.kept.failure,
+        not_finite=not_finite(task, metrics),
     )
 
 

@@ -20,6 +20,7 @@ from paceline.recipe.training import Train
 from paceline.records.events import IncidentEvent
 
 if TYPE_CHECKING:
+    from paceline.tasks.task import Task
     from paceline.trainer.run import Run
 
 _REMEDY = "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm"
@@ -213,7 +214,8 @@ def check_results(run: Run, results: Mapping[str, Mapping[str, float]]) -> None:
     if wrong and progress.nonfinite_since is None:
         message = f"{wrong}; the run fails if its last evaluation is not finite either."
         run.recorder.write(IncidentEvent(**progress.here, incident="nonfinite_metric", message=message))
-    progress.nonfinite_since = (progress.nonfinite_since or progress.step) if wrong else None
+    if not wrong or progress.nonfinite_since is None:
+        progress.nonfinite_since = progress.step if wrong else None
 
 
 def check_outcome(run: Run) -> None:
@@ -224,7 +226,8 @@ def check_outcome(run: Run) -> None:
     """
     progress = run.progress
     if wrong := _wrong_metrics(run, progress.last):
-        since = f"since the evaluation at step {progress.nonfinite_since}, although the training loss is finite"
+        first = progress.step if progress.nonfinite_since is None else progress.nonfinite_since
+        since = f"since the evaluation at step {first}, although the training loss is finite"
         raise _failed(run, "nonfinite_metric", f"{wrong} {since}")
     if progress.skipped and not progress.step:
         what = f"none of the {progress.skipped} steps moved the weights: their losses or gradients were not finite"
@@ -262,24 +265,32 @@ def _failed(run: Run, incident: str, what: str) -> TrainingError:
 
 
 def _kinds_of_state(network: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    # Of weights that are spread over processes, each looks at its own.
+    # Of weights that are spread over processes, each looks at its own part, which may be empty.
     mine = ((name, getattr(each, "to_local", lambda each=each: each)()) for name, each in network.named_parameters())
-    yield "the weight", {name: each.detach() for name, each in mine if each.is_floating_point()}
+    yield "the weight", {name: each.detach() for name, each in mine if each.is_floating_point() and each.numel()}
     # Other buffers may hold infinity for good: masks, the ends of ranges.
     kept = ((name, each) for name, each in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
-    yield "the statistic", {name: each for name, each in kept if each.is_floating_point()}
+    yield "the statistic", {name: each for name, each in kept if each.is_floating_point() and each.numel()}
 
 
 def _wrong_metrics(run: Run, results: Mapping[str, Mapping[str, float]]) -> str:
-    """Name what is not finite; a collected metric may be undefined: the area under a curve of one class only."""
-    summed = {metric.name for metric in run.task.metrics if not metric.is_collected}
-    wrong = [
-        f"the validation {name.replace('_', ' ')} ({weights} weights) is {value}"
+    """Name what is not finite."""
+    return " and ".join(
+        f"the validation {name.replace('_', ' ')} ({weights} weights) is {values[name]}"
         for weights, values in results.items()
-        for name, value in values.items()
-        if math.isinf(value) or (math.isnan(value) and name in summed)
-    ]
-    return " and ".join(wrong)
+        for name in not_finite(run.task, values)
+    )
+
+
+def not_finite(task: Task, metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names of the metrics that are infinite or nan.
+
+    A collected metric may be nan, which says that it is undefined: the area under a curve of one class only.
+    """
+    collected = {metric.name for metric in task.metrics if metric.is_collected}
+    return tuple(
+        name for name, value in metrics.items() if math.isinf(value) or (math.isnan(value) and name not in collected)
+    )
 
 
 def _in_words(culprits: Iterable[Culprit], world_size: int) -> str:

@@ -169,7 +169,7 @@ def _open(directory: RunDirectory, asked: Asked) -> Opening:
         )
     if wanted is None and _is_complete(directory, asked):
         return Opening(choice=Choice(None, 0), completed=True)
-    _check_links(directory)
+    check_links(directory)
     # Before the records are cut back.
     resumes = _resumes(directory)
     choice = prepare_resume(directory, wanted, asked.recipe, asked.plan.total_steps)
@@ -190,7 +190,7 @@ def _take(directory: RunDirectory, asked: Asked, opening: Opening, *outdated: Pa
     return replace(opening, choice=choice, identity=identity)
 
 
-def _check_links(directory: RunDirectory) -> None:
+def check_links(directory: RunDirectory) -> None:
     """Refuse links to nothing: what they lead to is on a disk that may come back, and must not be made anew.
 
     Raises:
@@ -246,7 +246,7 @@ def _resumes(directory: RunDirectory) -> int:
 
 def _begin(directory: RunDirectory, asked: Asked) -> Opening:
     root = directory.root
-    _check_links(directory)
+    check_links(directory)
     if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."

@@ -1,4 +1,4 @@
-"""Which checkpoint does a run go on from, is it the run's own, and are its records complete up to there?"""
+"""Choose the checkpoint to resume from, and check that it belongs to the run and that the records reach it."""
 
 from __future__ import annotations
 

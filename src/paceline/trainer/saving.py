@@ -141,6 +141,7 @@ def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheck
         begun = time.perf_counter()
         run.directory.check_in_place()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, together=together)
+        run.directory.check_in_place()
         write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
         protect = [*_note_best(run, store, best), *(run.mirroring.needed if run.mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)

@@ -244,7 +244,7 @@ def _opened(
             check_begun(resumes, recipe, opening)
             opening = replace(opening, notices=(*looked.notices, *opening.notices))
             with (
-                _held(directory, launch.world, opening) as held,
+                _held(directory, collectives, opening) as held,
                 mirroring_beside(held, asked, opening, looked, collectives, display.message) as mirroring,
             ):
                 setting = Setting(
@@ -263,9 +263,14 @@ def _opened(
                 yield loaded, opening, setting
 
 
-def _held(directory: RunDirectory, world: World, opening: Opening) -> contextlib.AbstractContextManager[RunDirectory]:
-    """The directory, watched by the first process as long as it trains."""
-    return directory.held() if world.is_first and not opening.completed else contextlib.nullcontext(directory)
+@contextlib.contextmanager
+def _held(directory: RunDirectory, collectives: Collectives, opening: Opening) -> Iterator[RunDirectory]:
+    """Have the first process hold the directory open while it trains; a collective."""
+    held = [directory]
+    with contextlib.ExitStack() as stack:
+        if not opening.completed:
+            collectives.on_first(lambda: held.append(stack.enter_context(directory.held())))
+        yield held[-1]
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:

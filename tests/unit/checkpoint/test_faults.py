@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint import durable
 from paceline.checkpoint.restore import choose
 from paceline.checkpoint.store import CheckpointStore, read_component
 from paceline.checkpoint.weights import read_weights
@@ -230,7 +231,8 @@ def as_user() -> Iterator[CheckpointStore]:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json", "manifest.json", "."])
-def test_a_read_error_is_not_damage(as_user: CheckpointStore, name: str) -> None:
+def test_a_read_error_is_not_damage(as_user: CheckpointStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "_PAUSES_SECONDS", (0.01,))
     store, file = as_user, as_user.path(2) / name
     mode = file.stat().st_mode
     file.chmod(0)
@@ -261,7 +263,8 @@ def test_a_read_error_that_passes_goes_unnoticed(as_user: CheckpointStore) -> No
     mended.join()
 
 
-def test_without_free_file_descriptors_nothing_is_damaged(tmp_path: Path) -> None:
+def test_without_free_file_descriptors_nothing_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "_PAUSES_SECONDS", (0.01,))
     store = CheckpointStore(tmp_path)
     store.save(1, STATE, {})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

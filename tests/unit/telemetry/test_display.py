@@ -210,7 +210,7 @@ def test_a_display_that_cannot_be_written_is_told_of_once(capsys: pytest.Capture
     display.message("more")
     display.close()
     assert capsys.readouterr().err == (
-        "paceline: progress cannot be shown any more (No space left on device); what is under way goes on.\n"
+        "paceline: progress is no longer shown (No space left on device); the run continues.\n"
     )
     assert stream.getvalue() == "digits\n"
 

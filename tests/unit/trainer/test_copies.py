@@ -179,6 +179,16 @@ def test_a_host_that_comes_back_late_deletes_no_later_copy(
     assert any("holds a copy of step 8" in each for each in incidents(events, late.run_dir))
 
 
+def test_checkpoints_on_a_disk_that_is_away_are_not_replaced_by_the_copy(mirrored: Train, runs: Path) -> None:
+    mirrored("run", {"train.until": "4 steps"})
+    (runs / "run/checkpoints").rename(runs / "disk")
+    (runs / "run/checkpoints").symlink_to(runs / "mounted-there")
+    before = {path: path.read_bytes() for path in sorted((runs / "run").rglob("*")) if path.is_file()}
+    with pytest.raises(RunDirectoryError, match="is a link to"):
+        mirrored("run")
+    assert {path: path.read_bytes() for path in sorted((runs / "run").rglob("*")) if path.is_file()} == before
+
+
 def test_another_recipe_is_refused_before_anything_is_fetched(mirrored: Train, address: str, runs: Path) -> None:
     mirrored("run")
     with pytest.raises(RunDirectoryError, match=r"copy of a run of another recipe: seed was .* at another address"):

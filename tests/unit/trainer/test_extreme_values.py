@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +29,6 @@ EXTREMES: dict[str, tuple[Any, ...]] = {
     "Duration": ("0 steps", "1e30 steps", "1e15 epochs", "1e400 samples", "1e-300%", "1e15%"),
     "TimeSpan": ("1e-300 s", "2e5 hours", "1e300 hours", "1e400 h"),
 }
-FIELDS_SECONDS = 20
 
 
 def _numbers(section: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -81,7 +79,6 @@ def _plan_all(section: str) -> None:
     for key, kind, needs in NUMBERS:
         if key.split(".")[0] != section:
             continue
-        signal.alarm(FIELDS_SECONDS)  # which ends a plan that hangs
         for value in _values(kind):
             try:
                 plan = plan_only(load_recipe("digits", {**TINY, **needs, key: value}))
@@ -89,7 +86,6 @@ def _plan_all(section: str) -> None:
             except PacelineError as error:
                 said = str(error)
             assert len(said) < 5000, (key, value)
-        signal.alarm(0)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,5 @@ def test_numbers_of_no_run_are_refused_by_their_key(override: str) -> None:
 )
 def test_a_network_that_no_device_holds_is_refused(recipe: str, options: dict[str, int], named: str) -> None:
     dataset = {"gpt-small-docs": {"data.dataset": "tokens"}, "cifar10-speedrun": {"data.dataset": "digits"}}
-    signal.alarm(FIELDS_SECONDS)
     with pytest.raises(PacelineError, match=named):
         plan_only(load_recipe(recipe, {**dataset.get(recipe, {}), "model.options": options}))
-    signal.alarm(0)

@@ -147,11 +147,17 @@ def move_checkpoints(run: Path) -> None:
     (run / "checkpoints").rename(run.with_name("disk"))
 
 
+def wait_for_the_first_save(run: Path) -> None:
+    while not json.loads((run / "run.json").read_text())["has_checkpoint"]:
+        time.sleep(0.01)
+
+
 def test_a_run_whose_records_are_removed_ends(
     train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str
 ) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
+            wait_for_the_first_save(runs / "run")
             (runs / "run/events.jsonl").unlink()
 
     with pytest.raises(TrainingError, match=r"events\.jsonl' was moved, removed"):
@@ -166,8 +172,7 @@ def test_a_run_that_is_moved_ends_and_stays_in_one_place(
 ) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
-            while not (runs / "run/checkpoints/step-00000004").exists():
-                time.sleep(0.01)
+            wait_for_the_first_save(runs / "run")
             strike(runs / "run")
 
     with pytest.raises(TrainingError, match=r"run.*was moved, removed or unmounted"):

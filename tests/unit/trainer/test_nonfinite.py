@@ -242,6 +242,23 @@ def test_statistics_that_are_not_finite_are_never_saved(
     assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
 
 
+class Sparse(nn.Module):
+    """A network some of whose state is empty, as a process's part of a small weight may be under FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.register_buffer("running_nothing", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.nothing.sum()
+
+
+def test_state_that_is_empty_is_saved(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+    assert train_tiny("run", {"checkpoint.every": "2 steps"}, task=tiny_task(make_network=Sparse)).status == "completed"
+
+
 @pytest.mark.parametrize("value", [NAN, INFINITE])
 def test_a_run_fails_whose_last_evaluation_is_not_finite(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any], value: float

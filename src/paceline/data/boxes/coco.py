@@ -160,7 +160,7 @@ def read_annotations(
     note(content)
     faults = _Faults(file)
     if not isinstance(tree, dict):
-        raise faults.error("it is no mapping of images, annotations and categories")
+        raise faults.error("it is not a mapping of images, annotations and categories")
     for name in ("images", "categories", "annotations"):
         if not isinstance(tree.get(name), list):
             raise faults.error(f"it has no list '{name}'")
@@ -246,25 +246,19 @@ def _rows(
     entries: list[Any], images: dict[int, Any], classes: dict[int, str], fault: _Faults, *, masks: bool
 ) -> Iterator[tuple[int, int, list[float], bool, Any]]:
     """Image, class, box, whether it is a crowd, and outline of each annotation that has no fault."""
-    known: set[Any] = set()
     for position, each in enumerate(entries):
-        number = each.get("id") if isinstance(each, dict) else None
-        has_number = type(number) in (int, str)
         said = _annotation_fault(each, images, classes, masks=masks)
-        if said is None and has_number and number in known:
-            said = "has the id of another one"
         if said is not None:
-            fault(f"annotations[{position}]{f' (id {_shown(number)})' * has_number} {said}")
+            number = each.get("id") if isinstance(each, dict) else None
+            fault(f"annotations[{position}]{'' if number is None else f' (id {_shown(number)})'} {said}")
             continue
-        if has_number:
-            known.add(number)
         yield each["image_id"], each["category_id"], each["bbox"], bool(each.get("iscrowd")), each.get("segmentation")
 
 
 def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str], *, masks: bool) -> str | None:
     """Say what is wrong with an annotation; None if nothing is."""
     if not isinstance(each, dict):
-        return f"is no mapping but {_shown(each)}"
+        return f"must be a mapping, found {_shown(each)}"
     image, kind, crowd = each.get("image_id"), each.get("category_id"), each.get("iscrowd", 0)
     if type(image) is not int or image not in images:
         return f"has the image_id {_shown(image)}, which no image has"

@@ -67,7 +67,8 @@ def content_digest(
     """
     now = time.time_ns()
     try:
-        stamps = list(map(_stamp, paths))
+        with ThreadPoolExecutor(_READERS) as pool:
+            stamps = list(pool.map(_stamp, paths))
     except OSError as error:
         return None, _UNREADABLE.format(error.filename)
     if sum(size for size, *_ in stamps) > LARGEST_BYTES:

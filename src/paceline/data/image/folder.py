@@ -114,7 +114,7 @@ def open_image_folder(
     for folder in dict.fromkeys([root, *folders]):
         for entry in visible(folder):
             if not is_folder(entry):
-                left_out.add("files beside class folders", os.path.relpath(entry.path, root))
+                left_out.add("files outside the class folders", os.path.relpath(entry.path, root))
     return ImageFolder(
         train=sources[0],
         validation=sources[1],
@@ -147,7 +147,7 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
 
 
 def unread_entries(path: str | Path) -> Iterator[str]:
-    """What lies in an image folder and is not read: what is ignored by its name, and files beside class folders."""
+    """Return what lies in an image folder and is not read: ignored names, and files outside the class folders."""
     root = Path(path).expanduser()
     train, held_out = _split_folders(root, Problems())
     splits = [train] if held_out is None else [train, held_out]
@@ -202,7 +202,7 @@ def _split_folders(root: Path, problems: Problems) -> tuple[Path, Path | None]:
     for name in names:
         if name not in ("train", *_HELD_OUT):
             problems.add(
-                "{1} has {0} beside 'train', which would not be read: held-out images belong in 'val' or 'test', "
+                "{1} has {0} next to 'train', which would not be read: held-out images belong in 'val' or 'test', "
                 "classes in 'train'; rename or move the folder.",
                 repr(name),
                 repr(str(root)),

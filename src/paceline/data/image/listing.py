@@ -222,7 +222,7 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     try:
         entries = sorted(visible(folder), key=attrgetter("name"))
     except DataError as error:
-        problems.add("{}", str(error))
+        problems.add("{1}", repr(str(folder)), str(error))
         return []
     for entry in entries:
         if is_folder(entry):
@@ -233,7 +233,7 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
             )
         elif not has_ending(entry.name, EXTENSIONS):
             problems.add(
-                "{} is not an image by its extension (read are {}): remove or convert it.",
+                "{} is not an image (supported extensions: {}): remove or convert it.",
                 repr(entry.path),
                 ", ".join(EXTENSIONS),
             )

@@ -22,7 +22,7 @@ from paceline.data.image.source import FileSource, Ids, SampleSource, SubsetSour
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
-from paceline.files import odd_kind
+from paceline.files import odd_kind, refuse_odd_kinds
 
 # Normalising a path, as of a table in a folder, takes one of the slashes away.
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -133,9 +133,8 @@ def open_paths(
 
 def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
     """The header, the rows, and the line that each row ends at."""
+    refuse_odd_kinds(file)
     try:
-        if kind := odd_kind(file):
-            raise OSError(0, f"it is {kind}, not a file")
         with open(file, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline(_LARGEST_HEAD)
             opened.seek(0)

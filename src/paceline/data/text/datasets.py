@@ -165,7 +165,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
     found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
     for entry in visible(root):
         if entry.name not in ("train", found):
-            left_out.add(f"{'folders' if is_folder(entry) else 'files'} beside train/", entry.name)
+            left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside train/", entry.name)
     train = _texts(root / "train", left_out)
     if found is None:
         return (*split_by_name(train, fraction), None)

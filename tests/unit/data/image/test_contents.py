@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +104,8 @@ def test_large_sets_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found(folder) is None
     monkeypatch.undo()
     monkeypatch.setattr(contents, "MOST_IMAGES", 19)
-    begin = time.perf_counter()
+    monkeypatch.setattr(contents, "content_digest", lambda *_: pytest.fail("the files were looked at"))
     assert found(folder) is None
-    assert time.perf_counter() - begin < 5
 
 
 def test_a_file_that_cannot_be_read_leaves_it_open(folder: Path) -> None:

@@ -158,7 +158,7 @@ def test_an_empty_class(tmp_path: Path) -> None:
 def test_a_file_that_is_no_image(tmp_path: Path) -> None:
     make(tmp_path, "cat/1.png", "dog/1.png")
     (tmp_path / "dog" / "labels.txt").touch()
-    fault("labels.txt' is not an image by its extension", tmp_path)
+    fault("labels.txt' is not an image (supported", tmp_path)
     fault(", ".join(EXTENSIONS), tmp_path)
 
 
@@ -186,7 +186,7 @@ def test_held_out_images_alone(tmp_path: Path) -> None:
 
 def test_a_held_out_folder_of_another_name(tmp_path: Path) -> None:
     make(tmp_path, "train/cat/1.png", "train/dog/1.png", "validation/cat/1.png", "validation/dog/1.png")
-    fault("has 'validation' beside 'train'", tmp_path)
+    fault("has 'validation' next to 'train'", tmp_path)
 
 
 def test_all_that_is_wrong_is_in_one_message(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_all_that_is_wrong_is_in_one_message(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     found = opened(tmp_path)
     assert (found.digest, found.classes) == (before.digest, ("cat", "dog"))
-    assert found.left_out == ("files beside class folders: 1 left out ('README.md')",)
+    assert found.left_out == ("files outside the class folders: 1 left out ('README.md')",)
     for name in ("cat/movie.mp4", "dog/IMG_1.HEIC", *(f"dog/z{number}.txt" for number in range(9))):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "nothing-here").mkdir()

@@ -117,8 +117,8 @@ def test_what_lies_beside_the_splits_is_reported(tmp_path: Path) -> None:
         (tmp_path / name).write_text("some text")
     found = open_text(Data(dataset="text_folder", path=str(tmp_path)))
     assert sorted(found.left_out) == [
-        "files beside train/: 1 left out ('README.md')",
-        "folders beside train/: 1 left out ('test')",
+        "files outside train/: 1 left out ('README.md')",
+        "folders outside train/: 1 left out ('test')",
     ]
 
 

@@ -55,9 +55,9 @@ def test_every_planted_defect_is_found_by_its_name(bad: tuple[Path, dict[str, se
     assert {kind: found.get(kind) for kind in planted} == planted
     sentences = " ".join(found["layout"])
     for said in (
-        "notes.txt' is not an image by its extension",
+        "notes.txt' is not an image (supported",
         "more' is a folder inside a class folder",
-        "has 'extra' beside 'train'",
+        "has 'extra' next to 'train'",
         "val' lacks the classes eel",
         "pipe.jpg' is neither a file nor a link to one",
     ):
