@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.plain_yaml import BoundedLoader
 
 NETWORK_SHARE = 0.85
 """Part of a network card's line rate that messages of some megabytes reach, headers and pacing taken off."""
@@ -256,7 +257,7 @@ def read_cluster(path: Path) -> Cluster:
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cluster '{path}' cannot be read: {error}; give a name or a YAML file's path.") from None
     except yaml.YAMLError as error:

@@ -6,6 +6,7 @@ in either case. Everything else that is not used is counted and reported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import Counter
@@ -15,6 +16,9 @@ from pathlib import Path
 from paceline.errors import DataError
 
 _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
+LFS_START = b"version https://git-lfs"
+"""How the small text begins that stands for a file which Git LFS keeps elsewhere."""
+LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
 _NAMED, _LONGEST, _MOST_ENDINGS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -59,13 +63,16 @@ def odd_kind(path: str | Path) -> str | None:
 
 
 def refuse_odd_kinds(path: str | Path) -> None:
-    """Refuse what is not a regular file, before it is opened.
+    """Refuse what is not a regular file, before it is opened, and the pointer of a file that was not fetched.
 
     Raises:
-        DataError: If it is a folder, a named pipe, a socket or a device.
+        DataError: If it is a folder, a named pipe, a socket, a device or a Git LFS pointer.
     """
     if kind := odd_kind(path):
         raise DataError(f"{str(path)!r} is {kind}, not a file: take it away, or correct the path.")
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader says what cannot be read
+        if file.read(len(LFS_START)) == LFS_START:
+            raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
 
 
 class LeftOut:

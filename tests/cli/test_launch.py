@@ -200,6 +200,7 @@ def test_a_job_of_one_pod_needs_no_torchrun(paceline_here: Call) -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == [
         "python",
+        "-P",
         "-m",
         "paceline",
         "train",

@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.checkpoint.codec import TensorSpec
 from paceline.checkpoint.durable import FileFacts, patient, reporting_disk_errors, write_file
 from paceline.errors import CheckpointError
+from paceline.files import LFS_POINTER, LFS_START
 
 HEADER_LIMIT_BYTES = 100_000_000
 _PREFIX_BYTES = 8
@@ -37,7 +38,7 @@ _DTYPES = {code: name for name, code in _CODES.items()}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # What else is found under the name of a weights file, by its first bytes in small letters.
 _OTHERS = {
-    b"version ": "a Git LFS pointer, not the weights: run `git lfs pull` where it was cloned",
+    LFS_START[:8]: LFS_POINTER,
     b"<!doctyp": "an HTML page: download the file itself",
     b"<html": "an HTML page: download the file itself",
     b"\x1f\x8b": "compressed by gzip: unpack it first",

@@ -98,9 +98,19 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
     entry = json.loads(text)
     if not isinstance(entry, dict):
         raise ValueError(f"found a {type(entry).__name__}, but it is a mapping")
-    for name, value in entry.items() if key == "data" else ():
+    if key == "recipe":
+        entry = {name: value for name, value in entry.items() if value is not None}
+        wrong = [name for name in ("model", "data", "evaluate") if not isinstance(entry.get(name, {}), dict)]
+        if wrong:
+            raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it is a section")
+    # A task of one's own, which has a colon in its name, may describe its data in its own way.
+    task = entry.get("task")
+    is_ours = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
+    for name, value in entry.items() if key == "data" and is_ours else ():
         if name in _RULES and not _RULES[name][0](value):
             raise ValueError(f"found {name}={str(value)[:80]}, but it must be {_RULES[name][1]}")
+        if name in ("mean", "std") and len(value) not in (1, entry.get("channels", len(value))):
+            raise ValueError(f"found {len(value)} numbers as {name}, but there are {entry['channels']} channels")
     return entry
 
 
@@ -112,11 +122,16 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIZE
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**40
+
+
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-_LARGEST_SIZE = 65_536
+_LARGEST_SIZE = 16_384
+_COUNT = "a whole number from 0 to 2^40"
 _SIZE_RULE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE}")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "class_names": (_is_names, "a list of names"),
@@ -124,8 +139,19 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "std": (_are_numbers, "a list of numbers"),
     "image_size": _SIZE_RULE,
     "evaluation_size": _SIZE_RULE,
-    "channels": _SIZE_RULE,
+    "channels": (lambda value: type(value) is int and value in (1, 3), "1 or 3"),
+    "native_size": (lambda value: isinstance(value, list) and [*map(_is_size, value)] == [True] * 2, "two sizes"),
+    "task": (lambda value: isinstance(value, str), "a name"),
     "dataset": (lambda value: isinstance(value, str), "a name"),
+    "classes": (_is_count, _COUNT),
+    "vocabulary": (_is_count, _COUNT),
+    "context": (_is_count, _COUNT),
+    "dense_features": (_is_count, _COUNT),
+    "table_rows": (lambda value: isinstance(value, list) and all(map(_is_count, value)), "a list of whole numbers"),
+    "detects": (_is_names, "a list of names"),
+    "evaluation_crop": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "evaluation_multiple": _SIZE_RULE,
+    "interpolation": (lambda value: value in ("bilinear", "bicubic"), "bilinear or bicubic"),
     "digest": (lambda value: isinstance(value, str), "a text"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.durable import hash_file
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import CheckpointError, DataError
+from paceline.files import refuse_odd_kinds
 from paceline.inference.labelling import ImageLabeller, Shown, class_names
 from paceline.tasks.averaging import CROPS, AveragedViews
 
@@ -36,11 +37,17 @@ class OnnxPredictor(ImageLabeller):
     def __init__(self, path: Path, device: torch.device) -> None:
         if not path.is_file():
             raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
+        refuse_odd_kinds(path)
         self._path = path
         self._session = _session(path, device)
         metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-        self._metadata = metadata
-        data = self._described("data")
+        if not {"recipe", "data"} <= metadata.keys():
+            raise CheckpointError(
+                f"'{path}' does not say in its metadata how images are shown to it; give a file that paceline export "
+                "--format onnx wrote."
+            )
+        self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
+        data = self._saved.described("data")
         names = class_names(data)
         if names is None or "detects" in data:
             raise DataError(f"'{path}' labels no images, so it cannot predict them.")
@@ -72,26 +79,13 @@ class OnnxPredictor(ImageLabeller):
 
     def _views(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The network, or what averages several views of an image, as in its evaluation."""
-        kind = self._described("recipe").get("evaluate", {}).get("augment", "none")
+        kind = self._saved.described("recipe").get("evaluate", {}).get("augment", "none")
         if kind in CROPS:
             raise CheckpointError(
                 f"'{self._path}' was evaluated with evaluate.augment={kind}, and its network takes whole images only; "
                 "predict with the run, or with a safetensors file."
             )
         return self._logits if kind == "none" else AveragedViews(self._logits, kind, self.shown.size)
-
-    def _described(self, key: str) -> dict[str, Any]:
-        text = self._metadata.get(key)
-        try:
-            entry = None if text is None else json.loads(text)
-        except ValueError:
-            entry = None
-        if not isinstance(entry, dict):
-            raise CheckpointError(
-                f"'{self._path}' does not say in its metadata how images are shown to it; give a file that paceline "
-                "export --format onnx wrote."
-            )
-        return entry
 
     def _check(self) -> None:
         """See that it is asked and answers as expected."""

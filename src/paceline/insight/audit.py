@@ -153,15 +153,21 @@ def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths 
 
 def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any], lengths: SampleLengths | None) -> StepGeometry:
     """The run's steps, each whole: it does not matter here who takes which part of one."""
-    return StepGeometry(
-        seed=int(recipe["seed"]),
-        samples=int(plan["train_samples"]),
-        global_batch_size=int(plan["global_batch_size"]),
-        logical_ranks=1,
-        repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
-        growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan["batch_phases"][1:]),
-        lengths=lengths,
-    )
+    try:
+        return StepGeometry(
+            seed=int(recipe["seed"]),
+            samples=int(plan["train_samples"]),
+            global_batch_size=int(plan["global_batch_size"]),
+            logical_ranks=1,
+            repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
+            growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan["batch_phases"][1:]),
+            lengths=lengths,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunDirectoryError(
+            f"the run's recipe.yaml or plan.json is damaged ({type(error).__name__}: {str(error)[:200]}); restore it "
+            "from a copy."
+        ) from error
 
 
 def _steps_done(samples: int, geometry: StepGeometry) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RunDirectoryError
+from paceline.plain_yaml import BoundedLoader
 from paceline.records.run_directory import RunDirectory, cannot, existing_run
 from paceline.records.summary import Summary
 from paceline.records.writer import parse_line
@@ -109,8 +110,9 @@ def read_recipe(run: RunDirectory) -> dict[str, Any]:
     """
     existing_run(run.root)
     try:
-        document = yaml.safe_load(_read_text(run.recipe))
-    except yaml.YAMLError as error:
+        # The values of PyYAML's SafeLoader, with which earlier versions wrote it.
+        document = yaml.load(_read_text(run.recipe), Loader=BoundedLoader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that there is none of
         raise RunDirectoryError(f"'{run.recipe}' is damaged: {' '.join(str(error).split())}") from error
     return _mapping(document, run.recipe)
 

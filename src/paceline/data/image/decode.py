@@ -23,6 +23,7 @@ from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 
 from paceline.data.image import jpeg
 from paceline.data.image.augmentation import Box
+from paceline.files import LFS_POINTER, LFS_START
 
 Pixels = NDArray[np.uint8]
 Content = bytes | bytearray | memoryview
@@ -267,6 +268,8 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 
 def _opened(content: Content) -> Image.Image:
     _silence_pillow()
+    if bytes(content[: len(LFS_START)]) == LFS_START:
+        raise ValueError(LFS_POINTER)
     image = Image.open(io.BytesIO(content))
     if image.width * image.height > LARGEST_PIXELS:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.data.text.tokenizer import TokenIds, text_digest
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 
 KIND = "huggingface"
 _FILE, _BESIDE = "tokenizer.json", ("tokenizer_config.json", "special_tokens_map.json")
@@ -143,6 +144,7 @@ def open_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         DataError: If there is none.
     """
     file = path / _FILE if path.is_dir() else path
+    refuse_odd_kinds(file)
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image.decode import LARGEST_PIXELS
 from paceline.data.image.source import Content
+from paceline.files import LFS_POINTER, LFS_START
 
 _ORIENTATION = 0x0112
 _BITS_PER_SAMPLE = 258
@@ -30,7 +31,7 @@ _EXTENSIONS = {
 }
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"P6", b"P5")
 _OTHERS = (
-    (b"version https://git-lfs", "a Git LFS pointer: fetch the file itself (git lfs pull)"),
+    (LFS_START, LFS_POINTER),
     (b"%PDF", "a PDF document"),
     (b"PK\x03\x04", "a ZIP archive"),
     (b"\x1f\x8b", "gzip-compressed data"),
