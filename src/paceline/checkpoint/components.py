@@ -28,6 +28,7 @@ from paceline.errors import CheckpointError, did_you_mean
 
 __all__ = [
     "Component",
+    "WRAPPERS",
     "OptimizerComponent",
     "Registry",
     "SelfChecking",
@@ -35,10 +36,11 @@ __all__ = [
     "check_optimizer_state",
     "fitted",
     "load_optimizer_state",
+    "without_prefix",
 ]
 
 # What DistributedDataParallel, torch.compile and other trainers' classes put before every name.
-_WRAPPERS = ("module.", "_orig_mod.", "model.")
+WRAPPERS = ("module.", "_orig_mod.", "model.")
 
 
 class Component(Protocol):
@@ -152,22 +154,27 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
     )
 
 
+def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
+    """Weights without the prefixes of wrappers that stand before every name, and these prefixes.
+
+    They are left out only if no name is the network's with them.
+    """
+    prefix = ""
+    while not any(name.removeprefix(prefix) in live for name in saved):
+        wrapper = next((each for each in WRAPPERS if all(name.startswith(prefix + each) for name in saved)), None)
+        if not saved or wrapper is None:
+            return dict(saved), ""
+        prefix += wrapper
+    return {name.removeprefix(prefix): tensor for name, tensor in saved.items()}, prefix
+
+
 def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Weights under the names and in the types of a network's, and what was changed for that.
 
-    Prefixes of wrappers that stand before every name are left out, if no name is the network's with them. Half
-    precision is widened to float32, which is exact.
+    Half precision is widened to float32, which is exact.
     """
-    prefix, notices = "", []
-    while not any(name.removeprefix(prefix) in live for name in saved):
-        wrapper = next((each for each in _WRAPPERS if all(name.startswith(prefix + each) for name in saved)), None)
-        if not saved or wrapper is None:
-            prefix = ""
-            break
-        prefix += wrapper
-    state = {name.removeprefix(prefix): tensor for name, tensor in saved.items()}
-    if prefix:
-        notices.append(f"all names begin with '{prefix}', which was left out")
+    state, prefix = without_prefix(live, saved)
+    notices = [f"all names begin with '{prefix}', which was left out"] if prefix else []
     for name, tensor in state.items():
         wanted = live.get(name)
         is_half = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)

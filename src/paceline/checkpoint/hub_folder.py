@@ -120,6 +120,11 @@ def hub_weights_file(path: Path) -> Path:
     others = sorted(path.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
+    if (path / f"{WEIGHTS}.index.json").exists():
+        raise CheckpointError(
+            f"'{path}' holds its weights in {len(others)} shards, which are not read; write one file: load them with "
+            "the library they come from, and save_pretrained(..., max_shard_size='1TB')."
+        )
     if others:
         raise CheckpointError(
             f"'{path}' holds {len(others)} safetensors files and no {WEIGHTS}; give the file itself, or one file's "

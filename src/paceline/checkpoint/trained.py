@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,22 +13,27 @@ from torch import Tensor, nn
 from paceline.checkpoint.components import check_inventory, fitted
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import NotFiniteError
+from paceline.escaping import one_line
+
+_LOG = logging.getLogger("paceline.weights")
 
 
 def load_trained(network: nn.Module, saved: SavedWeights) -> None:
-    """Put saved weights into their network.
+    """Put saved weights into their network, and log what was changed for that (by default to standard error).
 
     Raises:
         CheckpointError: If they do not fit it.
         NotFiniteError: As :func:`check_finite`.
     """
     own = network.state_dict()
-    state, _ = fitted(own, saved.plain)
+    state, notices = fitted(own, saved.plain)
     check_inventory(own, state, where=str(saved.path))
     check_tensors({name: state[name] for name in own}, str(saved.path))
     if "data" in saved.metadata:
         check_scale(saved.described("data"), str(saved.path))
     network.load_state_dict(state)
+    for notice in notices:
+        _LOG.warning("%s", one_line(f"note: of {saved.path}, {notice}"))
 
 
 def check_finite(saved: SavedWeights) -> None:

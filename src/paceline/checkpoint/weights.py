@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.checkpoint.adapters import adapter_scale, without_adapters
 from paceline.checkpoint.best import read_best
 from paceline.checkpoint.durable import reporting_disk_errors
-from paceline.checkpoint.hub_folder import hub_weights_file, is_hub_folder, read_hub_folder
+from paceline.checkpoint.hub_folder import WEIGHTS, hub_weights_file, is_hub_folder, read_hub_folder
 from paceline.checkpoint.reading import check_sizes, read_weights_file
 from paceline.checkpoint.store import CheckpointStore, read_in_place
 from paceline.checkpoint.tensor_file import read_tensor_file
@@ -173,6 +173,8 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     check_target(target)
     if target.suffix == ".safetensors":
         return _asked(_from_file(target), weights)
+    if target.name.endswith(".safetensors.index.json"):
+        raise CheckpointError(f"'{target}' is an index of shards, not weights; give the folder with one {WEIGHTS}.")
     with reporting_disk_errors("read", target):
         is_hub, is_empty = is_hub_folder(target), target.is_dir() and not (target / "manifest.json").exists()
     if is_hub:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.components import WRAPPERS, without_prefix
 from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.tensor_file import write_tensor_file
 from paceline.checkpoint.trained import check_finite, check_tensors
@@ -141,8 +142,22 @@ def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
 def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
     metadata = {**_metadata(saved, request), "format": "pt"}
     state = saved.plain if request.quantize is None else _rounded(saved)
-    _write_tensors(path, state, metadata)
+    _write_tensors(path, _as_named_by_network(request, saved, state), metadata)
     return Exported(saved=saved, size_bytes=0)
+
+
+def _as_named_by_network(
+    request: ExportRequest, saved: SavedWeights, state: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """The tensors without a wrapper's prefix; as they are where the network cannot be built."""
+    if not any(all(name.startswith(each) for name in state) for each in WRAPPERS):
+        return state
+    try:
+        network = open_exportable(saved, trust_code=request.trust_code, wanted="safetensors").network
+    except PacelineError:
+        return state
+    named: Mapping[str, Tensor] = without_prefix(network.state_dict(), state)[0]
+    return named
 
 
 def _write_tensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -179,7 +194,8 @@ def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
         run=request.target,
         write_weights=partial(
             _write_tensors,
-            state=saved.plain if rounded is None else rounded,
+            # Under the names that timm expects.
+            state=without_prefix(exportable.network.state_dict(), saved.plain if rounded is None else rounded)[0],
             metadata={**_metadata(saved, request), "format": "pt"},
         ),
     )
