@@ -143,6 +143,12 @@ def _tell(report: EvaluationReport, *, as_json: bool) -> None:
         echo(one_line(f"  not scored, unreadable: {path}"))
     if report.no_confusion:
         echo(f"  no confusion matrix (--json has one): {report.no_confusion}")
+    _tell_left_out(report)
+
+
+def _tell_left_out(report: EvaluationReport) -> None:
+    for sentence in report.left_out:
+        echo(f"note: {sentence}")
 
 
 def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:
@@ -175,6 +181,7 @@ def _tell_sweep(sweep: SizeSweep, *, as_json: bool) -> None:
     echo(f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}")
     if sweep.on == "validation":
         echo("note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out")
+    _tell_left_out(first)
 
 
 def _in_words(name: str, value: float) -> str:

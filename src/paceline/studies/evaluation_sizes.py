@@ -64,6 +64,7 @@ class SizeSweep:
             "samples": first.samples,
             "metric": self.metric,
             "best_size": self.best.size,
+            "left_out": list(first.left_out),
             "sizes": [
                 {
                     "size": trial.size,

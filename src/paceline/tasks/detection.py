@@ -112,6 +112,7 @@ class Detection(Task):
                 **({"data.content_digest": content_told} if content_told else {}),
             },
             unused=self._unused(is_generated=is_generated),
+            left_out=found.left_out,
         )
 
     def sample_keys(self) -> NDArray[np.float64] | None:

@@ -70,6 +70,7 @@ class Recommendation(Task):
             },
             reasons=dict(found.reasons),
             unused=self._unused(),
+            left_out=found.left_out,
         )
 
     def description(self) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class EvaluationReport:
             do not have one label each, or of more than 1000.
         no_confusion: Why it could not be had although they are; else empty.
         not_finite: The metrics that are infinite or nan and are no result.
+        left_out: What of the data is there and not used, a sentence for each kind.
     """
 
     path: Path
@@ -115,6 +116,7 @@ class EvaluationReport:
     confusion: Mapping[str, Any] | None = None
     no_confusion: str = ""
     not_finite: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -146,7 +148,8 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     machine, reasons = describe_machine(device), dict[str, str]()
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
     products = _float32_matmul(request, recipe, machine)
-    tasks = [scoring_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
+    sized = [scoring_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
+    tasks, left_out = [task for task, _ in sized], sized[0][1].left_out
     if sizes != (None,):
         _check_shows_sizes(tasks[0])
     torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
@@ -183,7 +186,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
             )
             with turn:
                 reports.append(_score(request, saved, evaluator, network, max_broken=recipe.data.max_broken))
-    return reports
+    return [replace(report, left_out=left_out) for report in reports]
 
 
 def _score(
@@ -224,8 +227,10 @@ def _with_size(recipe: Recipe, size: int | None) -> Recipe:
     return recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
 
 
-def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Task:
-    """The task that the weights were trained with, and its data."""
+def scoring_task(
+    request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World
+) -> tuple[Task, DataFacts]:
+    """The task that the weights were trained with, and what its data are."""
     if request.on != "holdout":
         # What is scored does not depend on it, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
@@ -249,7 +254,7 @@ def scoring_task(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
     _check_shown_alike(task, saved)
-    return task
+    return task, facts
 
 
 def _with_tables(recipe: Recipe, saved: SavedWeights) -> Recipe:

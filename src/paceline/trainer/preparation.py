@@ -128,12 +128,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
 
 def _about_data(plan: Plan) -> tuple[str, ...]:
     """Say what of the data is not used, whether the global batch was cut, and which classes have no image."""
-    ending = "_left_out"
-    counts = {name: count for name, count in plan.data.items() if name.endswith(ending) and isinstance(count, int)}
-    named = ((name.removesuffix(ending).replace("_", " "), count) for name, count in counts.items())
-    counted = (f"{count:,} {name.removesuffix('s') if count == 1 else name} left out" for name, count in named)
     reasons = (plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons)
-    return (*counted, *plan.left_out, *reasons)
+    return (*plan.left_out, *reasons)
 
 
 def _weights_of(task: Task) -> SampleWeights | None:

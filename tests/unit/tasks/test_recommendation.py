@@ -239,7 +239,10 @@ def test_lines_that_were_left_out_are_told(recipe: Path, tmp_path: Path, capsys:
     data = {"dataset": "criteo", "path": str(tmp_path / "clicks.tsv"), "max_broken": 2, "samples": None, "clicks": None}
     paceline.train(recipe, overrides={"data": data, "train.duration": "1 steps"}, run_dir=tmp_path / "run")
     printed = capsys.readouterr()
-    assert "2 lines left out" in printed.out + printed.err
+    told = f"wrong lines: 2 left out ('line 1 of {tmp_path}/clicks.tsv', 'line 62 of {tmp_path}/clicks.tsv')"
+    assert told in printed.out + printed.err
+    assert command(["evaluate", str(tmp_path / "run")]) == 0
+    assert f"note: {told}" in capsys.readouterr().out
     assert command(["audit", str(tmp_path / "run")]) == 0
     assert "left out: 2 lines, of which no sample was made" in capsys.readouterr().out
 

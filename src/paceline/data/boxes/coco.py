@@ -24,7 +24,7 @@ from paceline.data.image.contents import MOST_IMAGES, TOO_LARGE, content_digest
 from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import LeftOut, files_below, refuse_odd_kinds
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # faults in a message
@@ -116,14 +116,24 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         raise DataError(
             f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
         )
-    samples, left_out = _to_learn_from(train_file, train, keep_empty=keep_empty)
+    samples, counts = _to_learn_from(train_file, train, keep_empty=keep_empty)
+    left_out = LeftOut()
+    _tell_unnamed(train_folder, train, left_out)
+    _tell_unnamed(held_folder, held_out, left_out)
     return BoxDataset(
         name="coco",
         train=CocoSource(train_folder, train, samples),
         validation=CocoSource(held_folder, held_out),
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
-        facts=left_out,
+        facts=counts,
+        left_out=(
+            *(
+                f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
+                for key, n in counts.items()
+            ),
+            *left_out.told(),
+        ),
     )
 
 
@@ -340,6 +350,14 @@ def _split(root: Path, split: str) -> tuple[Path, Path]:
         f"{root} holds neither annotations/instances_{split}2017.json nor {split}/annotations.json; point data.path at "
         "the folder of COCO's annotations and pictures."
     )
+
+
+def _tell_unnamed(folder: Path, found: Annotations, left_out: LeftOut) -> None:
+    """Tell of files in a split's folder that its annotations do not name."""
+    named = {os.path.normpath(name) for name in found.names} | {"annotations.json"}
+    for name in files_below(folder, left_out) if folder.is_dir() else ():
+        if name not in named:
+            left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
 
 
 def _check_masks() -> None:

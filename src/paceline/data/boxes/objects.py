@@ -113,6 +113,7 @@ class BoxDataset:
         classes: The classes' names, by index.
         digest: Says which data they are.
         facts: What else a reader of the plan should know.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     name: str
@@ -121,3 +122,4 @@ class BoxDataset:
     classes: tuple[str, ...]
     digest: str
     facts: Mapping[str, int] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()

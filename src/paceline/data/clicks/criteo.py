@@ -7,6 +7,7 @@ written down here; row 0 is for what is missing.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import LeftOut, files_below, has_ending, refuse_odd_kinds
 
 DENSE, CATEGORIES = 13, 26
 _FIELDS = 1 + DENSE + CATEGORIES
-ENDINGS = (".tsv", ".txt", ".tsv.gz", ".txt.gz", ".gz")
+ENDINGS = ("tsv", "txt", "gz")
 _LINES_AT_ONCE = 16_384
 _LONGEST = 8  # hexadecimal digits
 _IN_NUMBERS = b"-0123456789"  # Python would also take blanks, underscores and a plus
@@ -54,17 +55,22 @@ class WrongLine:
         return f"{self.path}, line {self.number}: {self.reason}"
 
 
-def click_files(path: Path) -> list[Path]:
-    """The files of a split, in order: a file itself, or those in a folder.
+def click_files(path: Path, left_out: LeftOut) -> list[Path]:
+    """Return the files of a split, in order: a file itself, or those below a folder.
 
     Raises:
         DataError: If there are none.
     """
-    if path.is_file():
+    if not path.is_dir():
         return [path]
-    found = sorted(each for each in path.iterdir() if each.is_file() and each.name.endswith(ENDINGS))
+    found = []
+    for name in files_below(path, left_out):
+        if has_ending(name, ENDINGS):
+            found.append(path / name)
+        else:
+            left_out.add(f"files that do not end in .{', .'.join(ENDINGS)}", str(path / name))
     if not found:
-        raise DataError(f"'{path}' holds no file in Criteo's format; its name ends with {', '.join(ENDINGS)}.")
+        raise DataError(f"'{path}' holds no file in Criteo's format; its name ends in .{', .'.join(ENDINGS)}.")
     return found
 
 
@@ -93,6 +99,8 @@ def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = Tr
         first: Number of the first one.
         has_label: Whether a line begins with a label.
     """
+    if first == 1 and lines:
+        lines = [lines[0].removeprefix(codecs.BOM_UTF8), *lines[1:]]
     split = [line.rstrip(b"\r\n").split(b"\t") for line in lines]
     if not has_label:
         split = [[b"0", *fields] for fields in split]
@@ -130,7 +138,7 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def opened(path: Path) -> gzip.GzipFile | BinaryIO:
     """A file of lines, packed or not; raises DataError if it is a pipe or a device."""
     refuse_odd_kinds(path)
-    return gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
+    return gzip.open(path) if has_ending(path.name, ("gz",)) else open(path, "rb")
 
 
 def _one_by_one(split: list[list[bytes]], path: str, first: int) -> tuple[Rows, list[WrongLine]]:

@@ -10,6 +10,7 @@ from paceline.data.clicks.source import ClickDataset
 from paceline.data.clicks.stored import StoredClicks, StoredSource, stored
 from paceline.data.clicks.synthetic import open_synthetic
 from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.files import LeftOut, visible
 from paceline.recipe.clicks import Clicks
 from paceline.recipe.data import Data
 from paceline.references import is_reference, load_reference
@@ -58,7 +59,8 @@ def open_criteo(data: Data) -> ClickDataset:
         raise DataError(f"data.path={data.path} does not exist.")
     if (root / "train").is_dir() or (root / "val").is_dir():
         return _two_splits(data, root)
-    whole = stored(root, data.clicks.cache, max_broken=data.max_broken)
+    left_out = LeftOut()
+    whole = stored(root, data.clicks.cache, left_out, max_broken=data.max_broken)
     held_out = round(len(whole.rows) * data.validation_fraction)
     tables, reasons = criteo_tables(data.clicks, whole.distinct)
     kept = len(whole.rows) - held_out
@@ -73,6 +75,7 @@ def open_criteo(data: Data) -> ClickDataset:
         digest=whole.digest,
         facts=_wrong_lines(whole),
         reasons=reasons,
+        left_out=left_out.told(),
     )
 
 
@@ -82,7 +85,13 @@ def _two_splits(data: Data, root: Path) -> ClickDataset:
             raise DataError(
                 f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
             )
-    train, val = (stored(root / each, data.clicks.cache, max_broken=data.max_broken) for each in ("train", "val"))
+    left_out = LeftOut()
+    for entry in visible(root):
+        if entry.name not in ("train", "val"):
+            left_out.add("files and folders beside train/ and val/", entry.name)
+    train, val = (
+        stored(root / each, data.clicks.cache, left_out, max_broken=data.max_broken) for each in ("train", "val")
+    )
     if not len(train.rows):
         raise DataError(f"'{root / 'train'}' holds no line to train on.")
     tables, reasons = criteo_tables(data.clicks, train.distinct)
@@ -95,6 +104,7 @@ def _two_splits(data: Data, root: Path) -> ClickDataset:
         digest=f"{train.digest} {val.digest}",
         facts=_wrong_lines(train, val),
         reasons={**reasons, "data.validation_fraction": "the data have a split of their own"},
+        left_out=left_out.told(),
     )
 
 

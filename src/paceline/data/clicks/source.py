@@ -59,6 +59,7 @@ class ClickDataset:
         digest: Says whether two runs saw the same data.
         facts: What else a reader of the plan should know.
         reasons: Why a value that the recipe left open is what it is, by its dotted key.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ClickDataset:
     digest: str
     facts: Mapping[str, int | str] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 class HeldRows:

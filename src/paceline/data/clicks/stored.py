@@ -34,6 +34,7 @@ from paceline.data.clicks.criteo import (
 from paceline.data.clicks.source import ClickRows
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError
+from paceline.files import LeftOut
 from paceline.machine import cache_folder
 
 _VERSION = 1
@@ -93,18 +94,19 @@ def as_click_rows(rows: Rows, tables: tuple[int, ...]) -> ClickRows:
     return ClickRows(rows["dense"].copy(), table_rows_of(rows, tables), rows["label"].astype(np.uint8))
 
 
-def stored(path: Path, cache: str, *, max_broken: int) -> StoredClicks:
+def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> StoredClicks:
     """The binary copy of a split's text, made now if there is none.
 
     Args:
         path: A file, or a folder of them.
         cache: Folder for copies, or ``auto``.
+        left_out: Told of files and lines that are not used.
         max_broken: Wrong lines that may be left out.
 
     Raises:
         DataError: If more lines are wrong, or there is no room for the copy.
     """
-    files = click_files(path)
+    files = click_files(path, left_out)
     sources = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     made_of = {"version": _VERSION, "sources": sources}
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
@@ -120,6 +122,8 @@ def stored(path: Path, cache: str, *, max_broken: int) -> StoredClicks:
         raise DataError(f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again.")
     if len(found.wrong) > max_broken:
         raise _too_many(found.wrong, max_broken)
+    for each in found.wrong:
+        left_out.add("wrong lines", f"line {each.number} of {each.path}")
     return found
 
 

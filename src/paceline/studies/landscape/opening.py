@@ -104,7 +104,7 @@ def open_run(target: Path, ask: Selection, world: World) -> Opened:
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
     torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size, reasons))
     request = EvaluationRequest(target=target, overrides=ask.overrides, weights=ask.weights, best=ask.best)
-    task = scoring_task(request, saved, recipe, world)
+    task, _ = scoring_task(request, saved, recipe, world)
     network = task.build_model()
     task.check_network(network)
     samples = _samples(task, recipe, placement, ask, world)

@@ -82,6 +82,14 @@ def test_what_is_left_out_is_counted(root: Path) -> None:
         "pictures_without_objects_left_out": 1,
         "boxes_without_extent_left_out": 1,
     }
+    for name in ("train/d.png", "train/sub/c.png", "val/a (1).png", "val/.hidden.png", "val/Thumbs.db"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).touch()
+    assert open_coco(str(root), masks=False, keep_empty=False).left_out == (
+        "pictures without objects: 1 left out of training",
+        "boxes without extent: 1 left out of training",
+        "files that the annotations do not name: 3 left out ('train/d.png', 'train/sub/c.png', 'val/a (1).png')",
+    )
     # One that lies outside its picture has no extent within it.
     tree = annotations(annotations=[BOX, BOX | {"image_id": 20, "bbox": [100, 200, 30, 40]}])
     (root / "train" / "annotations.json").write_text(json.dumps(tree))

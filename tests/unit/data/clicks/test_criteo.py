@@ -107,6 +107,22 @@ def test_splits_of_folders_and_packed_files(tmp_path: Path) -> None:
     assert again.digest == found.digest
 
 
+def test_files_of_all_kinds_are_read_or_reported(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "DAY_0.TSV", [f"\ufeff{line(0)}", line(1)])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.GZ").write_bytes(gzip.compress(f"\ufeff{line(2)}".encode()))
+    (tmp_path / "train" / "linked").symlink_to(tmp_path / "elsewhere")
+    for name in ("train/._DAY_0.TSV", "train/.ipynb_checkpoints/a.tsv", "train/notes.md", "val/c.parquet"):
+        write(tmp_path / name, ["nothing"])
+    write(tmp_path / "val" / "c.txt", [line(3)])
+    found = open_clicks(data(tmp_path, clicks=Clicks(cache=str(tmp_path / ".copies"))))
+    assert (len(found.train), len(found.validation)) == (3, 1)
+    assert found.train.read(np.arange(3)).labels.tolist() == [0, 1, 0]
+    beside, others = found.left_out
+    assert "train/ and val/: 1 left out ('elsewhere')" in beside
+    assert others.endswith(f": 2 left out (1 .md, 1 .parquet; '{tmp_path}/train/notes.md', '{tmp_path}/val/c.parquet')")
+
+
 def test_the_last_lines_are_held_out_of_one_file(tmp_path: Path) -> None:
     found = open_clicks(data(write(tmp_path / "a.txt", [line(n) for n in range(10)]), validation_fraction=0.3))
     assert (len(found.train), len(found.validation)) == (7, 3)
