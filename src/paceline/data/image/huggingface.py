@@ -26,7 +26,7 @@ from paceline.data.image.source import Ids, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.data.image.table_files import files_ending_in, splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut
+from paceline.files import LeftOut, files_below
 
 _HELD_OUT = ("validation", "val", "test")
 _USUAL_LABELS = ("label", "labels", "fine_label")
@@ -81,19 +81,19 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
 
     Args:
         path: The folder, or a parquet file.
-        left_out: Told of files beside parquet files.
+        left_out: Told of files that are not the data set's.
 
     Raises:
         DataError: If it is one whose description cannot be read, or pyarrow is missing.
     """
-    root = Path(path).expanduser()
+    root, left_out = Path(path).expanduser(), LeftOut() if left_out is None else left_out
     if (root / _DICT).is_file():
         names = [str(name) for name in _read_json(root / _DICT).get("splits", [])]
-        return _saved(root, {name: root / name for name in names})
+        return _saved(root, {name: root / name for name in names}, left_out)
     if (root / _STATE).is_file() and (root / _INFO).is_file():
-        return _saved(root, {"train": root})
+        return _saved(root, {"train": root}, left_out)
     if root.is_dir():
-        parquet = files_ending_in("parquet", root, LeftOut() if left_out is None else left_out)
+        parquet = files_ending_in("parquet", root, left_out)
     else:
         parquet = [root] if root.suffix.lower() == ".parquet" else []
     if not parquet:
@@ -106,13 +106,18 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=True, features=features)
 
 
-def _saved(root: Path, folders: Mapping[str, Path]) -> HuggingFaceFiles:
+def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> HuggingFaceFiles:
     splits: dict[str, list[Path]] = {}
     features: dict[str, Any] = {}
     for split, folder in folders.items():
         names = [str(each["filename"]) for each in _read_json(folder / _STATE)["_data_files"]]
         splits[split] = [folder / Path(name).name for name in names]
         features = features or _read_json(folder / _INFO).get("features", {})
+    known = {root / _DICT, *(folder / name for folder in folders.values() for name in (_STATE, _INFO))}
+    known.update(file for files in splits.values() for file in files)
+    for name in files_below(root, left_out):
+        if root / name not in known:
+            left_out.add("files that no state.json names", name)
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features=features)
 
 
@@ -206,7 +211,8 @@ def open_huggingface(
     Raises:
         DataError: If there is no such dataset, or it cannot be read in any order.
     """
-    files = find_files(path)
+    left_out = LeftOut()
+    files = find_files(path, left_out)
     if files is None:
         raise _not_there(Path(path))
     if files.is_parquet:
@@ -243,6 +249,7 @@ def open_huggingface(
         is_split_off=held_out_split is None,
         channels=channels,
         probe=found,
+        left_out=left_out.told(),
     )
 
 

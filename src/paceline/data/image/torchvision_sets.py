@@ -24,6 +24,7 @@ from paceline.data.image.pixels import array_digest, with_channels
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, SubsetSource
 from paceline.data.image.splits import split_off, stratified_split
 from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, files_below, is_ignored_member
 
 PREFIX = "torchvision:"
 _TRAIN = ("train", "trainval", "train-standard", "2021_train")
@@ -85,6 +86,7 @@ def open_torchvision(
         channels=channels,
         probe=probe,
         listing=_told(whole[0]),
+        left_out=_left_out(found, name, root),
     )
 
 
@@ -406,6 +408,28 @@ def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None)
                 digest.update(source.read(sample).tobytes())
         digest.update(source.labels.tobytes())
     return digest.hexdigest()
+
+
+def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[str, ...]:
+    """What lies among the files that torchvision lists, and is none of them.
+
+    Raises:
+        DataError: If it lists a hidden file, which no other source reads.
+    """
+    names = {os.fsdecode(each.names[at]) for each in sources if isinstance(each, FileSource) for at in range(len(each))}
+    hidden = next((each for each in sorted(names) if is_ignored_member(each)), None)
+    if hidden is not None:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} takes the hidden file {hidden!r} for an image: remove it, or train with "
+            "data.dataset=image_folder, which ignores such files."
+        )
+    left_out = LeftOut()
+    if names and root is not None:
+        folder = os.path.commonpath(map(os.path.dirname, names))
+        for each in files_below(root / folder, left_out):
+            if os.path.join(folder, each) not in names:
+                left_out.add("files that torchvision does not list", os.path.join(folder, each))
+    return left_out.told()
 
 
 def _size(path: bytes) -> int:

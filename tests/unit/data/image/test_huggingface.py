@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def test_images_are_read_where_they_lie(tmp_path: Path) -> None:
     assert opened.train.labels.tolist() == [k % 2 for k in range(11)]
     assert opened.validation.labels.tolist() == [1, 0, 1]
     assert [opened.train.path(k) for k in (0, 1)] == [f"train[0] in {root}", f"1.png in {root}"]
+    assert opened.left_out == ()
+    shutil.copy(next(root.glob("test/*.arrow")), root / "train" / "cache-1.arrow")
+    save(root / "extra", table([1], [0]))
+    (told,) = open_huggingface(root, channels=None, validation_fraction=0.5).left_out
+    extra = len(list((root / "extra").iterdir()))
+    assert f"state.json names: {extra + 1} left out (" in told
 
 
 def test_a_single_dataset_is_split(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import struct
 from collections.abc import Sequence
@@ -89,6 +90,23 @@ def test_what_has_no_split_is_split(tmp_path: Path) -> None:
         opened("ImageFolder", tmp_path / "eurosat" / "2750", validation_fraction=0).train.labels.tolist()
         == [0] * 5 + [1] * 5
     )
+
+
+def test_what_torchvision_does_not_list_is_reported(tmp_path: Path) -> None:
+    food(tmp_path)
+    for name in ("caviar/IMG_1.HEIC", "caviar/deep/a.jpg", "movie.mp4", "Thumbs.db", "caviar/.hidden.jpg"):
+        jpeg(tmp_path / "unlisted.jpg", 1)
+        (tmp_path / "food-101" / "images" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "unlisted.jpg", tmp_path / "food-101" / "images" / name)
+    (told,) = opened("Food101", tmp_path).left_out
+    assert "does not list: 3 left out (1 .heic, 1 .jpg, 1 .mp4; 'food-101/images/caviar/IMG_1.HEIC', " in told
+    images = tmp_path / "food-101" / "images"
+    with pytest.raises(DataError, match=r"'caviar/\.hidden\.jpg'.*data\.dataset=image_folder"):
+        opened("ImageFolder", images)
+    (images / "caviar" / ".hidden.jpg").unlink()
+    found = opened("ImageFolder", images)
+    assert len(found.train) + len(found.validation) == 16  # torchvision looks into folders of class folders
+    assert ": 2 left out (1 .heic, 1 .mp4; 'caviar/IMG_1.HEIC', 'movie.mp4')" in found.left_out[0]
 
 
 def test_arrays_are_held_as_they_are(tmp_path: Path) -> None:

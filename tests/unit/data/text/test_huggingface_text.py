@@ -48,6 +48,9 @@ def test_rows_are_documents(tmp_path: Path) -> None:
     train, held_out = texts(saved(tmp_path / "data", {"train": ROWS, "test": ["last"]}))
     assert train == [each for each in ROWS if each]
     assert held_out == ["last"]
+    (tmp_path / "data" / "train" / "more.arrow").touch()
+    found = open_text(Data(dataset="huggingface_text", path=str(tmp_path / "data"), text=Text()))
+    assert "files that no state.json names: 1 left out ('train/more.arrow')" in found.left_out
 
 
 def test_parquet_is_the_same(tmp_path: Path) -> None:
