@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable
 
 
 class PacelineError(Exception):
-    """Base of all errors with a message written for the user."""
+    """Base of all errors with a message written for the user; each argument is a line of it."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class RecipeError(PacelineError):

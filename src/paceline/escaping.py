@@ -23,6 +23,11 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def utf8(name: str) -> str:
+    """Return a file's name for JSON, CSV or Parquet: only bytes that are not UTF-8 are escaped, as all else is data."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 

@@ -45,11 +45,6 @@ def has_ending(name: str, endings: Iterable[str]) -> bool:
     return bool(dot) and ending.lower() in endings
 
 
-def shown(name: str) -> str:
-    """A file's name as text that has a UTF-8 form: bytes that are no text are escaped."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def odd_kind(path: str | Path) -> str | None:
     """What a path leads to if it is not a regular file; None if it is one, or leads nowhere.
 

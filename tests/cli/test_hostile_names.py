@@ -68,6 +68,29 @@ def test_terminals_and_spreadsheets_show_them(
         assert "\x1b" not in done.err
 
 
+def test_a_name_with_a_newline_does_not_break_a_message(
+    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_images(tmp_path / "photos" / "cat")
+    write_images(tmp_path / "photos" / "dog")
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    (tmp_path / "two\nlines.yaml").write_text("model: [")
+    for question in (
+        ("predict", "two\nlines", "photos"),
+        ("train", "two\nlines.yaml"),
+        ("train", "two\nlines"),
+        ("train", "small.yaml", "data.path=two\nlines"),
+        ("check-data", "two\nlines"),
+        ("evaluate", "two\nlines"),
+    ):
+        done = paceline_here(*question)
+        assert done.code == 2, question
+        assert len(done.err.splitlines()) == 1, (question, done.err)
+        assert "two\\nlines" in done.err
+    done = paceline_here("train", "small.yaml", "batch.global_size=-1", "optimizer.lr=-1")
+    assert done.err.count("\n") == 2, done.err  # a line for each problem
+
+
 def test_our_own_tables_are_read_back(
     paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -25,8 +25,8 @@ from types import FrameType
 
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
 from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
-from paceline.errors import LaunchError, OtherProcessError, PacelineError
-from paceline.escaping import printable
+from paceline.errors import LaunchError, OtherProcessError, PacelineError, TrainingError
+from paceline.escaping import one_line, printable
 from paceline.storage.addresses import without_secrets
 from paceline.world import STOP_SIGNALS
 
@@ -309,7 +309,7 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     notes = [_shown(str(note)) for note in getattr(error, "__notes__", ())]
-    message = "\n".join([_shown(str(error)), *notes]) if mistake else _shown("".join(traceback.format_exception(error)))
+    message = "\n".join([*_lines(error), *notes]) if mistake else _shown("".join(traceback.format_exception(error)))
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
         prefix = f"rank {rank}: " if world_size > 1 else ""
@@ -319,7 +319,7 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "rank": rank,
         "time": time.time(),
         "message": message,
-        "summary": _shown(_summary(error)),
+        "summary": _summary(error),
         "notes": notes,
         "exit_code": code,
         "is_traceback": not mistake,
@@ -339,8 +339,15 @@ def _shown(text: str) -> str:
 def _summary(error: BaseException) -> str:
     """An error's one line: without notes, which tell more of the moment than of the error."""
     if isinstance(error, PacelineError):
-        return str(error).strip().splitlines()[-1]
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return _lines(error)[-1]
+    return _shown(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+
+
+def _lines(error: BaseException) -> list[str]:
+    """A message's lines. A newline in the name of a file is shown escaped; what failed in training may quote many."""
+    if isinstance(error, TrainingError):
+        return _shown(str(error)).strip().splitlines() or [""]
+    return [one_line(without_secrets(str(line))) for line in error.args] or [""]
 
 
 def _place(environ: Mapping[str, str]) -> tuple[int, int]:

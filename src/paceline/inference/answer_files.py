@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import DataError, PacelineError
-from paceline.escaping import csv_cell
-from paceline.files import shown
+from paceline.escaping import csv_cell, utf8
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
@@ -102,7 +101,7 @@ class _Parquet:
     def write(self, rows: Iterable[Row]) -> None:
         # A group of rows for each batch would make a slow file.
         self._rows += [
-            {**row, "path": shown(os.fspath(row["path"])), "labels": list(map(shown, row["labels"]))} for row in rows
+            {**row, "path": utf8(os.fspath(row["path"])), "labels": list(map(utf8, row["labels"]))} for row in rows
         ]
         if len(self._rows) >= _AT_ONCE:
             self._flush()

@@ -344,7 +344,7 @@ def _validate(tree: layers.Tree, where: str) -> Recipe:
     try:
         recipe = _adapter().validate_python(tree)
     except ValidationError as error:
-        raise RecipeError(_sentences(error, where)) from None
+        raise RecipeError(*_sentences(error, where)) from None
     layers.check_effective(tree, recipe, where)
     _check_addresses(recipe)
     return recipe
@@ -370,7 +370,7 @@ def _check_addresses(recipe: Recipe) -> None:
         )
 
 
-def _sentences(error: ValidationError, where: str) -> str:
+def _sentences(error: ValidationError, where: str) -> list[str]:
     """One sentence per wrong key; a union's several complaints are joined by 'or'."""
     sentences: dict[str, str] = {}
     rules: dict[str, list[str]] = {}
@@ -393,7 +393,7 @@ def _sentences(error: ValidationError, where: str) -> str:
         found = repr(item["input"])
         found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}…"
         sentences[key] = f"found {found}, but {_either(rules[key])}"
-    return "\n".join(f"{where}: {key}: {sentence}." for key, sentence in sentences.items())
+    return [f"{where}: {key}: {sentence}." for key, sentence in sentences.items()]
 
 
 # Where pydantic's own words would not help.

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import RunDirectoryError
+from paceline.escaping import utf8
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -299,7 +300,7 @@ def encode_json(document: Any, *, indent: int | None = None) -> str:
         # Only a document with a number that is not finite comes here; walking every document would cost more.
         text = json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
     # The name of a file may have no UTF-8 form. Its escape stands for the same in JSON.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return utf8(text)
 
 
 def _plain(value: Any) -> Any:

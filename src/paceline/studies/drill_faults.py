@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore
+from paceline.files import is_ignored
 from paceline.records.writer import truncate_after
 from paceline.studies.drill_ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
 from paceline.studies.launches import Launch, last_step, said
@@ -479,7 +480,7 @@ def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
     source = images
     target.mkdir()
     for name in ("train", None) if (images / "train").is_dir() else (None,):
-        entries = sorted(each for each in source.iterdir() if not each.name.startswith("."))
+        entries = sorted(each for each in source.iterdir() if not is_ignored(each.name))
         copied = source / name if name else max(each for each in entries if each.is_dir())
         for entry in entries:
             if entry != copied:

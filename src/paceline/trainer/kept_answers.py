@@ -19,6 +19,7 @@ from PIL import Image
 from paceline.data.batch import Batch
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
+from paceline.escaping import utf8
 from paceline.metrics.answers import MOST_CLASSES, Confusion, Triples, confusion_document, merged
 from paceline.metrics.examples import HOW_CHOSEN, Candidate, Examples, choose
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
@@ -167,7 +168,7 @@ class KeptAnswers:
         picture = {} if pixels is None else {"image": data_url(pixels)}
         name = pipeline.sample_name(candidate.sample, training=False)
         # A file's name may hold bytes that are no text.
-        return {**picture, **fields, "name": name.encode("utf-8", "backslashreplace").decode()}
+        return {**picture, **fields, "name": utf8(name)}
 
 
 def data_url(pixels: NDArray[np.uint8]) -> str:

@@ -23,7 +23,8 @@ from paceline.data.image.folder import Probe
 from paceline.data.image.mapped import MappedFile, Names, mapped_files, probe
 from paceline.data.image.source import Ids, Image
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds, shown
+from paceline.escaping import utf8
+from paceline.files import refuse_odd_kinds
 from paceline.units import format_bytes
 
 # Kept in each process that reads; hub datasets have groups of 100 images.
@@ -234,7 +235,7 @@ class ParquetSource:
         """Over labels and names, and the files' names and sizes."""
         digest = hashlib.sha256()
         for file in self.table.files:
-            digest.update(f"{shown(Path(file.path).name)}\0{file.size}\n".encode())
+            digest.update(f"{utf8(Path(file.path).name)}\0{file.size}\n".encode())
         for part in (self.labels, self.names.ends, self.names.blob):
             digest.update(part.tobytes())
         return digest.hexdigest()

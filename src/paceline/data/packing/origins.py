@@ -29,7 +29,8 @@ from paceline.data.image.selection import choose_classes, digest_of, first_of_al
 from paceline.data.image.source import ArraySource, FileSource, Ids, SampleSource, SubsetSource, encoded_source
 from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError
-from paceline.files import is_ignored, refuse_odd_kinds, shown
+from paceline.escaping import utf8
+from paceline.files import is_ignored, refuse_odd_kinds
 from paceline.recipe.data import check_part
 
 Kind = Literal[
@@ -336,7 +337,7 @@ def _of_images(kind: Kind, opened: ImageFolder | StoredImages, root: str) -> Ope
         sources = {"train": opened.train.base}
     return OpenedOrigin(
         origin=Origin(kind=kind, digest=opened.digest, held_out="" if opened.is_split_off else opened.split),
-        classes=tuple(map(shown, opened.classes)),
+        classes=tuple(map(utf8, opened.classes)),
         channels=1 if opened.channels == 1 else 3,
         splits={name: _split(source, root) for name, source in sources.items()},
         left_out=opened.left_out,

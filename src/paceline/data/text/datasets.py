@@ -12,7 +12,8 @@ from paceline.data.text.huggingface import read_huggingface_text
 from paceline.data.text.packed import MANIFEST, open_tokens
 from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, shown, visible
+from paceline.escaping import utf8
+from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
 from paceline.recipe.data import Data
 from paceline.recipe.text import Text
 from paceline.references import is_reference, load_reference
@@ -177,7 +178,7 @@ def _texts(root: Path, left_out: LeftOut) -> Documents:
     texts = []
     for path in files_below(root, left_out):
         if has_ending(path, ("txt",)):
-            texts.append((shown(path), _text_of(root / path)))
+            texts.append((utf8(path), _text_of(root / path)))
         else:
             left_out.add("files that do not end in .txt", path)
     if not texts:

@@ -247,9 +247,9 @@ def refusal(conversion: Conversion) -> RecipeError:
     lines = [f"  {each.option} {shown_value(each.value)}: {each.says}" for each in conversion.refused]
     names = " ".join(f"--skip {each.option.lstrip('-')}" for each in conversion.refused)
     return RecipeError(
-        "these options change the result, and nothing here does what they do:\n"
-        + "\n".join(lines)
-        + f"\nTake them out, or convert without them: {names}"
+        "these options change the result, and nothing here does what they do:",
+        *lines,
+        f"Take them out, or convert without them: {names}",
     )
 
 
