@@ -125,7 +125,7 @@ def test_a_tail_of_single_samples_is_found_in_every_size(
     """35 samples in steps of 16 end with three; in steps of 32 with three over two micro-batches, one of one sample."""
     task = tiny_task(train_images=35, make_network=flat_with_batchnorm)
     assert train_tiny("even", {"train.duration": "2 epochs"}, task=task).status == "completed"
-    with pytest.raises(PacelineError, match=r"a step of 3 sample\(s\) in 2 micro-batch\(es\)"):
+    with pytest.raises(PacelineError, match=r"step of 3 sample\(s\) in 2 micro-batch\(es\)"):
         train_tiny("odd", {"train.duration": "2 epochs", "batch.growth": {1: 32}}, task=task)
     # Where that epoch is not finished, there is no such step.
     assert train_tiny("cut", {"train.duration": "4 steps", "batch.growth": {1: 32}}, task=task).status == "completed"

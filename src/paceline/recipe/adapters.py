@@ -17,7 +17,8 @@ class Adapters:
     """Low-rank adapters (Hu et al. 2021): only they and the classifier are trained."""
 
     rank: Annotated[_Rank | None, Off] = None
-    """Rank of the matrices beside a layer's weights, or `off`."""
+    """Rank of the matrices beside a layer's weights, or `off`. An output layer that shares the embedding's weights
+    stays frozen and gets none; transposed linear layers (GPT-2's `Conv1D`) count as linear ones."""
     alpha: PositiveFloat = 16.0
     """What they compute is multiplied by this over `rank`."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)

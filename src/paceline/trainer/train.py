@@ -371,9 +371,12 @@ def _fit(run: Run) -> TrainResult:
                 run.recorder.write(IncidentEvent(**run.progress.here, incident="diverged", message=warning))
         return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
     except ValueError as error:
-        # A micro-batch of one that no plan foresees: the other samples could not be read.
+        # No plan foresees it where the other samples could not be read, or a module normalises by itself.
         if "more than 1 value per channel" in str(error):
-            raise TrainingError(f"step {run.progress.step + 1} left BatchNorm a single sample: {error}.") from None
+            raise TrainingError(
+                f"step {run.progress.step + 1} has a micro-batch of one sample, which batch normalisation cannot train "
+                f"on ({error}); choose another batch.global_size or batch.micro_size."
+            ) from None
         raise
     except (RunDirectoryError, CheckpointError) as error:
         # Asked for rightly, and then the disk refused: the run failed, not the request.

@@ -84,9 +84,11 @@ def test_a_tail_batchnorm_cannot_take_is_found_before_training(
     task = tiny_task(make_network=normalised, train_images=49)
     with pytest.raises(RecipeError) as caught:
         train_tiny("run", task=task)
-    assert str(caught.value).startswith("an epoch's last batch has 1 sample(s) over 1 micro-batch(es), and this model ")
+    assert str(caught.value).startswith(
+        "a step of 1 sample(s) in 1 micro-batch(es) brings a micro-batch of one sample, and "
+    )
     assert "choose another batch.global_size" in str(caught.value)
-    with pytest.raises(RecipeError, match=r"has 4 sample\(s\) over 4 micro-batch\(es\)"):
+    with pytest.raises(RecipeError, match=r"a step of 4 sample\(s\) in 4 micro-batch\(es\)"):
         train_tiny("run", {"batch.micro_size": 4}, task=tiny_task(make_network=normalised))
 
 

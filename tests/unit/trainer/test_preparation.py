@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import DataError, ModelError, RecipeError
+from paceline.errors import DataError, ModelError, RecipeError, TrainingError
 
 
 def refused(train_tiny: Callable[..., Any], task: Any, runs: Path, overrides: dict[str, Any]) -> str:
@@ -81,6 +81,26 @@ def test_a_micro_batch_of_one_is_found_before_training(
     task = tiny_task(make_network=pooled, **more)
     message = refused(train_tiny, task, runs, overrides)
     assert "brings a micro-batch of one sample, and this model cannot train on a single one" in message
+
+
+class NormalisedByHand(nn.Module):
+    """Batch normalisation without a module of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.batch_norm(self.hidden(x.flatten(1)), None, None, training=True))
+
+
+def test_a_micro_batch_of_one_that_only_training_finds(
+    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+) -> None:
+    task = tiny_task(make_network=NormalisedByHand)
+    overrides = {"batch.micro_size": 1, "train.duration": "2 steps", "evaluate.every": "off"}
+    with pytest.raises(TrainingError, match=r"^step 1 has a micro-batch of one sample.*batch\.micro_size\.$"):
+        train_tiny("failed", overrides, task=task)
 
 
 def test_no_micro_batch_of_one_no_complaint(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
