@@ -99,9 +99,14 @@ def model_names(pattern: str = "*") -> list[str]:
     import timm
     import torchvision.models
 
+    from paceline.models.clicks import CLICK_MODELS
+    from paceline.models.detectors import detector_names
+
     names = [
         *OWN_MODELS,
         *OWN_LANGUAGE_MODELS,
+        *CLICK_MODELS,
+        *detector_names(),
         *timm.list_models(),
         *(f"{_TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
     ]

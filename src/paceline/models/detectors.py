@@ -64,6 +64,11 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
     return network
 
 
+def detector_names() -> list[str]:
+    """All detectors that have a name; imports torchvision."""
+    return [*OWN_DETECTORS, *(f"{_TORCHVISION}{name}" for name in _published())]
+
+
 def says_masks(name: str) -> bool:
     """Whether a model's name says that it is for masks."""
     return "mask" in name.lower()
@@ -78,7 +83,7 @@ def _factory(model: Model) -> Callable[[int], Any]:
     if is_reference(model.name):
         _refuse_pretrained(model, "a model of one's own loads its weights itself, or through model.initialize_from")
         return lambda classes: load_reference(model.name, ModelError)(num_classes=classes, **model.options)
-    known = [*OWN_DETECTORS, *(f"{_TORCHVISION}{name}" for name in _published())]
+    known = detector_names()
     raise ModelError(
         f"unknown detector '{model.name}'.{did_you_mean(model.name, known)} Detectors: {', '.join(known)}, or "
         "package.module:factory of your own."

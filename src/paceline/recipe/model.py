@@ -59,8 +59,7 @@ class Model:
     """Have BatchNorm normalise by groups of so many samples inside a micro-batch, which they must divide (ghost batch
     normalisation, Hoffer et al. 2017), or `off`."""
     channels_last: Auto | Switch = "auto"
-    """Keep images and filters with the channel as the fastest axis; filters of other than two axes (`Conv3d`, `Conv1d`)
-    stay as they are."""
+    """Keep images and filters with the channel as the fastest axis; those of `Conv1d` and `Conv3d` stay as they are."""
     compile: Switch = False
     """Compile the network with torch.compile, for training and evaluation; before the first step its gradient is
     compared with the network's own, and both are timed."""

@@ -135,6 +135,9 @@ def test_names_are_found_by_pattern() -> None:
     assert model_names("small_res*") == ["small_resnet"]
     assert "resnet50" in model_names("resnet50")
     assert "torchvision:resnet18" in model_names("torchvision:resnet1?")
+    detectors = ["small_maskrcnn", "torchvision:maskrcnn_resnet50_fpn", "torchvision:maskrcnn_resnet50_fpn_v2"]
+    assert model_names("*maskrcnn*") == detectors
+    assert model_names("dlrm") == ["dlrm"]
     assert model_names("no_such_network_at_all") == []
 
 
