@@ -148,7 +148,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "context": (_is_count, _COUNT),
     "dense_features": (_is_count, _COUNT),
     "table_rows": (lambda value: isinstance(value, list) and all(map(_is_count, value)), "a list of whole numbers"),
-    "detects": (_is_names, "a list of names"),
     "evaluation_crop": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a number above 0 and at most 1"),
     "evaluation_multiple": _SIZE_RULE,
     "interpolation": (lambda value: value in ("bilinear", "bicubic"), "bilinear or bicubic"),
