@@ -22,6 +22,7 @@ def main(plan: Path, notes: Path) -> None:
         notes: For each cell, a line ``{"begun": …}`` with its position, and another one when it has ended.
     """
     shell = _shell()
+    sys.path.append("")  # what cells write into files can be imported, and replaces no library
     failed: dict[str, str] = {}  # exercises whose own cells raised
     with notes.open("a", encoding="utf-8") as file, Path(os.devnull).open("w") as nowhere:
         # What cells print is not for the terminal, and may have no end.
