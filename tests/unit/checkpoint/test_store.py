@@ -256,7 +256,7 @@ def test_a_component_the_checkpoint_lacks_is_named_with_the_nearest(tmp_path: Pa
 
 
 def test_best_names_a_step_and_is_replaced_whole(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints")
+    store = CheckpointStore(tmp_path)
     assert store.read_best() is None
     store.write_best(10, "top1_accuracy", 71.5)
     assert store.read_best() == Best(10, "top1_accuracy", 71.5, "model")
