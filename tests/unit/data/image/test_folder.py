@@ -224,7 +224,7 @@ def test_everything_that_is_wrong_can_be_told_at_once(tmp_path: Path) -> None:
     told: list[str] = []
     folder = open_image_folder(tmp_path, channels=None, validation_fraction=0.5, fault=told.append)
     for part in (
-        "'extra' beside",
+        "'extra' next to",
         "labels.txt' is not",
         "more' is a folder inside",
         "fox' is empty",
