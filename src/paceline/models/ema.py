@@ -32,8 +32,10 @@ class ExponentialMovingAverage:
         weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
         averaged, current = _floating(self.module), _floating(self._source)
         torch._foreach_lerp_(averaged, current, weight)
-        for mine, theirs in zip(_integral(self.module), _integral(self._source), strict=True):
-            mine.copy_(theirs)
+        for mine, theirs in zip(_others(self.module), _others(self._source), strict=True):
+            # A mask's -inf stays: the average of it and itself would be nan.
+            is_average = mine.is_floating_point()
+            mine.copy_(torch.where(mine == theirs, mine, torch.lerp(mine, theirs, weight)) if is_average else theirs)
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:
@@ -41,8 +43,14 @@ def _floating(module: nn.Module) -> list[torch.Tensor]:
     if parameters and hasattr(parameters[0], "to_local"):
         # All are spread over processes, or none; the average is spread alike.
         parameters = [each.to_local() for each in parameters]
-    return [each.detach() for each in (*parameters, *module.buffers()) if each.is_floating_point()]
+    statistics = [each for name, each in module.named_buffers() if _is_statistic(name)]
+    return [each.detach() for each in (*parameters, *statistics) if each.is_floating_point()]
 
 
-def _integral(module: nn.Module) -> list[torch.Tensor]:
-    return [t for t in module.buffers() if not t.is_floating_point()]
+def _others(module: nn.Module) -> list[torch.Tensor]:
+    """Integer buffers, and those that may hold infinity for good."""
+    return [each for name, each in module.named_buffers() if not (each.is_floating_point() and _is_statistic(name))]
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("running_")

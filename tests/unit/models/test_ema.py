@@ -76,3 +76,15 @@ def test_shared_weights_stay_shared() -> None:
     average.update(10)
     assert average.module[1].weight is average.module[0].weight
     torch.testing.assert_close(average.module[0].weight, start * 0.5 + 0.5)
+
+
+def test_a_mask_of_infinities_stays() -> None:
+    """The average of -inf and -inf would be nan."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("centre", torch.zeros(2))
+    average = ExponentialMovingAverage(model, 0.5)
+    model.centre += 1
+    average.update(10)
+    assert average.module.mask.tolist() == [0.0, -torch.inf]
+    assert average.module.centre.tolist() == [0.5, 0.5]
