@@ -1,4 +1,4 @@
-"""What does a label that is written beside an image stand for? A class by its number, or by its name.
+"""Read the labels of images: each names its class by a number, or by a name.
 
 Text stays text: it counts as numbers only where all of it reads as ``0``, ``1``, ``2``, …; ``07`` and ``007`` are two
 names.

@@ -304,9 +304,10 @@ def test_a_changed_file_is_refused_or_read_alike_twice(root: Path) -> None:
             first, second = (found.objects(sample, masks=True) for _ in range(2))
             assert np.isfinite(first.boxes).all()
             assert first.masks is not None
+            assert second.masks is not None
             assert first.masks.shape[1:] == (12, 16)
             assert first.masks.max(initial=0) <= 1
-            assert first.masks.tobytes() == second.masks.tobytes()  # type: ignore[union-attr]
+            assert first.masks.tobytes() == second.masks.tobytes()
     assert outcomes == {"refused", "read"}
 
 
