@@ -1,5 +1,5 @@
 # train   the first run: digits, on whatever this machine has
-# test    checks, then tests; THOROUGH=1 for all of them, as CI runs it
+# test    checks, then tests; THOROUGH=1 for all of them, THOROUGH=quarter for what CI runs
 # docs    the pages of docs/ as a site in site/, with the Python interface and every command; loads nothing from elsewhere
 # .venv   the environment only; built again whenever pyproject.toml, constraints.txt or compiled code changes
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.checkpoint.mirror import Sendable
@@ -75,11 +76,11 @@ def finish_saving(run: Run) -> None:
     # Many short waits, since a collective may not take longer than parallel.timeout, but a save may.
     store = CheckpointStore(run.directory.checkpoints)
     patience = run.recipe.parallel.timeout.seconds / 10
-    size_bytes = -1
-    while not (said := run.collectives.on_first(lambda: _progress(run, store, patience))).is_over:
-        if said.size_bytes != size_bytes:
+    before: tuple[int, int] | None = None
+    while (progress := run.collectives.on_first(lambda: _progress(run, store, patience))) is not None:
+        if progress != before:
             run.pulse.tick()
-        size_bytes = said.size_bytes
+        before = progress
         if run.strategy.is_sharded:
             # Who cannot write may not be able to leave a note of it either.
             run.collectives.on_all(run.writer.raise_if_failed)
@@ -89,21 +90,17 @@ def finish_saving(run: Run) -> None:
         run.writer.wait()
 
 
-class _Progress(NamedTuple):
-    """How far a save is.
+def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> tuple[int, int] | None:
+    """What changes as a save gets on: the bytes of all checkpoints, and the last change of the run directory.
 
-    Attributes:
-        is_over: Whether there is none any more.
-        size_bytes: What the checkpoints take now.
+    Returns:
+        None if there is no save under way any more.
     """
-
-    is_over: bool
-    size_bytes: int
-
-
-def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> _Progress:
-    is_over = run.writer.is_over(within_seconds=patience_seconds)
-    return _Progress(is_over, 0 if is_over else store.size_bytes())
+    if run.writer.is_over(within_seconds=patience_seconds):
+        return None
+    return store.size_bytes(), max(
+        (os.fstat(part).st_mtime_ns for part in run.directory.open_parts.values()), default=0
+    )
 
 
 def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheckpoint | None]:

@@ -103,10 +103,10 @@ class Network(nn.Module):
         type(self).sleeper.sleep("forward")
         return Slow.apply(self.body(x), type(self).sleeper)
 
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if not self.training:  # the average, each time it is moved, twice
             type(self).sleeper.sleep("ema", 0.5)
-        return super().buffers(recurse)
+        return super().named_buffers(*args, **kwargs)
 
 
 class SlowSource:
