@@ -13,6 +13,7 @@ from paceline.checkpoint import codec
 from paceline.checkpoint.durable import reporting_disk_errors, write_file
 from paceline.checkpoint.tensor_file import read_regular_file
 from paceline.errors import CheckpointError
+from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 
 FILE_NAME = "best.json"
@@ -70,10 +71,10 @@ def read_best(directory: Path) -> Best | None:
         except FileNotFoundError:
             return None
     try:
-        best = Best(**codec.decode(json.loads(content), {}))
+        best = Best(**codec.decode(load_json(content), {}))
         if type(best.step) is not int or type(best.value) not in (int, float) or type(best.metric) is not str:
             raise ValueError("its entries have other types")
-    except (ValueError, TypeError, RecursionError, CheckpointError) as error:
+    except (ValueError, TypeError, CheckpointError) as error:
         raise CheckpointError(
             f"{path} does not name a best step: {error}; delete it, and the next evaluation writes it anew."
         ) from error

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.checkpoint.durable import reporting_disk_errors
 from paceline.checkpoint.tensor_file import read_header, read_regular_file
 from paceline.errors import CheckpointError
+from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS
 
 CONFIG = "config.json"
@@ -162,8 +163,8 @@ def _read_config(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, far more than a {CONFIG} needs.")
         content = read_regular_file(file)
     try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        config = load_json(content)
+    except ValueError as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}.") from error
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):

@@ -21,6 +21,7 @@ from paceline.checkpoint.durable import FileFacts, patient
 from paceline.checkpoint.parts import is_part_file
 from paceline.checkpoint.tensor_file import read_regular_file
 from paceline.errors import CheckpointError
+from paceline.plain_json import load_json
 
 FILE_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -105,8 +106,8 @@ def read_manifest(path: Path) -> Manifest:
     if patient(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
         raise ValueError(f"it is larger than {_SIZE_LIMIT_BYTES} bytes")
     try:
-        content = json.loads(read_regular_file(file))
-    except (ValueError, RecursionError) as error:
+        content = load_json(read_regular_file(file))
+    except ValueError as error:
         raise ValueError("it is not JSON") from error
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")

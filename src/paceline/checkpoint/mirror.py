@@ -26,6 +26,7 @@ from paceline.checkpoint.durable import is_refusal
 from paceline.checkpoint.manifest import FILE_NAME as MANIFEST
 from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, StorageError, UnreadableError
+from paceline.plain_json import load_json
 from paceline.storage.at_once import run_at_once
 from paceline.storage.remote import Remote
 
@@ -360,7 +361,7 @@ def _to_bytes(commit: Commit) -> bytes:
 
 
 def _from_bytes(text: bytes, own_name: str) -> Commit:
-    content = json.loads(text)
+    content = load_json(text)
     if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
     if content.pop("format_version", None) != _FORMAT_VERSION:

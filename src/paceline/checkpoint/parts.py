@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.checkpoint.codec import Part, TensorSpec
 from paceline.checkpoint.durable import FileFacts
 from paceline.checkpoint.tensor_file import TensorFile, read_header, write_tensor_file
+from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -176,9 +177,9 @@ def _in_common(chunk: Chunk, other: Chunk) -> bool:
 
 def _starts(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
-        offsets = json.loads(metadata.get(_OFFSETS, "{}"))
+        offsets = load_json(metadata.get(_OFFSETS, "{}"))
         starts = {key: tuple(entry["saved_offsets"]) for key, entry in offsets.items()}
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its header does not say where its tensors begin ({error!r})") from error
     if not all(type(number) is int for start in starts.values() for number in start):
         raise ValueError("its header begins a tensor where no tensor can begin")

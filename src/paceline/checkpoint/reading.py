@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ from paceline.checkpoint.durable import FileFacts, hash_file, is_refusal, patien
 from paceline.checkpoint.manifest import ComponentEntry, Manifest
 from paceline.checkpoint.parts import ChunkOf
 from paceline.errors import CheckpointError, UnreadableError, did_you_mean
+from paceline.plain_json import load_json
 
 _MARGIN = 3  # differing tensors named in a message before it says how many more there are
 
@@ -193,8 +193,8 @@ def _read_state(path: Path, name: str, entry: ComponentEntry, chunk_of: ChunkOf 
 
 def _parse_json(text: bytes) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return load_json(text)
+    except ValueError as error:
         raise ValueError("it is not JSON") from error
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.checkpoint.durable import FileFacts, size_of, write_file
 from paceline.errors import CheckpointError
+from paceline.plain_json import load_json
 
 _LOOK_EVERY_SECONDS = 0.05
 
@@ -88,7 +89,7 @@ def _wait_for(together: Together, rank: int) -> Mapping[str, Any]:
                 f"rank {rank} has not written its part of the checkpoint in {together.room}, and nothing was written "
                 f"there for {together.patience_seconds:.0f} s; all hosts need to see the same run directory."
             )
-    content: Mapping[str, Any] = json.loads(note.read_bytes())
+    content: Mapping[str, Any] = load_json(note.read_bytes())
     return content
 
 

@@ -24,6 +24,7 @@ from paceline.checkpoint.codec import TensorSpec
 from paceline.checkpoint.durable import FileFacts, patient, reporting_disk_errors, write_file
 from paceline.errors import CheckpointError
 from paceline.files import LFS_POINTER, LFS_START
+from paceline.plain_json import load_json
 
 HEADER_LIMIT_BYTES = 100_000_000
 _PREFIX_BYTES = 8
@@ -198,8 +199,8 @@ def _header_length(start: bytes, file_size: int) -> int:
 def _header(content: bytes, file_size: int) -> dict[str, Any]:
     length = _header_length(content[:_PREFIX_BYTES], file_size)
     try:
-        header = json.loads(content[_PREFIX_BYTES : _PREFIX_BYTES + length])
-    except (ValueError, RecursionError) as error:
+        header = load_json(content[_PREFIX_BYTES : _PREFIX_BYTES + length])
+    except ValueError as error:
         raise ValueError(f"its header is not JSON{pickle_hint(content[:_PREFIX_BYTES])}") from error
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
@@ -215,8 +216,8 @@ def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
 
 def _raw_dtypes(metadata: Mapping[str, str]) -> dict[str, str]:
     try:
-        raw = json.loads(metadata.get(_RAW_DTYPES, "{}"))
-    except (ValueError, RecursionError) as error:
+        raw = load_json(metadata.get(_RAW_DTYPES, "{}"))
+    except ValueError as error:
         raise ValueError("its list of raw dtypes is not JSON") from error
     if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
         raise ValueError("its list of raw dtypes is not a JSON object of strings")

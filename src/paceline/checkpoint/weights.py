@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,6 +19,7 @@ from paceline.checkpoint.reading import check_sizes, read_weights_file
 from paceline.checkpoint.store import CheckpointStore, read_in_place
 from paceline.checkpoint.tensor_file import read_tensor_file
 from paceline.errors import CheckpointError
+from paceline.plain_json import load_json
 from paceline.records.run_directory import RunDirectory, why_no_run
 
 WEIGHTS_CHOICES = ("auto", "model", "ema")
@@ -70,7 +70,7 @@ class SavedWeights:
         try:
             entry = checked_description(key, text)
             return _Described(entry, self.path) if key == "data" else entry
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             said = str(error) if type(error) is ValueError else "it is not readable as JSON"
             raise CheckpointError(
                 f"{self.path}: its metadata entry {key!r} is not as Paceline writes it: {said}."
@@ -93,9 +93,8 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
 
     Raises:
         ValueError: Naming the rule that is broken.
-        RecursionError: If it is nested too deeply.
     """
-    entry = json.loads(text)
+    entry = load_json(text)
     if not isinstance(entry, dict):
         raise ValueError(f"found a {type(entry).__name__}, but it is a mapping")
     if key == "recipe":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,6 +20,7 @@ from paceline.data.clicks.stored import as_click_rows
 from paceline.errors import DataError, RecipeError
 from paceline.inference.answers import NOT_FINITE
 from paceline.inference.predict import trained_task
+from paceline.plain_json import load_json
 from paceline.recipe.load import stored_recipe
 from paceline.tasks.recommendation import Recommendation
 
@@ -138,10 +138,10 @@ class ClickPredictor:
 
     def _from_json(self, line: bytes) -> ClickRows:
         try:
-            found: Any = json.loads(line)
+            found: Any = load_json(line)
             dense = np.array([found["dense"]], dtype=np.float32)
             categories = np.array([found["categories"]])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f'it must be {{"dense": [numbers], "categories": [rows]}} ({error})') from None
         wanted = (self._dense_features, len(self._tables))
         if dense.shape != (1, wanted[0]) or categories.shape != (1, wanted[1]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from paceline.formulas.convergence import (
     reference_points,
 )
 from paceline.formulas.time import IMAGENET_TRAIN
+from paceline.plain_json import load_json
 from paceline.records.reader import read_json
 from paceline.telemetry.mlperf_log import TOKEN
 
@@ -115,7 +115,7 @@ def read_mlperf_log(path: Path) -> LoggedRun:
     """
     try:
         lines = [line[len(TOKEN) :] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(TOKEN)]
-        said: dict[str, Mapping[str, Any]] = {each["key"]: each for each in map(json.loads, lines)}
+        said: dict[str, Mapping[str, Any]] = {each["key"]: each for each in map(load_json, lines)}
     except OSError as error:
         raise RunDirectoryError(f"Cannot read '{path}': {error.strerror}.") from error
     except (ValueError, TypeError, KeyError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 
 PREFIX = "transformers:"
@@ -177,7 +177,7 @@ def _described(model: Model) -> tuple[str, dict[str, Any]]:
     if not ("/" in name or folder.is_dir()):
         return name, dict(model.options)
     try:
-        tree = json.loads((folder / "config.json").read_bytes())
+        tree = load_json((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.name={model.name}: {folder / 'config.json'} cannot be read ({error}); give a folder that "

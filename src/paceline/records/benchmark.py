@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.plain_json import load_json
 
 FORMAT = 1
 FILE = "benchmark.json"
@@ -28,7 +28,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """
     file = path / FILE if path.is_dir() else path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunDirectoryError(
             f"'{path}' holds no result of a benchmark ({FILE}); give what `paceline bench RECIPE --output` wrote."

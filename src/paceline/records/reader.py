@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RunDirectoryError
+from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
 from paceline.records.run_directory import RunDirectory, cannot, existing_run
 from paceline.records.summary import Summary
@@ -124,8 +124,8 @@ def read_json(path: Path) -> dict[str, Any]:
         RunDirectoryError: If it is missing, damaged, or holds no object.
     """
     try:
-        document = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
+        document = load_json(_read_text(path))
+    except ValueError as error:
         raise RunDirectoryError(f"'{path}' is damaged: {error}.") from error
     return _mapping(document, path)
 

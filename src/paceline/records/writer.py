@@ -6,12 +6,12 @@ from it, everything later is cut off (:func:`truncate_after`) and written again 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.plain_json import load_json
 from paceline.records.append_file import AppendFile
 from paceline.records.events import Event
 from paceline.records.run_directory import cannot, encode_json, write_text
@@ -70,7 +70,7 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
     if torn:
         return None
     try:
-        event = json.loads(line)
+        event = load_json(line)
         if isinstance(event["step"], int) and isinstance(event["event"], str):
             return dict(event)
     except (ValueError, TypeError, KeyError):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import StorageError
+from paceline.plain_json import load_json
 from paceline.storage.addresses import Address
 from paceline.storage.at_once import run_at_once
 from paceline.storage.remote import Remote, RemoteFile, fingerprint
@@ -230,7 +231,7 @@ def _local_size(path: Path) -> int:
 
 def _copy_size(copy: Path) -> int:
     try:
-        return int(json.loads((copy / _FACTS).read_text(encoding="utf-8"))["size_bytes"])
+        return int(load_json((copy / _FACTS).read_text(encoding="utf-8"))["size_bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         return sum(max(_local_size(path), 0) for path in copy.rglob("*"))
 

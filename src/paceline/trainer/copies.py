@@ -7,7 +7,6 @@ deleted before this launch has sent a checkpoint of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from paceline.checkpoint.restore import Choice
 from paceline.checkpoint.store import CheckpointStore, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
+from paceline.plain_json import load_json
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.at_once import begin
@@ -245,7 +245,7 @@ def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
 
 def _word(directory: RunDirectory) -> str | None:
     try:
-        word = json.loads((directory.root / _WORD).read_text(encoding="utf-8"))["run"]
+        word = load_json((directory.root / _WORD).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return word if isinstance(word, str) else None

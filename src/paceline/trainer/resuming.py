@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from paceline.checkpoint.restore import Choice, choose
 from paceline.checkpoint.store import CheckpointStore, DamagedCheckpoint, read_manifest, step_of
 from paceline.checkpoint.tensor_file import read_header
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
+from paceline.plain_json import load_json
 from paceline.recipe.load import differences, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.records.evaluation_files import forget_evaluations_after
@@ -81,7 +81,7 @@ def _recipe_differences(path: Path, manifest: Manifest, recipe: Recipe) -> str:
     if model is None or not model.tensor_files:
         return ""
     try:
-        stored = json.loads(read_header(path / model.tensor_files[0])[1]["recipe"])
+        stored = load_json(read_header(path / model.tensor_files[0])[1]["recipe"])
         return fixed_differences(stored_recipe(stored, str(path)), recipe)
     except (OSError, ValueError, KeyError, PacelineError):
         return ""  # damaged, which is found out later, or of a version whose recipe cannot be read

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image
 from paceline.errors import DataError
 from paceline.files import LeftOut, files_below, refuse_odd_kinds
+from paceline.plain_json import load_json
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # faults in a message
@@ -164,8 +164,8 @@ def read_annotations(
     refuse_odd_kinds(file)
     try:
         content = file.read_bytes()
-        tree = json.loads(content, parse_constant=str)  # NaN and Infinity are text, and so no numbers
-    except (OSError, ValueError, RecursionError) as error:
+        tree = load_json(content, parse_constant=str)  # NaN and Infinity are text, and so no numbers
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
     note(content)
     faults = _Faults(file)

@@ -36,6 +36,7 @@ from paceline.data.slices import SampleIds
 from paceline.errors import DataError
 from paceline.files import LeftOut
 from paceline.machine import cache_folder
+from paceline.plain_json import load_json
 
 _VERSION = 1
 _ROWS, _FACTS, _LOCK = "rows.bin", "facts.json", "lock"
@@ -129,7 +130,7 @@ def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> Sto
 
 def _opened(folder: Path) -> StoredClicks | None:
     try:
-        facts: dict[str, Any] = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = load_json((folder / _FACTS).read_text(encoding="utf-8"))
         rows: Rows = np.memmap(folder / _ROWS, dtype=ROW, mode="r") if facts["samples"] else np.empty(0, dtype=ROW)
         if len(rows) != facts["samples"]:
             return None

@@ -19,6 +19,7 @@ import torch
 from paceline.data.image.jpeg import describe_decoder
 from paceline.data.remembered import remember as write_down
 from paceline.machine import available_cores, cache_folder, cpu_name
+from paceline.plain_json import load_json
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.world import World
@@ -104,7 +105,7 @@ def _path(recipe: Recipe) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """A file's content; nothing if it is not there or is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load_json(path.read_text(encoding="utf-8"))
         return {**found, "time": float(found["time"])}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

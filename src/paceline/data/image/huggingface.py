@@ -27,6 +27,7 @@ from paceline.data.image.splits import split_off, stratified_split
 from paceline.data.image.table_files import files_ending_in, splits_of_files, told_unread
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below
+from paceline.plain_json import load_json
 
 _HELD_OUT = ("validation", "val", "test")
 _USUAL_LABELS = ("label", "labels", "fine_label")
@@ -123,7 +124,7 @@ def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> Huggin
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_bytes())
+        tree = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{str(path)!r} cannot be read ({error}): save the dataset again.") from error
     if not isinstance(tree, dict):

@@ -26,6 +26,7 @@ from paceline.data.remembered import Arrays, recall_arrays, remember_arrays
 from paceline.errors import DataError
 from paceline.files import has_ending, is_folder, visible
 from paceline.machine import cache_folder
+from paceline.plain_json import load_json
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
 WORTH_SECONDS = 0.5  # listing that takes less is done again
@@ -304,7 +305,7 @@ def _recall(memory: Path, root: Path, folders: Sequence[Path]) -> Listed | None:
     if arrays is None:
         return None
     try:
-        facts = json.loads(arrays["facts"].tobytes())
+        facts = load_json(arrays["facts"].tobytes())
         if not _is_valid(facts, folders):
             return None
         listings = tuple(_recalled(arrays, index, classes) for index, classes in enumerate(facts["classes"]))

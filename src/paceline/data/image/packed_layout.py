@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.errors import DataError
+from paceline.plain_json import load_json
 
 MANIFEST = "packed.json"
 INDEX = "index.arrow"
@@ -199,7 +200,7 @@ def read_manifest(root: Path) -> Manifest:
     """
     path = root / MANIFEST
     try:
-        tree = json.loads(path.read_bytes())
+        tree = load_json(path.read_bytes())
     except FileNotFoundError as error:
         raise _no_manifest(root) from error
     except (OSError, ValueError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -25,6 +24,7 @@ from paceline.data.image.source import Ids, Image
 from paceline.errors import DataError
 from paceline.escaping import utf8
 from paceline.files import refuse_odd_kinds
+from paceline.plain_json import load_json
 from paceline.units import format_bytes
 
 # Kept in each process that reads; hub datasets have groups of 100 images.
@@ -134,7 +134,7 @@ def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
     except (OSError, arrow.ArrowException) as error:
         raise unreadable(path, error) from error
     try:
-        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        features = load_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     except (ValueError, AttributeError):
         features = {}
     return schema, features if isinstance(features, dict) else {}

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from paceline.data.image.sample_names import Hashes
 from paceline.errors import DataError, RecipeError
 from paceline.files import refuse_odd_kinds
+from paceline.plain_json import load_json
 
 _HEAD = "paceline split 1"
 _SIDES = ("train", "validation")
@@ -101,7 +102,7 @@ def read_split(path: Path, *, is_new: bool = False) -> KeptSplit:
         raise DataError(f"the split file {str(path)!r} cannot be read: {error.strerror}.") from None
     first, _, rest = content.partition(b"\n")
     try:
-        head = json.loads(first)
+        head = load_json(first)
         fraction, said = float(head["fraction"]), str(head["sha256"])
         is_ours = head["file"] == _HEAD
     except (ValueError, LookupError, TypeError):

@@ -36,6 +36,7 @@ from paceline.data.image.tar_index import TarIndex, index_tar, memory_of
 from paceline.data.remembered import recall_arrays, remember_arrays
 from paceline.errors import DataError
 from paceline.files import LeftOut, has_ending, is_ignored_member
+from paceline.plain_json import load_json
 
 _LABELS = ("label", "cls")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -225,7 +226,7 @@ def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str
     memory = memory_of(file, "texts")  # "labels" was another version's, which took 07 for 7
     known = recall_arrays(memory)
     if known is not None and "json" in known:
-        labels: list[int | str] = json.loads(known["json"].tobytes())
+        labels: list[int | str] = load_json(known["json"].tobytes())
         if len(labels) == len(samples):
             return labels
     content = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
@@ -242,7 +243,7 @@ def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | st
             raise DataError(f"{name!r}: its .cls is not in UTF-8; write it again in that encoding.") from None
     if "json" in members:
         try:
-            tree = json.loads(bytes(content[members["json"]]))
+            tree = load_json(bytes(content[members["json"]]))
         except ValueError as error:
             raise DataError(f"{name!r}: its .json cannot be read ({error}).") from error
         found = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []

@@ -30,6 +30,7 @@ from paceline.data.packing.processes import Progress, make_shards
 from paceline.data.packing.recoding import stored
 from paceline.data.packing.shards import Work, is_made, reporting_disk_errors, write_whole
 from paceline.errors import DataError
+from paceline.plain_json import load_json
 from paceline.units import format_bytes, format_count
 
 MIB = 2**20
@@ -272,7 +273,7 @@ def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]
     plan = json.loads(json.dumps(plan))
     path = root / UNFINISHED / _PLAN
     try:
-        before = json.loads(path.read_bytes())
+        before = load_json(path.read_bytes())
     except (FileNotFoundError, ValueError):
         before = None
     if before is None:

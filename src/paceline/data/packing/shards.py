@@ -26,6 +26,7 @@ from paceline.data.image.source import Ids
 from paceline.data.packing.origins import OriginSplit
 from paceline.data.packing.recoding import Stored, stored
 from paceline.errors import PacelineError
+from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 
 # What is held in memory before it is written: a record batch.
@@ -94,7 +95,7 @@ def is_made(root: Path, shard: Shard) -> bool:
 def _metadata(part: Path) -> dict[str, Any]:
     arrow = require_pyarrow()
     with arrow.memory_map(str(part)) as file:
-        said: dict[str, Any] = json.loads(arrow.ipc.open_file(file).schema.metadata[b"paceline"])
+        said: dict[str, Any] = load_json(arrow.ipc.open_file(file).schema.metadata[b"paceline"])
         return said
 
 

@@ -6,7 +6,6 @@ The whole file is carried along, compressed, in what is said of the weights: the
 from __future__ import annotations
 
 import base64
-import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.data.text.tokenizer import TokenIds, text_digest
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
+from paceline.plain_json import load_json
 
 KIND = "huggingface"
 _FILE, _BESIDE = "tokenizer.json", ("tokenizer_config.json", "special_tokens_map.json")
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer:
         """Bytes that each id stands for, int64 [vocabulary]."""
         counts = np.zeros(self.vocabulary, dtype=np.int64)
         added = self._library.get_added_tokens_decoder()
-        is_of_bytes = _is_of_bytes(json.loads(self._content))
+        is_of_bytes = _is_of_bytes(load_json(self._content))
         for token, number in self._library.get_vocab(with_added_tokens=True).items():
             if number in self._unread:
                 continue
@@ -157,7 +157,7 @@ def _said_beside(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in _BESIDE:
         try:
-            tree = json.loads((folder / name).read_bytes())
+            tree = load_json((folder / name).read_bytes())
         except (OSError, ValueError):
             continue
         for key, said in _SAID.items():

@@ -21,6 +21,7 @@ import numpy as np
 from paceline.data.text.corpus import Documents, StoredCorpus, TextDataset, smallest_type
 from paceline.data.text.tokenizer import Tokenizer, text_digest, tokenizer_from
 from paceline.errors import DataError
+from paceline.plain_json import load_json
 
 MANIFEST = "tokens.json"
 _VERSION = 1
@@ -130,7 +131,7 @@ def open_tokens(root: Path) -> TextDataset:
 def _described(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack-text SOURCE {root}`.") from None
     except (OSError, ValueError) as error:

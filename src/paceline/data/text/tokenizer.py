@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
+from paceline.plain_json import load_json
 
 TokenIds = NDArray[np.int64]
 MASK_WORDS = ("[MASK]", "<mask>")
@@ -107,7 +108,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return _of_huggingface(path)
     refuse_odd_kinds(path)
     try:
-        tree = json.loads(path.read_text(encoding="utf-8-sig"))
+        tree = load_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read "

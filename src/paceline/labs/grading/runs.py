@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.labs.assignment import TRAINING_SAMPLES
+from paceline.plain_json import load_json
 
 Vector = NDArray[np.float32]
 
@@ -197,13 +197,13 @@ def _read_rank(folder: Path, rank: int) -> Rank:
 def _events(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
     # The last one may be half written, where a run was killed.
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [load_json(line) for line in lines if line.endswith("}")]
 
 
 def _read_log(path: Path) -> tuple[Mapping[str, Any], ...]:
     try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError, RecursionError):
+        records = [load_json(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError):
         return ()
     return tuple(record for record in records if isinstance(record, dict))
 
