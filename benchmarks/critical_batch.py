@@ -19,17 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hardware import write_result
+from hardware import write_result as write_figures
 
 from paceline.formulas.intervals import Interval
+from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
-from paceline.studies.batch_sweep.page import COLUMNS, table_rows, write_sweep
-from paceline.studies.batch_sweep.report import RuleResult, SweepReport, conclude, knee_in_words
-from paceline.studies.batch_sweep.sweep import SweepAsked, sweep
+from paceline.studies.batch_sweep.report import COLUMNS, RuleResult, SweepReport, conclude, knee_in_words, table_rows
+from paceline.studies.batch_sweep.sweep import sweep
 from paceline.studies.bench.plot import line_plot
 from paceline.studies.bench.target import Target
-from paceline.studies.noise_scale import NoiseAsked, NoiseReport, measure_noise
+from paceline.studies.commands import NoiseScale, SweepBatch
+from paceline.studies.noise_scale import NoiseReport, measure_noise
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 
@@ -54,18 +55,18 @@ WITHIN = 3.0
 
 def swept(seeds: int, output: Path) -> SweepReport:
     """The sweep, which goes on where it was if it is begun again."""
-    asked = SweepAsked(
+    asked = SweepBatch(
         recipe="digits",
         overrides=OVERRIDES,
-        target=TARGET,
+        to=f"{TARGET.metric}={TARGET.value}",
         batch_sizes=BATCHES,
-        rules=("tuned", "sqrt", "linear"),
+        lr_rules=("tuned", "sqrt", "linear"),
         seeds=seeds,
         longest=Duration(60, "epochs"),
         output=output,
     )
     report = conclude(sweep(asked, lambda line: print(line, flush=True)))
-    write_sweep(output, report)
+    write_result(output, "sweep-batch", report)
     return report
 
 
@@ -83,7 +84,7 @@ def noise_on_the_way(rate: float, steps: int, folder: Path) -> tuple[NoiseReport
     }
     overrides = [*OVERRIDES, *(f"{key}={value}" for key, value in changes.items())]
     train_recipe(load_recipe("digits", overrides), Options(run_dir=folder))
-    measured = measure_noise(NoiseAsked(target=str(folder), steps=50), lambda line: print(line, flush=True))
+    measured = measure_noise(NoiseScale(target=str(folder), steps=50), lambda line: print(line, flush=True))
     return measured, list(read_events(folder / "events.jsonl", kinds={"step"}))
 
 
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(f"| {name} | {each['noise_scale']:.0f} | {each['over_knee']:.2f} | {says} |")
     print("\n".join(lines))
     if not options.dry_run:
-        path = write_result("critical-batch", found, lines)
+        path = write_figures("critical-batch", found, lines)
         path.with_suffix(".svg").write_text(plot(tuned), encoding="utf-8")
         print(path)
     return 0

@@ -13,7 +13,7 @@ import pytest
 def test_the_noise_scale_is_told_with_a_range(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
     done = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--output", "noise")
     assert done.code == 0, done.err
-    assert done.out.startswith("Gradient noise of digits, batches of 128 in 4 parts\n")
+    assert done.out.startswith("Gradient noise scale: digits, batches of 128 in micro-batches of 32\n")
     assert "critical batch" in done.out
     assert "written: noise/noise-scale.html" in done.out
 
@@ -56,7 +56,7 @@ def test_a_sweep_prints_each_rule_and_goes_on(
     words = ("sweep-batch", "digits", *tiny, "--batch-sizes", "64,128", "--to", "top1_accuracy=10")
     done = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep")
     assert done.code == 0, done.err
-    assert done.out.startswith("digits to top1_accuracy=10, 1 runs each\n")
+    assert done.out.startswith("Steps and samples by batch size: digits to top1_accuracy=10, 1 runs each\n")
     assert "linear rule: no knee: the target was reached with 2 batch sizes" in done.out
     again = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep", "--json")
     assert "3 of 3 runs are there already" in again.err
@@ -66,11 +66,11 @@ def test_a_sweep_prints_each_rule_and_goes_on(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--batch-sizes", "16,x", "--to", "loss=1"), "no list of batch sizes"),
+        (("--batch-sizes", "16,x", "--to", "loss=1"), "'x' is not a valid integer"),
         (("--batch-sizes", "16,16", "--to", "loss=1"), "names 16 twice"),
         (("--batch-sizes", "16", "--to", "94"), "METRIC=VALUE"),
         (("--batch-sizes", "16", "--to", "top1_acuracy=94"), "Did you mean 'top1_accuracy'"),
-        (("--batch-sizes", "16", "--to", "loss=1", "--lr-rules", "cubic"), "'cubic' is no rule"),
+        (("--batch-sizes", "16", "--to", "loss=1", "--lr-rules", "cubic"), "'cubic' is not one of"),
         (("--batch-sizes", "16", "--to", "loss=1", "--max", "3"), "found '3'"),
     ],
 )

@@ -139,9 +139,9 @@ def measure(ctx: click.Context, /, recipe: str, overrides: tuple[str, ...], as_j
     mode = "inference" if chosen["inference"] else "to" if chosen["to"] else "grid"
     _check_options(ctx, mode)
     if chosen["output"] is not None:
-        from paceline.studies.bench.report import check_folder
+        from paceline.records.run_directory import make_folder
 
-        check_folder(chosen["output"])
+        make_folder(chosen["output"])
     make = {"inference": _latency, "to": _target, "grid": _grid}[mode]
     # The user's code may run in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):

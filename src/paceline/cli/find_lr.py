@@ -126,13 +126,13 @@ def command(recipe: str, overrides: tuple[str, ...], processes: int | None, as_j
 
 
 def _check_files(chosen: dict[str, Any]) -> None:
-    from paceline.studies.bench.report import check_folder
+    from paceline.records.run_directory import make_folder
     from paceline.studies.doctor.improving import check_new
 
     if chosen["apply_to"] is not None:
         check_new(chosen["apply_to"])
     if chosen["output"] is not None:
-        check_folder(chosen["output"])
+        make_folder(chosen["output"])
 
 
 def _launch(

@@ -184,9 +184,9 @@ def _make_output(output: Path | None, targets: tuple[Path, ...]) -> None:
                 f"--output={output} is inside the run '{target}', which is only read; give another folder."
             )
     if output is not None:
-        from paceline.studies.bench.report import check_folder
+        from paceline.records.run_directory import make_folder
 
-        check_folder(output)
+        make_folder(output)
 
 
 def _spelled(asked: dict[str, Any]) -> list[str]:

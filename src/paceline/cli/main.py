@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
+import pkgutil
 import resource
 import select
 import sys
@@ -14,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from paceline import __version__
+from paceline.cli.derive import click_command
 from paceline.cli.output import echo, noted_exit_code
 from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
@@ -61,6 +62,12 @@ COMMANDS = {
     "completion": "Print what lets a shell finish what is typed.",
 }
 
+_DECLARED = {
+    "noise-scale": "paceline.studies.commands:NoiseScale",
+    "roofline": "paceline.studies.commands:Roofline",
+    "sweep-batch": "paceline.studies.commands:SweepBatch",
+}
+
 # A shell that wants to know what can stand where Tab was pressed sets it.
 _COMPLETING = "_PACELINE_COMPLETE"
 
@@ -75,8 +82,8 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         with loading():
-            command = importlib.import_module(f"paceline.cli.{cmd_name.replace('-', '_')}").command
-        assert isinstance(command, click.Command)
+            found = pkgutil.resolve_name(_DECLARED.get(cmd_name, f"paceline.cli.{cmd_name.replace('-', '_')}:command"))
+            command = found if isinstance(found, click.Command) else click_command(found)
         if _COMPLETING in os.environ:
             from paceline.cli.offers import teach
 

@@ -251,6 +251,20 @@ def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunD
     return RunDirectoryError(f"Cannot {verb} the {what} '{path}': {reason}. {advice}")
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder that a command's ``--output`` names.
+
+    Raises:
+        RunDirectoryError: If it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
+    except OSError as error:
+        raise cannot("make", folder, error, what="folder") from error
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON file so that a reader, or the next process, finds the old text or the new, never a part.
 

@@ -1,15 +1,16 @@
-"""How noisy are a recipe's gradients at given weights, and so up to which batch does a larger one pay?
+"""Gradient noise scale at given weights (McCandlish et al. 2018).
 
-The weights stay where they are: fresh ones, or those of each of a run's checkpoints, which gives the course over its
-training. Each step's batch is cut into micro-batches whose gradients are taken one by one and then averaged, over all
-processes. All of a run's checkpoints see the same batches, so that what differs is the weights.
+The weights do not move: fresh ones, or those of each of a run's checkpoints. Each step's batch is split into
+micro-batches whose gradients are computed one by one and then averaged over all ranks. All checkpoints of a run see the
+same batches, so that only the weights differ.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,16 +20,21 @@ import torch
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights
+from paceline.command import Log
 from paceline.data.batch import Batch
+from paceline.distributed.environment import read_launch
 from paceline.distributed.strategy import Replicas
 from paceline.errors import RecipeError, RunDirectoryError
 from paceline.formulas.batch import examples_ratio, steps_ratio
 from paceline.formulas.noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
+from paceline.pages.page import Chart, Table, Text
+from paceline.pages.shown import Shown
 from paceline.recipe.batching import fixed_logical_ranks, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
+from paceline.studies.commands import NoiseScale
 from paceline.trainer.noise import mean_weight
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run import Run
@@ -40,25 +46,6 @@ from paceline.trainer.trial import FP16_SCALE, Trial
 _PARTS = 4
 # Fewer samples than this leave BatchNorm little to normalise by.
 _FEW = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoiseAsked:
-    """What to measure.
-
-    Attributes:
-        target: A shipped recipe's name, the path of a YAML file, or a run directory.
-        overrides: Changes to the recipe.
-        steps: Batches at each set of weights.
-        processes: Of the world this one is in.
-        scratch: A folder that all processes see; None where there is one process, which makes its own.
-    """
-
-    target: str
-    overrides: tuple[str, ...] = ()
-    steps: int = 50
-    processes: int = 1
-    scratch: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +98,6 @@ class NoiseReport:
     batch_weight: float
     unit: str = "samples"
 
-    @property
-    def has_figure(self) -> bool:
-        """Whether there is a noise scale at some weights at least."""
-        return any(each.averages.noise_scale() is not None for each in self.points)
-
     def costs(self) -> dict[str, float] | None:
         """What the recipe's own batch costs beside the best, by the last point; None where that is not known."""
         found = self.points[-1].averages.noise_scale()
@@ -129,24 +111,110 @@ class NoiseReport:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The result as one JSON object."""
+        """Return the result as one JSON object."""
         facts = {key: value for key, value in vars(self).items() if key != "points"}
         return {**facts, "points": [each.to_json() for each in self.points], "costs": self.costs()}
 
+    def __paceline__(self) -> Shown:
+        """Return the table of all points, and a chart over training."""
+        known = [(each.step, found) for each in self.points if (found := each.averages.noise_scale()) is not None]
+        points = [(step, found, *critical_range(found)) for step, found in known]
+        rows = [
+            (step, _figure(found.middle), _range(found.low, found.high), _range(low, high))
+            for step, found, low, high in points
+        ]
+        blank = len(self.points) - len(known)
+        costs = self.costs()
+        chart = Chart(
+            title=f"Gradient noise scale, in {self.unit}",
+            traces=[
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": "noise scale",
+                    "x": [step for step, _ in known],
+                    "y": [found.middle for _, found in known],
+                    # A bar that ends at its point would say that nothing larger is possible.
+                    "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in known]},
+                    "error_y": {
+                        "type": "data",
+                        "symmetric": False,
+                        "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in known],
+                        "arrayminus": [found.middle - found.low for _, found in known],
+                    },
+                },
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": "the recipe's batch",
+                    "x": [each.step for each in self.points],
+                    "y": [self.batch_weight] * len(self.points),
+                },
+            ],
+            layout={"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": self.unit}, "type": "log"}},
+            description="The noise scale over training with its 95 % interval, and the recipe's batch. An upward arrow "
+            "is an interval without an upper end.",
+        )
+        return Shown(
+            title="Gradient noise scale",
+            subtitle=f"{self.name}, batches of {self.global_batch_size} in micro-batches of {self.micro_batch_size}",
+            blocks=[
+                Table(
+                    columns=("step", "noise scale", "95 % interval", "critical batch"),
+                    rows=rows,
+                    caption=f"Measured, in {self.unit}",
+                ),
+                *([f"At {blank} of {len(self.points)} points the noise hides the gradient."] if blank else []),
+                *([] if costs is None else [_in_words(self, costs)]),
+                "The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.",
+            ],
+            on_page=[
+                chart,
+                Text(
+                    "The noise scale is the variance of one sample's gradient over the squared length of the true one "
+                    "(McCandlish et al. 2018). Up to batches of about that size, a larger batch saves steps nearly in "
+                    "proportion; far above, it only costs samples."
+                ),
+            ],
+            ok=bool(known) or "no noise scale was found at any of the weights; give more --steps.",
+        )
 
-def measure_noise(asked: NoiseAsked, say: Callable[[str], None] = lambda _: None) -> NoiseReport:
-    """Measure the noise scale; a collective of all processes of the world this one is in.
+
+def _in_words(report: NoiseReport, costs: Mapping[str, float]) -> Mapping[str, str]:
+    """What the recipe's own batch costs."""
+    unit = report.unit
+    return {
+        f"at {_figure(report.batch_weight)} {unit}": f"{costs['steps_ratio']:.3g} times the fewest steps, "
+        f"{costs['examples_ratio']:.3g} times the fewest {unit}",
+        "with linear lr scaling": f"{costs['linear_rate_excess']:.3g} times the rate that the noise allows",
+    }
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_figure(low)} to {_figure(high)}" if math.isfinite(high) else f"above {_figure(low)}"
+
+
+def _figure(value: float) -> str:
+    """Three significant digits."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
+def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
+    """Measure the noise scale. Collective: every rank must call this.
 
     Raises:
-        PacelineError: For mistakes in the recipe or the data, and where weights are spread over processes.
+        PacelineError: For mistakes in the recipe or the data, and where weights are sharded.
     """
     loaded = load_recipe(asked.target, asked.overrides)
     checkpoints = _checkpoints(Path(asked.target))
-    recipe = _cut(loaded.recipe, asked.processes)
+    recipe = _cut(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
         recipe = without_initial_weights(recipe)
     points = []
-    with _scratch(asked) as folder, opened_run(_quiet(loaded, recipe), Options(run_dir=Path(folder) / "run")) as run:
+    with (
+        _scratch(asked.scratch) as folder,
+        opened_run(_quiet(loaded, recipe), Options(run_dir=Path(folder) / "run")) as run,
+    ):
         if not isinstance(run.strategy, Replicas):
             raise RecipeError(
                 "the noise scale is measured on whole gradients, and here the weights are spread over processes "
@@ -157,7 +225,7 @@ def measure_noise(asked: NoiseAsked, say: Callable[[str], None] = lambda _: None
             if path is not None:
                 _take_weights(run, path)
             points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
-            say(in_words(points[-1], _unit(run)))
+            log(in_words(points[-1], _unit(run)))
         plan, unit = run.plan, _unit(run)
         batch_weight = plan.global_batch_size * mean_weight(run)
     return NoiseReport(
@@ -198,9 +266,9 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
     return [(step, store.path(step)) for step in store.steps()]
 
 
-def _scratch(asked: NoiseAsked) -> AbstractContextManager[str]:
-    if asked.scratch is not None:
-        return nullcontext(str(asked.scratch))
+def _scratch(given: Path | None) -> AbstractContextManager[str]:
+    if given is not None:
+        return nullcontext(str(given))
     return tempfile.TemporaryDirectory(prefix="paceline-noise-")
 
 

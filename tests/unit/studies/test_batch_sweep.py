@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.pages.shown import write_result
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.studies.batch_sweep.in_place import run_in_place
-from paceline.studies.batch_sweep.page import table_rows, write_sweep
-from paceline.studies.batch_sweep.rates import rates_of
-from paceline.studies.batch_sweep.report import conclude, knee_in_words
-from paceline.studies.batch_sweep.sweep import RUNS_FILE, SweepAsked, SweepRun, Swept, steps_to, sweep, with_batch
+from paceline.studies.batch_sweep.report import conclude, knee_in_words, table_rows
+from paceline.studies.batch_sweep.sweep import RUNS_FILE, SweepRun, Swept, rates_of, steps_to, sweep, with_batch
 from paceline.studies.bench.target import Target, TargetRun
+from paceline.studies.commands import SweepBatch
 
 QUICK = (
     "model.options.width=4",
@@ -30,9 +30,14 @@ QUICK = (
 TARGET = Target("top1_accuracy", 40)
 
 
-def asked(tmp_path: Path, **changes: Any) -> SweepAsked:
-    base = SweepAsked(
-        recipe="digits", overrides=QUICK, target=TARGET, batch_sizes=(32, 64), rules=("linear", "sqrt"), seeds=1
+def asked(tmp_path: Path, **changes: Any) -> SweepBatch:
+    base = SweepBatch(
+        recipe="digits",
+        overrides=QUICK,
+        to="top1_accuracy=40",
+        batch_sizes=(32, 64),
+        lr_rules=("linear", "sqrt"),
+        seeds=1,
     )
     return replace(base, output=tmp_path, **changes)
 
@@ -64,14 +69,14 @@ def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
     assert same == [replace(run, seconds=0) for run in swept.runs.values()]
 
     with pytest.raises(PacelineError, match="another sweep"):
-        sweep(asked(tmp_path, target=Target("top1_accuracy", 41)))
+        sweep(asked(tmp_path, to="top1_accuracy=41"))
 
 
 @pytest.mark.thorough
 def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
     both = (*QUICK, "parallel.exact=true", "parallel.logical_ranks=2")
     here, there = (
-        sweep(asked(tmp_path / str(count), overrides=both, batch_sizes=(32,), rules=("linear",), processes=count))
+        sweep(asked(tmp_path / str(count), overrides=both, batch_sizes=(32,), lr_rules=("linear",), processes=count))
         for count in (1, 2)
         if not (tmp_path / str(count)).mkdir()
     )
@@ -81,10 +86,10 @@ def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
 def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
     from paceline.units import Duration
 
-    changes: dict[str, Any] = {"batch_sizes": (64,), "rules": ("constant",), "longest": Duration(10, "steps")}
+    changes: dict[str, Any] = {"batch_sizes": (64,), "lr_rules": ("constant",), "longest": Duration(10, "steps")}
     # To stop on the way is of no use here, and is left out.
     changes["overrides"] = (*QUICK, "train.until=5 steps")
-    swept = sweep(asked(tmp_path, **changes, target=Target("top1_accuracy", 99.9)))
+    swept = sweep(asked(tmp_path, **changes, to="top1_accuracy=99.9"))
     (run,) = swept.runs.values()
     assert (run.reached, run.steps, run.evaluations, run.trouble) == (False, 10, 2, "")
     report = conclude(swept)
@@ -118,7 +123,7 @@ def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Pa
 @pytest.mark.thorough
 def test_batch_norms_groups_follow_the_batch(tmp_path: Path) -> None:
     ghosts = (*QUICK, "model.ghost_batch_norm=32")
-    swept = sweep(asked(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), rules=("constant",)))
+    swept = sweep(asked(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), lr_rules=("constant",)))
     assert [run.trouble for run in swept.runs.values()] == ["", "", ""]
     recipe = swept.loaded.recipe
     assert [with_batch(recipe, batch, 1).model.ghost_batch_norm for batch in (16, 48, 64)] == [None, 24, 32]
@@ -133,12 +138,12 @@ def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: p
         return run_in_place(loaded, target, folder)
 
     monkeypatch.setattr("paceline.studies.batch_sweep.sweep.run_in_place", limited)
-    report = conclude(sweep(asked(tmp_path, rules=("constant",))))
+    report = conclude(sweep(asked(tmp_path, lr_rules=("constant",))))
     assert [(row.reached, row.steps is None) for row in report.rules[0].rows] == [(1, False), (0, True)]
     assert any("no more shared memory" in note for note in report.notes)
     monkeypatch.undo()
     said: list[str] = []
-    assert all(run.reached for run in sweep(asked(tmp_path, rules=("constant",)), said.append).runs.values())
+    assert all(run.reached for run in sweep(asked(tmp_path, lr_rules=("constant",)), said.append).runs.values())
     assert said[0] == "1 of 2 runs are there already"
 
 
@@ -175,10 +180,14 @@ def made_up(knee: float = 100) -> Swept:
                     seconds=1,
                 )
                 runs[run.key] = run
-    request = SweepAsked(
-        recipe="digits", target=TARGET, batch_sizes=(16, 64, 256, 1024), rules=("linear", "constant"), seeds=3
+    request = SweepBatch(
+        recipe="digits",
+        to="top1_accuracy=40",
+        batch_sizes=(16, 64, 256, 1024),
+        lr_rules=("linear", "constant"),
+        seeds=3,
     )
-    return Swept(asked=request, loaded=loaded, base_rate=0.2, runs=runs)
+    return Swept(asked=request, target=TARGET, loaded=loaded, base_rate=0.2, runs=runs)
 
 
 def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
@@ -190,7 +199,7 @@ def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
     assert knee_in_words(linear).startswith("knee at 100 samples (")
     assert constant.law is None
     assert "1 batch sizes" in constant.why
-    written = write_sweep(tmp_path, report)
+    written = write_result(tmp_path, "sweep-batch", report)
     document = json.loads(written[0].read_text())
     assert document["rules"][0]["law"]["critical_batch"]["middle"] == pytest.approx(100, rel=0.01)
     assert "linear: law" in written[1].read_text()
@@ -211,10 +220,10 @@ def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
 ) -> None:
     swept = made_up()
     runs = {key: replace(run, steps=steps_of(run.batch, run.seed)) for key, run in swept.runs.items()}
-    report = conclude(replace(swept, asked=replace(swept.asked, rules=("linear",)), runs=runs))
+    report = conclude(replace(swept, asked=replace(swept.asked, lr_rules=("linear",)), runs=runs))
     assert said in knee_in_words(report.rules[0])
     assert all("nan" not in cell for row in table_rows(report.rules[0]) for cell in row)
-    assert len(write_sweep(tmp_path, report)) == 2
+    assert len(write_result(tmp_path, "sweep-batch", report)) == 2
 
 
 def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
@@ -226,6 +235,6 @@ def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
             steps = {0.05: 10.0, 0.2: 80.0, 0.4: 60.0}.get(rate, 500.0)
             run = replace(swept.runs[64, 0.2, 0], lr=rate, seed=seed, reached=there, steps=steps)
             runs[run.key] = run
-    tuned = replace(swept, asked=replace(swept.asked, batch_sizes=(64,), rules=("tuned",)), runs=runs)
+    tuned = replace(swept, asked=replace(swept.asked, batch_sizes=(64,), lr_rules=("tuned",)), runs=runs)
     (row,) = conclude(tuned).rules[0].rows
     assert (row.lr, row.reached) == (0.4, 3)

@@ -11,9 +11,10 @@ import torch
 
 from paceline.errors import RecipeError, RunDirectoryError
 from paceline.formulas.noise import Estimate, NoiseAverages
+from paceline.pages.page import Chart, Table
 from paceline.recipe.load import load_recipe
-from paceline.studies.noise_page import write_noise
-from paceline.studies.noise_scale import NoiseAsked, NoisePoint, NoiseReport, in_words, measure_noise
+from paceline.studies.commands import NoiseScale
+from paceline.studies.noise_scale import NoisePoint, NoiseReport, in_words, measure_noise
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.run import Run
 from paceline.trainer.train import Options, opened_run, train_recipe
@@ -30,7 +31,7 @@ def gradients(run: Run, images: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 def test_it_is_what_gradients_computed_by_hand_say(tmp_path: Path) -> None:
     plain = (*SMALL, "batch.micro_size=8", "train.label_smoothing=0", "train.precision=fp32")
-    report = measure_noise(NoiseAsked(target="digits", overrides=plain, steps=3))
+    report = measure_noise(NoiseScale(target="digits", overrides=plain, steps=3), print)
     (point,) = report.points
     assert (report.global_batch_size, report.micro_batch_size, point.steps) == (32, 8, 3)
 
@@ -60,7 +61,7 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
     train_recipe(load_recipe("digits", (*SMALL, *changes)), Options(run_dir=run))
     before = digest(run)
     told: list[str] = []
-    report = measure_noise(NoiseAsked(target=str(run), steps=5), told.append)
+    report = measure_noise(NoiseScale(target=str(run), steps=5), told.append)
     assert digest(run) == before
     assert [point.step for point in report.points] == [4, 8]
     assert len(told) == 2
@@ -68,12 +69,9 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
     assert one != other
     # The batch is cut for itself: one process, one micro-batch in the recipe.
     assert report.micro_batch_size == 8
-    (tmp_path / "out").mkdir()
-    written = write_noise(tmp_path / "out", report)
-    assert [path.name for path in written] == ["noise-scale.json", "noise-scale.html"]
 
 
-def test_a_page_tells_apart_what_has_no_end_and_what_has_no_value(tmp_path: Path) -> None:
+def test_an_open_interval_and_a_missing_value_are_shown_apart() -> None:
     measured = {
         0: [Estimate(8.0, 1.0), Estimate(8.1, 1.01), Estimate(7.9, 0.99)],
         4: [Estimate(8.0, 2.0), Estimate(8.0, -1.0), Estimate(8.0, 1.0)],
@@ -84,11 +82,15 @@ def test_a_page_tells_apart_what_has_no_end_and_what_has_no_value(tmp_path: Path
     ]
     sizes = {"global_batch_size": 64, "micro_batch_size": 8, "batch_weight": 64.0}
     report = NoiseReport(name="digits", processes=1, points=points, **sizes)
-    _, page = write_noise(tmp_path, report)
-    shown = page.read_text()
-    assert '"symbol":["circle","arrow-up"]' in shown.replace(" ", "")
-    assert shown.count("no end") >= 2
-    assert "At 1 of 3 points the noise still hid the gradient" in shown
+    shown = report.__paceline__()
+    table, missing, *_ = shown.blocks
+    chart = shown.on_page[0]
+    assert isinstance(table, Table)
+    assert isinstance(chart, Chart)
+    assert chart.traces[0]["marker"] == {"symbol": ["circle", "arrow-up"]}
+    assert [str(row[2]).startswith("above") for row in table.rows] == [False, True]
+    assert missing == "At 1 of 3 points the noise hides the gradient."
+    assert shown.ok is True
 
 
 def test_a_run_without_a_checkpoint_is_not_measured_as_if_it_were_fresh(tmp_path: Path) -> None:
@@ -97,12 +99,12 @@ def test_a_run_without_a_checkpoint_is_not_measured_as_if_it_were_fresh(tmp_path
     for each in (run / "checkpoints").iterdir():
         shutil.rmtree(each) if each.is_dir() else each.unlink()
     with pytest.raises(RunDirectoryError, match=r"holds no checkpoint \(yet\).*recipe.yaml to measure it at fresh"):
-        measure_noise(NoiseAsked(target=str(run)))
+        measure_noise(NoiseScale(target=str(run)), print)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(RecipeError, match="larger one"):
-        measure_noise(NoiseAsked(target="digits", overrides=(*SMALL[:2], "batch.global_size=1"), steps=2))
+        measure_noise(NoiseScale(target="digits", overrides=(*SMALL[:2], "batch.global_size=1"), steps=2), print)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +116,16 @@ def test_what_cannot_be_cut_is_refused() -> None:
 )
 def test_one_micro_batch_is_refused_with_what_to_change(given: tuple[str, ...], advice: str) -> None:
     with pytest.raises(RecipeError, match=f"one micro-batch .*{advice}"):
-        measure_noise(NoiseAsked(target="digits", overrides=(*SMALL, *given), steps=2))
+        measure_noise(NoiseScale(target="digits", overrides=(*SMALL, *given), steps=2), print)
 
 
 def test_batch_norms_groups_fit_the_parts() -> None:
     ghosts = (*SMALL, "model.ghost_batch_norm=16")
-    assert measure_noise(NoiseAsked(target="digits", overrides=ghosts, steps=2)).micro_batch_size == 8
+    assert measure_noise(NoiseScale(target="digits", overrides=ghosts, steps=2), print).micro_batch_size == 8
 
 
 def test_a_gradient_lost_in_noise_is_said_to_be() -> None:
-    report = measure_noise(NoiseAsked(target="digits", overrides=(*SMALL, "batch.global_size=2"), steps=2))
+    report = measure_noise(NoiseScale(target="digits", overrides=(*SMALL, "batch.global_size=2"), steps=2), print)
     assert report.points[0].step == 0
     assert in_words(report.points[0])
     assert report.to_json()["points"][0]["steps_measured"] == 2

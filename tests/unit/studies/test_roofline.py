@@ -15,6 +15,7 @@ from paceline.machine import cache_folder
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import StepWork, Work
 from paceline.models.operator_work import Product
+from paceline.studies.commands import Roofline
 from paceline.studies.roofline.bounds import layer_bounds
 from paceline.studies.roofline.shapes import shape_findings
 from paceline.studies.roofline.study import choose, roofline
@@ -75,7 +76,9 @@ def test_odd_sizes_are_named_with_what_to_change() -> None:
 
 
 def test_a_residual_network_on_an_a100() -> None:
-    report = roofline("synthetic", ["model.name=resnet18", "batch.global_size=64"], device="a100")
+    report = roofline(
+        Roofline(recipe="synthetic", overrides=("model.name=resnet18", "batch.global_size=64"), device="a100")
+    )
     assert report.precision == "bf16"
     assert report.ridge == pytest.approx(312e12 / 2039e9)
     by_name = {(each.layer, each.phase): each for each in report.layers}
@@ -97,7 +100,13 @@ def test_a_residual_network_on_an_a100() -> None:
 @pytest.mark.parametrize(("matmul", "precision"), [("auto", "fp32"), ("high", "tf32")])
 def test_an_fp32_transformer_is_held_against_what_it_is_multiplied_in(matmul: str, precision: str) -> None:
     changes = ["model.name=vit_tiny_patch16_224", "batch.global_size=4", "train.precision=fp32"]
-    report = roofline("synthetic", [*changes, "data.image_size=224", f"train.float32_matmul={matmul}"], device="a100")
+    report = roofline(
+        Roofline(
+            recipe="synthetic",
+            overrides=(*changes, "data.image_size=224", f"train.float32_matmul={matmul}"),
+            device="a100",
+        )
+    )
     assert report.precision == precision
     peak = {"fp32": 19.5e12, "tf32": 156e12}
     patches = sum(each.flops for each in report.layers if each.layer == "patch_embed.proj")
@@ -107,7 +116,9 @@ def test_an_fp32_transformer_is_held_against_what_it_is_multiplied_in(matmul: st
 
 
 def test_depthwise_convolutions_are_pointed_out() -> None:
-    report = roofline("synthetic", ["model.name=mobilenetv2_100", "batch.global_size=32"], device="h100")
+    report = roofline(
+        Roofline(recipe="synthetic", overrides=("model.name=mobilenetv2_100", "batch.global_size=32"), device="h100")
+    )
     low = report.low_intensity
     assert low is not None
     assert len(low.layers) == 17
@@ -124,17 +135,19 @@ def test_the_operators_of_shipped_recipes_are_known(recipe: str) -> None:
         "batch={global_size: 4, micro_size: 4}",
         "data.image_size=32",
     ]
-    assert roofline(recipe, changes, device="h100").uncounted == ()
+    assert roofline(Roofline(recipe=recipe, overrides=tuple(changes), device="h100")).uncounted == ()
 
 
 def test_the_precision_that_a_device_lacks_is_not_assumed() -> None:
-    report = roofline("synthetic", ["model.name=resnet18", "batch.global_size=8"], device="t4")
+    report = roofline(
+        Roofline(recipe="synthetic", overrides=("model.name=resnet18", "batch.global_size=8"), device="t4")
+    )
     assert report.precision in ("fp32", "fp16")
 
 
 def test_unknown_devices_are_answered_with_the_known_ones() -> None:
     with pytest.raises(RecipeError, match="a100-80gb"):
-        roofline("synthetic", device="a1000")
+        roofline(Roofline(recipe="synthetic", device="a1000"))
 
 
 def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

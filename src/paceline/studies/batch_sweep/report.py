@@ -1,4 +1,4 @@
-"""What does a sweep over batch sizes come to: per rule, what each batch takes, and where the knee is?"""
+"""Result of a batch-size sweep: what each batch takes under each rule, and where the knee is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from paceline.command import Log
 from paceline.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
 from paceline.formulas.intervals import Interval, time_to_event
-from paceline.studies.batch_sweep.rates import Rule
-from paceline.studies.batch_sweep.sweep import SweepRun, Swept, with_batch
+from paceline.pages.page import Block, Chart, Table, Text
+from paceline.pages.shown import Shown
+from paceline.studies.batch_sweep.sweep import Rule, SweepRun, Swept, sweep, with_batch
+from paceline.studies.commands import SweepBatch
+
+_LAW = (
+    "One law in three spellings: (S / S_min - 1) (E / E_min - 1) = 1 for steps S and samples E, steps = S_min "
+    "(1 + B_crit / B), and epochs = epochs_min (1 + B / B_crit). At the knee, B_crit, a run takes twice the fewest "
+    "steps and twice the fewest samples (McCandlish et al. 2018)."
+)
+_STEPS = (
+    "Steps to the target lie between two evaluations, the last one that was not good enough and the first that was: in "
+    "between, the metric is taken to change evenly."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +118,36 @@ class SweepReport:
             "runs": [asdict(each) for each in self.runs],
         }
 
+    def __paceline__(self) -> Shown:
+        """Return a table for each rule, and the law as charts."""
+        blocks: list[Block | str] = []
+        for each in self.rules:
+            blocks.append(f"\n{each.rule} rule: {knee_in_words(each)}")
+            blocks.append(
+                Table(columns=COLUMNS, rows=table_rows(each), caption="Medians of the runs that met the target")
+            )
+        return Shown(
+            title="Steps and samples by batch size",
+            subtitle=f"{self.name} to {self.target}, {self.seeds} runs each",
+            blocks=[*blocks, *self.notes],
+            on_page=[Text(_LAW, _STEPS), *sweep_charts(self.rules)],
+            ok=any(run.reached for run in self.runs) or "no run met the target.",
+        )
+
+
+def sweep_batch(asked: SweepBatch, log: Log) -> SweepReport:
+    """Make all runs that have not been made yet, and fit the law of each rule."""
+    return conclude(sweep(asked, log))
+
 
 def conclude(swept: Swept) -> SweepReport:
     """Bring a sweep's runs together."""
     asked = swept.asked
-    rules = [_of_rule(swept, rule) for rule in asked.rules]
+    rules = [_of_rule(swept, rule) for rule in asked.lr_rules]
     runs = sorted(swept.runs.values(), key=lambda run: run.key)
     return SweepReport(
         name=swept.loaded.name,
-        target=f"{asked.target.metric}={asked.target.value:g}",
+        target=f"{swept.target.metric}={swept.target.value:g}",
         seeds=asked.seeds,
         rules=rules,
         notes=_notes(swept, runs),
@@ -121,7 +157,7 @@ def conclude(swept: Swept) -> SweepReport:
 
 def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
     rows, points = [], []
-    for batch in swept.asked.batch_sizes:
+    for batch in sorted(swept.asked.batch_sizes):
         rate, runs = _best(swept.of(rule, batch))
         rows.append(_row(rate, runs))
         points += [_point(run) for run in runs if not run.trouble]
@@ -180,7 +216,7 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
             "run may be; schedule.name=constant does not."
         )
     ghosts = recipe.model.ghost_batch_norm
-    models = {each: with_batch(recipe, each, swept.asked.processes).model for each in swept.asked.batch_sizes}
+    models = {each: with_batch(recipe, each, swept.asked.processes).model for each in sorted(swept.asked.batch_sizes)}
     if other := [str(batch) for batch, model in models.items() if model.ghost_batch_norm not in (ghosts, None)]:
         notes.append(
             f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
@@ -207,3 +243,70 @@ def knee_in_words(result: RuleResult) -> str:
         return f"knee below {knee.high:.3g} samples: the batches tried are all beyond it; {off}"
     outside = "" if min(tried) <= knee.middle <= max(tried) else ", outside of the batches tried"
     return f"knee at {knee.middle:.3g} samples ({knee.low:.3g} to {knee.high:.3g}){outside}; {off}"
+
+
+def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
+    """Samples against steps, and both against the batch."""
+    log = {"type": "log"}
+    steps, samples, batch = (
+        dict[str, Any](title={"text": text}, **log) for text in ("steps", "samples", "samples in a step")
+    )
+    trade = Chart(
+        title="Samples against steps to the target",
+        traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (s, b * s))],
+        layout={"xaxis": steps, "yaxis": samples},
+        description="Each run's samples against its steps, and the fitted hyperbola.",
+    )
+    tried = sorted({row.batch for rule in rules for row in rule.rows})
+    batch |= {"tickmode": "array", "tickvals": tried, "ticktext": [str(each) for each in tried]}
+    by_batch = Chart(
+        title="Samples to the target by batch",
+        traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (b, b * s))],
+        layout={"xaxis": batch, "yaxis": samples},
+        description="Samples to the target by batch size: flat up to the knee, and rising in proportion beyond it.",
+    )
+    return trade, by_batch
+
+
+def _traces(rule: RuleResult, place: Any) -> list[dict[str, Any]]:
+    reached = [place(each.batch, each.steps) for each in rule.points if each.reached]
+    found = [_trace(f"{rule.rule}: runs", reached, mode="markers")]
+    if rule.law is not None and reached:
+        batches = [each.batch for each in rule.points]
+        found.append(_trace(f"{rule.rule}: law", _curve(rule.law, min(batches), max(batches), place), mode="lines"))
+    return found
+
+
+def _curve(law: BatchLaw, low: float, high: float, place: Any) -> list[tuple[float, float]]:
+    return [place(batch, law.steps(batch)) for batch in np.geomspace(low, high, 60).tolist()]
+
+
+def _trace(name: str, points: Sequence[tuple[float, float]], *, mode: str) -> dict[str, Any]:
+    return {"type": "scatter", "mode": mode, "name": name, "x": [x for x, _ in points], "y": [y for _, y in points]}
+
+
+COLUMNS = ("batch", "rate", "there", "steps", "fewest, most", "samples", "by the law")
+
+
+def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
+    """Of a table of its batches, in words."""
+    rows: list[tuple[str, ...]] = []
+    for row in rule.rows:
+        there = f"{row.reached} of {row.runs}"
+        first = (f"{row.batch:,}", f"{row.lr:.3g}", there)
+        if row.steps is None or not row.reached:
+            rows.append((*first, "-", "", "-", ""))
+            continue
+        law = "" if rule.law is None else f"{rule.law.examples(row.samples_per_step):,.0f}"
+        rows.append((*first, _count(row.steps.middle), _between(rule, row), _count(row.samples), law))
+    return rows
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None or np.isinf(value) else f"{value:,.0f}"
+
+
+def _between(rule: RuleResult, row: BatchRow) -> str:
+    """The fewest and the most steps of the runs that got there; an interval of three runs would say less."""
+    steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
+    return f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""

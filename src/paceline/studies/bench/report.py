@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from paceline import __version__
-from paceline.errors import RunDirectoryError
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.benchmark import FILE, FORMAT
 from paceline.records.environment import capture_environment
-from paceline.records.run_directory import cannot, write_json, write_text
+from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.studies.bench.plot import Point, line_plot
 from paceline.units import format_bytes
 
@@ -86,7 +85,7 @@ class BenchReport:
         Raises:
             RunDirectoryError: If the folder cannot be written.
         """
-        check_folder(folder)
+        make_folder(folder)
         json_file = folder / FILE
         write_json(json_file, self.to_json())
         write_text(json_file.with_suffix(".md"), self.markdown())
@@ -184,20 +183,6 @@ def _memory_notes(rows: Sequence[Row]) -> list[str]:
     if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
         return ["peak memory on a CPU is the training process's main memory, libraries and data in it"]
     return []
-
-
-def check_folder(folder: Path) -> None:
-    """Make the folder that results go to; before measuring, so that nothing is measured in vain.
-
-    Raises:
-        RunDirectoryError: If that cannot be done.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
-    except OSError as error:
-        raise cannot("make", folder, error, what="folder") from error
 
 
 def _device_facts() -> dict[str, Any]:

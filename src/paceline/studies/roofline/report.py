@@ -1,4 +1,4 @@
-"""What is said of a step that was held against a device?"""
+"""Result of a roofline, as text and JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from paceline.devices import Device
 from paceline.models.flops import PHASES, StepWork, Uncounted
+from paceline.pages.page import Table
+from paceline.pages.shown import Shown
 from paceline.studies.roofline.bounds import LayerBound
 from paceline.studies.roofline.shapes import ShapeFinding
 
@@ -49,6 +51,7 @@ class RooflineReport:
         products_seconds: Of this, operators with products: as if all others were fused into them.
         arithmetic_seconds: Of the model's arithmetic alone.
         notices: What the user should know.
+        top: How many layers are shown.
     """
 
     recipe: str
@@ -65,6 +68,7 @@ class RooflineReport:
     products_seconds: float
     arithmetic_seconds: float
     notices: tuple[str, ...]
+    top: int = 15
 
     @property
     def ridge(self) -> float:
@@ -142,6 +146,60 @@ class RooflineReport:
             )
         return said
 
+    def __paceline__(self) -> Shown:
+        """Return tables of phases, of the slowest layers, and of products that waste most."""
+        phases = [
+            (name, *_work(each["flops"], each["bytes"]), *_time(each["seconds"], each["share"]))
+            for name, each in self.phases().items()
+        ]
+        layers = [
+            (
+                *(each.layer or ("(network)" if each.kind else f"({each.phase})"), each.kind, each.phase),
+                *_work(each.flops, each.bytes_read + each.bytes_written),
+                *(f"{each.intensity:.1f}", f"{each.ridge:.1f}", each.bound),
+                *_time(each.seconds, each.share),
+            )
+            for each in sorted(self.layers, key=lambda each: -each.seconds)[: self.top]
+        ]
+        wasteful = sorted((each for each in self.shapes if each.seconds_lost > 0), key=lambda each: -each.seconds_lost)
+        products = [(*each.row(), f"{each.seconds_lost * 1e3:.3g}") for each in wasteful[: self.top]]
+        return Shown(
+            title="Roofline",
+            subtitle=f"{self.model} on {self.device.title}",
+            blocks=[
+                *self.headline(),
+                Table(columns=("phase", "GFLOP", "MB", "least ms", "share"), rows=phases, caption="By phase"),
+                Table(
+                    columns=(
+                        "layer",
+                        "kind",
+                        "phase",
+                        "GFLOP",
+                        "MB",
+                        "FLOP/byte",
+                        "ridge",
+                        "bound",
+                        "least ms",
+                        "share",
+                    ),
+                    rows=layers,
+                    caption="Layers by their least time",
+                ),
+                *(
+                    [
+                        Table(
+                            columns=(*ShapeFinding.COLUMNS, "lost ms"),
+                            rows=products,
+                            caption="Matrix products whose tiles and waves waste most (predicted)",
+                        )
+                    ]
+                    if products
+                    else []
+                ),
+                *self.remarks(),
+            ],
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         low = self.low_intensity
@@ -169,6 +227,14 @@ class RooflineReport:
             "uncounted": [asdict(each) for each in self.uncounted],
             "notices": list(self.notices),
         }
+
+
+def _work(flops: float, moved: float) -> tuple[str, str]:
+    return f"{flops / 1e9:,.2f}", f"{moved / 1e6:,.1f}"
+
+
+def _time(seconds: float, share: float) -> tuple[str, str]:
+    return f"{seconds * 1e3:.3g}", f"{share:.1%}"
 
 
 def _device_json(device: Device, precision: str, ridge: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.devices import Device
 from paceline.formulas.tiles import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
@@ -59,6 +59,8 @@ class ShapeFinding:
         seconds_lost: Of the step's least time, what tiles and waves waste.
     """
 
+    COLUMNS: ClassVar = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n")
+
     layer: str
     phase: str
     product: Product
@@ -71,6 +73,19 @@ class ShapeFinding:
     def odd_dimensions(self) -> tuple[Dimension, ...]:
         """Those that something should be changed about."""
         return tuple(each for each in self.dimensions if each.advice)
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of ``COLUMNS``, of a product that is cut into tiles."""
+        tiling, product = self.tiling, self.product
+        assert tiling is not None
+        times = f" × {product.count}" if product.count > 1 else ""
+        return (
+            *(self.layer, self.phase, f"{product.m} × {product.n} × {product.k}{times}"),
+            f"{tiling.tile[0]}×{tiling.tile[1]}",
+            f"{tiling.tiles}" if tiling.splits == 1 else f"{tiling.tiles} × {tiling.splits}",
+            *(str(tiling.waves), f"{tiling.waste:.0%}"),
+            " or ".join(str(n) for n in self.better if n is not None) or "–",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

@@ -1,20 +1,18 @@
-"""What is the least time that a training step of a recipe can take on a device, and which layers keep it from less?"""
+"""Roofline of a training step: its lower time bound on a device, layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
+from paceline.command import Log
 from paceline.devices import Device, find_device, recognise
 from paceline.errors import RecipeError
 from paceline.models.ceilings import ceilings_of
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.recipe.load import load_recipe
-from paceline.recipe.plan import Plan
-from paceline.recipe.schema import Recipe
+from paceline.studies.commands import Roofline
 from paceline.studies.roofline.bounds import LayerBound, layer_bounds
 from paceline.studies.roofline.report import LowIntensity, RooflineReport
 from paceline.studies.roofline.shapes import shape_findings
@@ -45,22 +43,40 @@ def choose(name: str | None) -> Device:
     return this_cpu()
 
 
-def roofline(source: str, overrides: Sequence[str] = (), *, device: str | None = None) -> RooflineReport:
-    """Hold a step of a recipe, on fake tensors, against what a device can do.
+def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
+    """Compare a step of a recipe, on fake tensors, with what a device can do.
 
     Raises:
-        PacelineError: If the recipe cannot be planned there, or the network cannot do without numbers.
+        PacelineError: If the recipe cannot be planned there, or the network cannot run on fake tensors.
     """
-    loaded = load_recipe(source, overrides)  # first: a CPU is measured for seconds
-    chosen = choose(device)
+    loaded = load_recipe(asked.recipe, asked.overrides)  # first: a CPU is measured for seconds
+    chosen = choose(asked.device)
     recipe, assumed = with_stand_in_data(loaded.recipe)
     if chosen.name == "cpu":
         recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
     machine = None if chosen.name == "cpu" else machine_with(chosen)
     with fake_run(recipe, machine=machine) as step:
         found, plan = count_step(step), step.plan
-        kinds = {name: _kind(module) for name, module in step.network.named_modules()}
-    return _report((source, recipe), chosen, plan, (found, kinds), () if assumed is None else (assumed,))
+        kinds = {name: type(module).__name__ for name, module in step.network.named_modules()}
+    ceilings = ceilings_of(plan, chosen, found)
+    layers = layer_bounds(found, kinds, ceilings)
+    return RooflineReport(
+        recipe=asked.recipe,
+        model=recipe.model.name,
+        device=chosen,
+        precision=ceilings.precision,
+        micro_batch=plan.micro_batch_size,
+        micro_batches=plan.accumulation_steps,
+        found=found,
+        layers=layers,
+        shapes=tuple(shape_findings(found, chosen, ceilings.precision_of)),
+        low_intensity=_low_intensity(found, layers),
+        least_seconds=sum(each.seconds for each in layers),
+        products_seconds=sum(ceilings.seconds(each) for each in found.works if each.product or each.flops),
+        arithmetic_seconds=sum(map(ceilings.arithmetic_seconds, found.model_works)),
+        notices=() if assumed is None else (assumed,),
+        top=asked.top,
+    )
 
 
 def count_step(step: FakeRun) -> StepWork:
@@ -71,34 +87,6 @@ def count_step(step: FakeRun) -> StepWork:
         with counter.phase("optimizer"):
             step.update()
     return counter.found
-
-
-def _report(
-    asked: tuple[str, Recipe],
-    device: Device,
-    plan: Plan,
-    counted: tuple[StepWork, dict[str, str]],
-    notices: tuple[str, ...],
-) -> RooflineReport:
-    (source, recipe), (found, kinds) = asked, counted
-    ceilings = ceilings_of(plan, device, found)
-    layers = layer_bounds(found, kinds, ceilings)
-    return RooflineReport(
-        recipe=source,
-        model=recipe.model.name,
-        device=device,
-        precision=ceilings.precision,
-        micro_batch=plan.micro_batch_size,
-        micro_batches=plan.accumulation_steps,
-        found=found,
-        layers=layers,
-        shapes=tuple(shape_findings(found, device, ceilings.precision_of)),
-        low_intensity=_low_intensity(found, layers),
-        least_seconds=sum(each.seconds for each in layers),
-        products_seconds=sum(ceilings.seconds(each) for each in found.works if each.product or each.flops),
-        arithmetic_seconds=sum(map(ceilings.arithmetic_seconds, found.model_works)),
-        notices=notices,
-    )
 
 
 def _low_intensity(found: StepWork, layers: tuple[LayerBound, ...]) -> LowIntensity | None:
@@ -118,7 +106,3 @@ def _low_intensity(found: StepWork, layers: tuple[LayerBound, ...]) -> LowIntens
         flops_share=sum(each.flops for each in of_them) / max(1, found.flops()),
         seconds_share=sum(each.share for each in of_them),
     )
-
-
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__

@@ -1,0 +1,230 @@
+"""click commands derived from the dataclasses that :mod:`paceline.command` declares."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import pkgutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+from annotated_types import Ge, Gt, Le
+
+from paceline.cli.ending import ends_in_order
+from paceline.cli.options import (
+    FiniteRange,
+    LocalPath,
+    choose_processes,
+    is_first_process,
+    is_one_of_several,
+    json_option,
+    launch,
+    present_gpus,
+    trust_recipe_option,
+    usable_gpus,
+)
+from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
+from paceline.command import Overrides, Processes, RecipeName, RecipeOrRun, Shape
+from paceline.pages.shown import Result, Shown, write_result
+from paceline.recipe.load import load_recipe
+from paceline.records.run_directory import make_folder
+from paceline.units import Duration
+
+_READ_A_RECIPE = (RecipeName, RecipeOrRun)
+
+
+class _Command(click.Command):
+    """A command that knows the words it was called with, for the ranks it starts."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+_WORDS = "paceline.words"
+
+
+def click_command(kind: type[Any]) -> click.Command:
+    """Derive the click command of a declared dataclass."""
+    annotations = get_type_hints(kind, include_extras=True)
+    parameters: list[click.Parameter] = [
+        _parameter(each.name, annotations[each.name], MISSING if each.default is MISSING else each.default)
+        for each in fields(kind)
+    ]
+    # Arguments in the order of the fields, then options in theirs.
+    parameters.sort(key=lambda each: isinstance(each, click.Option))
+
+    def call(as_json: bool, **values: Any) -> int:
+        return _run(kind, values, as_json=as_json)
+
+    call = json_option(call)
+    if any(annotation in _READ_A_RECIPE for annotation in annotations.values()):
+        call = trust_recipe_option(call)
+    # click keeps the lines of a paragraph apart after \b.
+    help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
+    made = click.command(
+        kind.__paceline_command__, cls=_Command, short_help=help_text.partition("\n")[0], help=help_text
+    )(call)
+    made.params[:0] = parameters
+    return made
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
+    """Derive an argument or option from a field."""
+    kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    shape = next((each for each in extras if isinstance(each, Shape)), Shape())
+    help_text = " ".join(each for each in extras if isinstance(each, str))
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(each for each in get_args(kind) if each is not NoneType)
+    is_list = get_origin(kind) is tuple and annotation != Overrides
+    one = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    click_type = _click_type(one, extras, shape)
+    if annotation == Overrides:
+        return click.Argument([name], nargs=-1, metavar=shape.metavar)
+    if default is MISSING and not shape.required:
+        return click.Argument([name], type=click_type, metavar=shape.metavar)
+    option = shape.name or f"--{name.replace('_', '-')}"
+    if kind is bool:
+        return click.Option([option, name], is_flag=True, help=help_text, hidden=shape.hidden)
+    is_shown = default not in (MISSING, None, ())
+    return click.Option(
+        [option, name],
+        type=_CommaList(click_type) if is_list else click_type,
+        show_default=",".join(map(str, default)) if is_list and is_shown else is_shown,
+        **({"required": True} if default is MISSING else {"default": default}),
+        metavar=shape.metavar or ("N" if one is int else None),
+        help=help_text,
+        hidden=shape.hidden,
+    )
+
+
+def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamType[Any]:
+    bounds: dict[str, Any] = {}
+    for each in extras:
+        match each:
+            case Ge(ge):
+                bounds["min"] = ge
+            case Gt(gt):
+                bounds |= {"min": gt, "min_open": True}
+            case Le(le):
+                bounds["max"] = le
+    if shape.parse is not None:
+        return _Parsed(shape.parse)
+    if get_origin(kind) is Literal:
+        return click.Choice([str(each) for each in get_args(kind)])
+    if kind is Duration:
+        return _Parsed(Duration.parse)
+    known: dict[Any, click.ParamType[Any]] = {
+        int: click.IntRange(**bounds),
+        float: FiniteRange(**bounds),
+        Path: LocalPath(),
+        str: click.STRING,
+        bool: click.BOOL,
+    }
+    return known[kind]
+
+
+class _Parsed(click.ParamType[Any]):
+    """A value that a function reads from the text, with its own error."""
+
+    name = "text"
+
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(f"{str(error).rstrip('.')}.", param, ctx)
+
+
+class _CommaList(click.ParamType[Any]):
+    """Values with commas between them, each once."""
+
+    name = "list"
+
+    def __init__(self, one: click.ParamType[Any]) -> None:
+        self._one = one
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if not isinstance(value, str):
+            return tuple(value)
+        found = tuple(self._one.convert(word.strip(), param, ctx) for word in value.split(","))
+        if twice := [each for each in found if found.count(each) > 1]:
+            self.fail(f"{value!r} names {twice[0]} twice; name each once.", param, ctx)
+        return found
+
+
+def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
+    """Run a command, in as many ranks as it asks for, and show its result."""
+    output: Path | None = values.get("output")
+    if output is not None:
+        make_folder(output)
+    hints = get_type_hints(kind, include_extras=True)
+    if hints.get("processes") == Processes and (code := _launched(values)) is not None:
+        return code
+    run = pkgutil.resolve_name(kind.__paceline_runs__)
+    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
+        result: Result = run(kind(**values), lambda line: echo(line, err=True) if is_first_process() else None)
+    shown = result.__paceline__()
+    code = concluded(passed=shown.ok is True)
+    if not is_first_process():
+        return code
+    if shown.ok and shown.ok is not True:
+        echo(f"paceline: {shown.ok}", err=True)
+    written = [] if output is None else write_result(output, kind.__paceline_command__, result)
+    if as_json:
+        print_json(result.to_json())
+        return code
+    _print(shown)
+    for path in written:
+        echo(f"written: {path}")
+    return code
+
+
+def _launched(values: dict[str, Any]) -> int | None:
+    """Start the ranks that a command asks for, and return their exit code; None if this process does the work."""
+    context = click.get_current_context()
+    if is_one_of_several(values["processes"]):
+        if "scratch" in values and values["scratch"] is None:
+            raise click.UsageError(f"{context.info_name} starts its ranks itself: run it alone, with --processes N.")
+        return None
+    recipe = load_recipe(values.get("target") or values["recipe"], values["overrides"]).recipe
+    gpus = usable_gpus(recipe.parallel.device, present_gpus()) if values["processes"] is None else 0
+    words: list[str] = context.meta[_WORDS]
+    kept = [
+        word
+        for before, word in itertools.pairwise(["", *words])
+        if "--processes" not in (before, word) and not word.startswith("--processes=")
+    ]
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        scratch = ["--scratch", folder] if "scratch" in values else []
+        name = str(context.info_name)
+        return launch(choose_processes(values["processes"], gpus, recipe), [name, *scratch, *kept])
+
+
+def _print(shown: Shown) -> None:
+    """Print texts, tables and pairs; charts and folded tables are for the page."""
+    from paceline.pages.page import Table, Text
+
+    echo(shown.title + (f": {shown.subtitle}" if shown.subtitle else ""))
+    for block in shown.blocks:
+        match block:
+            case str():
+                echo(block)
+            case Table(folded=False):
+                echo(f"\n{block.caption}" if block.caption else "")
+                print_table(tuple(block.columns), (tuple(row) for row in block.rows))
+            case Text():
+                for paragraph in block.paragraphs:
+                    echo(f"  {paragraph}")
+            case Mapping():
+                print_pairs(block)

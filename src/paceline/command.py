@@ -1,0 +1,76 @@
+"""Commands as dataclasses: the fields are the options; :mod:`paceline.cli.derive` makes click commands of them.
+
+A command is declared once::
+
+    @command("noise-scale", runs="paceline.studies.noise_scale:measure_noise")
+    @dataclass(frozen=True, kw_only=True)
+    class NoiseScale:
+        '''Measure the gradient noise scale of a recipe, or of a run at each of its checkpoints.'''
+
+        target: RecipeOrRun
+        overrides: Overrides = ()
+        steps: Annotated[int, Ge(2), "Batches at each set of weights."] = 50
+
+``runs`` names the function that is called with the dataclass and a :data:`Log`, and returns a
+:class:`~paceline.pages.shown.Result`. It is imported only when the command is called.
+
+A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
+``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
+are the help; ``Ge``, ``Gt`` and ``Le`` are the range; :class:`Shape` says what the type cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge
+
+Log = Callable[[str], None]
+_T = TypeVar("_T", bound=type[Any])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a field's type does not say of its option.
+
+    Attributes:
+        metavar: Placeholder in the help.
+        name: Long option, if it is not the field's name.
+        hidden: Left out of the help.
+        required: An option although it has no default.
+        parse: Reads the text; a ``ValueError`` becomes the usage error.
+    """
+
+    metavar: str | None = None
+    name: str | None = None
+    hidden: bool = False
+    required: bool = False
+    parse: Callable[[str], Any] | None = None
+
+
+# Fields that many commands have. Where a recipe is read, `--trust-code` is an option too.
+RecipeName = Annotated[str, Shape(metavar="RECIPE")]
+RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN")]
+Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...")]
+Processes = Annotated[
+    int | None,
+    Ge(1),
+    Shape(metavar="N"),
+    "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Not for use under torchrun or srun.",
+]
+Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ranks share, made by the launcher
+Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
+
+
+def command(name: str, *, runs: str) -> Callable[[_T], _T]:
+    """Declare a dataclass as the command of that name, carried out by the function ``runs`` (``module:function``)."""
+
+    def declare(kind: _T) -> _T:
+        kind.__paceline_command__ = name
+        kind.__paceline_runs__ = runs
+        return kind
+
+    return declare

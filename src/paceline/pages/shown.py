@@ -1,0 +1,59 @@
+"""What a person sees of a command's result, in a terminal and on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.pages.page import Block, Page, Section, Table, Text, write_page
+from paceline.records.run_directory import write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Blocks that a terminal prints and a page holds.
+
+    Attributes:
+        title: Heading.
+        subtitle: What was measured: recipe, sizes.
+        blocks: Lines, texts, tables, and mappings of names to values, in order. A terminal leaves out charts and folded
+            tables.
+        on_page: Further blocks of the page.
+        ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it.
+    """
+
+    title: str
+    subtitle: str = ""
+    blocks: Sequence[Block | Mapping[str, Any] | str]
+    on_page: Sequence[Block] = ()
+    ok: bool | str = True
+
+
+class Result(Protocol):
+    """The result of a command."""
+
+    def __paceline__(self) -> Shown:
+        """Return what a person sees."""
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return the result as one JSON object."""
+
+
+def write_result(folder: Path, name: str, result: Result) -> list[Path]:
+    """Write ``NAME.json`` and ``NAME.html`` into an existing folder, and return both paths."""
+    shown = result.__paceline__()
+    write_json(folder / f"{name}.json", result.to_json())
+    blocks: list[Block] = []
+    for block in shown.blocks:
+        if isinstance(block, str):
+            blocks.append(Text(block))
+        elif isinstance(block, Mapping):
+            rows = [(key, str(value)) for key, value in block.items()]
+            blocks.append(Table(columns=("", ""), rows=rows, caption=shown.title))
+        else:
+            blocks.append(block)
+    section = Section(title=shown.title, blocks=(*blocks, *shown.on_page))
+    page = Page(title=shown.title, subtitle=shown.subtitle, sections=(section,))
+    return [folder / f"{name}.json", write_page(folder / f"{name}.html", page)]
