@@ -100,8 +100,7 @@ _AFTERWARDS = """\
 ```
 
 The first call makes each contender's environment in the user's cache. A result file of the same processor and month
-takes the place of the one before; README and the [ledger](claims.md) then want their figures changed in
-`benchmarks/claims.yaml`, as `scripts/claims` says.
+replaces the previous one; then update the figures quoted in README.md and in [Measured](measured.md).
 """
 _SHORT = {
     "torchvision's reference style": "torchvision",
