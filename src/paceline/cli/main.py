@@ -49,7 +49,6 @@ COMMANDS = {
     "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
     "watch": "Watch runs in the terminal while they go on.",
     "attribution": "Say where the time of a run's steps went, and what holds them back.",
-    "band": "Hold a run's curves against those of other seeds.",
     "report": "Write one HTML page about a run, or several compared, that opens offline.",
     "mlperf": "Write logs of runs in MLPerf's format, and compare them with its reference.",
     "labs": "Work through the course: start a lab, check its exercises, mark the assessment.",

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from paceline.insight.bands.judge import note_at_the_end
 from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Table, Text, Tile, Tiles
 from paceline.units import format_bytes, format_count, format_seconds, metric_title, metric_unit
@@ -72,8 +71,6 @@ def _status(run: RunRecord, is_one_of_many: bool) -> Iterator[Block]:
         yield Text(f"{who}The run has not begun to train.", kind="warning")
     for complaint in run.complaints:
         yield Text(f"{who}{complaint}", kind="warning")
-    if note := note_at_the_end(run.path):
-        yield Text(f"{who or 'The run has '}{note}", kind="warning")
 
 
 def _tiles(run: RunRecord) -> Iterator[Tile]:
