@@ -50,7 +50,7 @@ COMMANDS = {
     "watch": "Watch runs in the terminal while they go on.",
     "attribution": "Say where the time of a run's steps went, and what holds them back.",
     "report": "Write one HTML page about a run, or several compared, that opens offline.",
-    "mlperf": "Write logs of runs in MLPerf's format, and compare them with its reference.",
+    "mlperf": "Write logs of runs in MLPerf's format.",
     "labs": "Work through the course: start a lab, check its exercises, mark the assessment.",
     "recipes": "List the shipped recipes, or show one.",
     "import-timm": "Convert a command line or args.yaml of timm's train.py into a recipe.",
