@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.insight.report.report import report_at_the_end
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
+from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.bystander import torch_as_it_was
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe

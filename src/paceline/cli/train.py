@@ -154,7 +154,7 @@ def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, re
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
     with loading():
-        from paceline.insight.report.report import report_at_the_end
+        from paceline.report.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
         from paceline.trainer.train import Options, train_recipe
 

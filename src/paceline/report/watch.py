@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.following import EventFollower, is_being_trained
 from paceline.records.reader import NO_METRICS, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run
+from paceline.report.following import EventFollower, is_being_trained
 from paceline.telemetry.meter import PHASES
 
 State = Literal["starting", "running", "completed", "stopped", "failed", "gone"]

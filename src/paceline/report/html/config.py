@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.insight.report.reading import RunRecord, flattened
 from paceline.pages.page import Block, Marked, Table, Text
+from paceline.report.html.runs import RunRecord, flattened
 from paceline.units import format_bytes
 
 

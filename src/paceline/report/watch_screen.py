@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.insight.text_chart import Points, draw_chart
-from paceline.insight.watched import State, WatchedRun
+from paceline.report.text_chart import Points, draw_chart
+from paceline.report.watch import State, WatchedRun
 from paceline.telemetry.progress import describe, figures
 from paceline.units import format_metric, format_seconds, metric_title, metric_unit
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.attribution import attribute_run
-from paceline.insight.bottleneck import Evidence, find_bottleneck
+from paceline.report.attribution import attribute_run
+from paceline.report.bottleneck import Evidence, find_bottleneck
 from paceline.telemetry.meter import PHASES
 
 PLAN = {"device": "cpu", "strategy": "single", "data": {"backend": "pytorch", "workers": 3}}

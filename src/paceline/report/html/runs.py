@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.attribution import Attribution, attribute_events
 from paceline.records.reader import (
     NO_METRICS,
     read_environment,
@@ -23,6 +22,7 @@ from paceline.records.reader import (
 )
 from paceline.records.run_directory import existing_run
 from paceline.records.summary import Summary
+from paceline.report.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
 

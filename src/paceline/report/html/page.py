@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.report.asked import environment, recipe
-from paceline.insight.report.happened import findings, happened, proof, steps_in_words
-from paceline.insight.report.outcome import facts_of, outcome
-from paceline.insight.report.predictions import predictions
-from paceline.insight.report.reading import RunRecord, read_runs
-from paceline.insight.report.scaling import scaling
-from paceline.insight.report.speed import memory, speed
-from paceline.insight.report.training import training
 from paceline.pages.page import Block, Page, Section, Text, write_page
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
+from paceline.report.html.config import environment, recipe
+from paceline.report.html.outcome import facts_of, outcome
+from paceline.report.html.predictions import predictions
+from paceline.report.html.runs import RunRecord, read_runs
+from paceline.report.html.scaling import scaling
+from paceline.report.html.speed import memory, speed
+from paceline.report.html.timeline import findings, happened, proof, steps_in_words
+from paceline.report.html.training import training
 
 _Maker = Callable[[Sequence[RunRecord]], Iterator[Block]]
 _SECTIONS: dict[str, _Maker] = {

@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.bottleneck import Evidence, find_bottleneck
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import existing_run
+from paceline.report.bottleneck import Evidence, find_bottleneck
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 
 # A process is waited for if it takes so many times as long as the others, in so large a part of the records.

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Chart, Table, Text
+from paceline.report.html.runs import Event, RunRecord
 from paceline.units import format_count, format_seconds
 
 _ROWS = {

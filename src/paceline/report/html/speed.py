@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.insight.attribution import PhaseTime
-from paceline.insight.report.drawing import curves, look, of_runs
-from paceline.insight.report.reading import RunRecord
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Block, Chart, Table, Text
+from paceline.report.attribution import PhaseTime
+from paceline.report.html.curves import curves, look, of_runs
+from paceline.report.html.runs import RunRecord
 from paceline.telemetry.meter import PHASES
 from paceline.units import format_bytes
 

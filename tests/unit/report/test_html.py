@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.insight.report.report import report_at_the_end, write_report
 from paceline.records.run_directory import RunDirectory
+from paceline.report.html.page import report_at_the_end, write_report
 
 HOSTILE = '</script><img src=x onerror="alert(1)">`&'
 
@@ -285,7 +285,7 @@ def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, story
 def test_no_torch_is_loaded(tmp_path: Path, story: Any, write: Any) -> None:
     folder = write(tmp_path / "run", whole(story))
     program = (
-        "import sys; from pathlib import Path; from paceline.insight.report.report import write_report; "
+        "import sys; from pathlib import Path; from paceline.report.html.page import write_report; "
         f"write_report([Path({str(folder)!r})]); assert not {{'torch', 'plotly'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

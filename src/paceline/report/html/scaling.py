@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.insight.report.reading import RunRecord
 from paceline.pages.page import Block, Chart, Table, Text
+from paceline.report.html.runs import RunRecord
 
 
 def scaling(runs: Sequence[RunRecord]) -> Iterator[Block]:

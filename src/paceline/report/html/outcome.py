@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Table, Text, Tile, Tiles
+from paceline.report.html.runs import Event, RunRecord
 from paceline.units import format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 _STATUS = {

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.insight.report.reading import Event, RunRecord
-from paceline.insight.report.thinning import thinned
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Chart
+from paceline.report.html.runs import Event, RunRecord
+from paceline.report.html.thinning import thinned
 
 # Of all lines of a chart together.
 _MOST_POINTS = 4000

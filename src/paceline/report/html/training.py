@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
-from paceline.insight.report.drawing import Line, curves, of_events, of_runs
-from paceline.insight.report.reading import Event, RunRecord
 from paceline.pages.page import Block, Table, Text
+from paceline.report.html.curves import Line, curves, of_events, of_runs
+from paceline.report.html.runs import Event, RunRecord
 from paceline.units import metric_title, metric_unit
 
 _WEIGHTS = ("model", "ema")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.insight.report.reading import RunRecord
 from paceline.pages.page import Block, Chart, Gallery, Picture, Table, Text
+from paceline.report.html.runs import RunRecord
 
 _MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS = 100, 14, 60, 12
 
