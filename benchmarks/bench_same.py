@@ -18,7 +18,7 @@ from pathlib import Path
 from hardware import write_result
 
 from paceline.formulas.intervals import share_interval
-from paceline.insight.benchmark_comparison import compare
+from paceline.report.benchmark_comparison import compare
 from paceline.studies.bench.grid import Asked, measure_grid
 from paceline.studies.bench.report import BenchReport
 

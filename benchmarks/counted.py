@@ -1,7 +1,6 @@
-"""Which rules of thumb can be settled by counting? Bytes, arithmetic, samples, streams: the same on any machine.
+"""Rules of thumb that counting settles: bytes, arithmetic, samples, streams; the same on any machine.
 
-``python benchmarks/counted.py`` counts all of it and writes the result file; ``tests/docs/test_claims.py`` counts it
-again in each run of the tests and holds it to what ``claims.yaml`` says.
+``python benchmarks/counted.py`` writes the result file; ``tests/docs/test_counted.py`` compares each count with it.
 """
 
 from __future__ import annotations

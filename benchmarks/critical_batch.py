@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from hardware import write_result as write_figures
 
 from paceline.formulas.intervals import Interval
@@ -27,7 +28,6 @@ from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
 from paceline.studies.batch_sweep.report import COLUMNS, RuleResult, SweepReport, conclude, knee_in_words, table_rows
 from paceline.studies.batch_sweep.sweep import sweep
-from paceline.studies.bench.plot import line_plot
 from paceline.studies.bench.target import Target
 from paceline.studies.commands import NoiseScale, SweepBatch
 from paceline.studies.noise_scale import NoiseReport, measure_noise
@@ -100,18 +100,24 @@ def table(result: RuleResult) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def plot(result: RuleResult) -> str:
-    """Samples to the target by batch: the runs, and the law."""
-    runs, law = [], []
+def plot(result: RuleResult, path: Path) -> None:
+    """Draw samples to the target by batch: median, least and most of the runs, and the fitted law."""
+    figure, axes = plt.subplots(figsize=(6.5, 4))
+    sizes = [row.batch for row in result.rows]
+    runs = []
     for row in result.rows:
-        samples = [
-            each.steps * each.batch for each in result.points if each.reached and each.batch == row.samples_per_step
-        ]
-        runs.append((statistics.median(samples), min(samples), max(samples)) if samples else None)
-        by_law = math.nan if result.law is None else result.law.examples(row.samples_per_step)
-        law.append((by_law, math.nan, math.nan))
-    lines = {"runs: median, from, to": runs, "law": law}
-    return line_plot("Samples to the target by batch size", "samples", [str(row.batch) for row in result.rows], lines)
+        reached = [each for each in result.points if each.reached and each.batch == row.samples_per_step]
+        runs.append(sorted(each.steps * each.batch for each in reached) or [math.nan])
+    middles = [statistics.median(each) for each in runs]
+    ends = [[middle - each[0], each[-1] - middle] for middle, each in zip(middles, runs, strict=True)]
+    axes.errorbar(sizes, middles, yerr=list(zip(*ends, strict=True)), fmt="o", capsize=3, label="runs: median, range")
+    if result.law is not None:
+        axes.plot(sizes, [result.law.examples(row.samples_per_step) for row in result.rows], label="law")
+    axes.set(xscale="log", xlabel="batch size", ylabel="samples to the target", ylim=(0, None))
+    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(lines))
     if not options.dry_run:
         path = write_figures("critical-batch", found, lines)
-        path.with_suffix(".svg").write_text(plot(tuned), encoding="utf-8")
+        plot(tuned, path.with_suffix(".svg"))
         print(path)
     return 0
 

@@ -1,4 +1,4 @@
-"""Write docs/performance.md and its plot from the result files of compare.py; with --check only say if they differ.
+"""Write docs/performance.md from the result files of compare.py; with --check only say if it differs.
 
 python benchmarks/peers/publish.py [--check]
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE, PLOT = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.svg"
+PAGE = ROOT / "docs" / "performance.md"
 ORDER = ("loop-64", "loop-4", "folder-64", "folder-160", "memory", "ddp-2", "evaluation", "checkpoint")
 ON_GPU = ("gpu-resident", "gpu-folder")
 _NAMES = {
@@ -29,11 +27,7 @@ _NAMES = {
 US = "paceline"
 # What is written as 1.00 is not called less.
 _ROUNDED = 0.005
-_AXIS = "time or memory over that of Paceline"
-_COLOURS = {
-    "raw": "#777777", "raw-tuned": "#222222", "torchvision": "#b58900", "timm": "#2a9d8f", "accelerate": "#e07a1f",
-    "lightning": "#7b52ab", "fastai": "#3a7bd5", "composer": "#d1495b",
-}  # fmt: skip
+CONTENDERS = ("raw", "raw-tuned", "torchvision", "timm", "accelerate", "lightning", "fastai", "composer")
 _INTRODUCTION = """\
 # Performance beside other trainers
 
@@ -43,7 +37,7 @@ The same training by each of them: network, images, batch, precision, threads, u
 its library's documentation shows (timm's: the library's parts in the order of its training script; fastai's: torch's
 loader, autocast and DDP within its `Learner`), and runs in an environment that holds what `pip install` of that library
 brings and nothing else, in processes that take turns in an order drawn anew for each round. What is compared are the
-ratios within a round; given are medians over the rounds, and in the plot their range. Paceline is called as its command
+ratios within a round; given are medians over the rounds. Paceline is called as its command
 calls it, with records, sample ledger and clock on; progress bars and loggers, its own TensorBoard and report among
 them, are off.
 
@@ -100,13 +94,8 @@ _AFTERWARDS = """\
 ```
 
 The first call makes each contender's environment in the user's cache. A result file of the same processor and month
-takes the place of the one before; README and the [ledger](claims.md) then want their figures changed in
-`benchmarks/claims.yaml`, as `scripts/claims` says.
+replaces the previous one; then update the figures quoted in README.md and in [Measured](measured.md).
 """
-_SHORT = {
-    "torchvision's reference style": "torchvision",
-    "PyTorch, by hand": "by hand",
-}
 _WHY = {
     "peak_mebibytes": """\
 Part of it is freed memory, which Paceline keeps for the next step as the tuned loop does; the rest is the library, what
@@ -187,7 +176,6 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     table = rows(here)
     gpu = _WITH_GPU if there else _NO_GPU
     lines = [*_INTRODUCTION.format(**_facts(here), gpu=gpu).splitlines(), "", *_ratios(table), ""]
-    lines += ["![The same as a plot: each contender's time or memory over Paceline's](performance.svg)", ""]
     lines += ["## Where another is ahead", "", _AHEAD, "", *ahead(here), ""]
     lines += ["## In figures", "", *_in_figures(here)]
     if there:
@@ -209,7 +197,7 @@ def _ratios(table: Sequence[Row]) -> list[str]:
 
 
 def _labels(table: Sequence[Row]) -> dict[str, str]:
-    every = (*_COLOURS, "paceline-packed", "paceline-dali", US)
+    every = (*CONTENDERS, "paceline-packed", "paceline-dali", US)
     return {name: row.labels[name] for name in every for row in table if name in row.costs}
 
 
@@ -258,49 +246,6 @@ def _spread(values: Mapping[str, float]) -> str:
     return f"{values['median']:.0f} ({values['minimum']:.0f} to {values['maximum']:.0f})"
 
 
-def plot(table: Sequence[Row]) -> str:
-    """One line of dots a figure, on a logarithmic axis; a bar from the least to the most of the rounds."""
-    left, width, step, top = 490, 560, 30, 58
-    height = top + step * len(table) + 30
-    values = [value for row in table for name, cost in row.costs.items() if name != US for value in cost]
-    low, high = min(0.5, *values), max(2.0, *values)
-
-    def x(value: float) -> float:
-        return left + width * math.log(value / low) / math.log(high / low)
-
-    box = f'viewBox="0 0 {left + width + 30} {height}" font-family="sans-serif" font-size="12" fill="#222222"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{_AXIS}">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{left}" y="16">less than Paceline &#8592; {_AXIS} &#8594; more</text>',
-    ]
-    shown = [name for name in _COLOURS if any(name in row.costs for row in table)]
-    for number, name in enumerate(shown):
-        at = 10 + (left + width + 20) / len(shown) * number
-        parts.append(f'<circle cx="{at:.0f}" cy="34" r="5" fill="{_COLOURS[name]}"/>')
-        parts.append(f'<text x="{at + 9:.0f}" y="38">{escape(_short(table, name))}</text>')
-    for tick in (0.1, 0.15, 0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10):
-        if low <= tick <= high:
-            colour = "#222222" if tick == 1 else "#dddddd"
-            parts.append(
-                f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{height - 22}" stroke="{colour}"/>'
-            )
-            parts.append(f'<text x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:g}</text>')
-    for number, row in enumerate(table):
-        y = top + step * number + step / 2
-        words = f"{_NAMES[row.workload]}: {_plain(row.unit)}"
-        parts.append(f'<text x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(words)}</text>')
-        for place, name in enumerate(each for each in shown if each in row.costs):
-            middle, least, most = row.costs[name]
-            at = y - 10.5 + 3 * place
-            parts.append(
-                f'<line x1="{x(least):.1f}" x2="{x(most):.1f}" y1="{at:.1f}" y2="{at:.1f}" '
-                f'stroke="{_COLOURS[name]}" stroke-opacity="0.5"/>'
-                f'<circle cx="{x(middle):.1f}" cy="{at:.1f}" r="3.5" fill="{_COLOURS[name]}"/>'
-            )
-    return "\n".join([*parts, "</svg>", ""])
-
-
 def _facts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What all were measured on, and until when; machines may differ: only a workload's own rounds are compared."""
     every = [result["facts"] for result in results.values()]
@@ -314,13 +259,6 @@ def _facts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _plain(unit: str) -> str:
     return "time for the same images" if unit.startswith("images/s") else unit
-
-
-def _short(table: Sequence[Row], name: str) -> str:
-    label = next(row.labels[name] for row in table if name in row.labels)
-    for long, short in _SHORT.items():
-        label = label.replace(long, short)
-    return label
 
 
 def _cell(row: Row, name: str) -> str:
@@ -368,15 +306,12 @@ def main() -> None:
         return
     if not results:
         sys.exit("benchmarks/results holds no peers-*.json yet: run benchmarks/peers/compare.py first")
-    for path, text in (
-        (PAGE, page(results)),
-        (PLOT, plot(rows({name: results[name] for name in ORDER if name in results}))),
-    ):
-        if options.check and (not path.exists() or path.read_text() != text):
-            sys.exit(f"{path.relative_to(ROOT)} is not what the result files say: run benchmarks/peers/publish.py")
-        if not options.check:
-            path.write_text(text)
-            print(path.relative_to(ROOT))
+    text = page(results)
+    if options.check and (not PAGE.exists() or PAGE.read_text() != text):
+        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the result files say: run benchmarks/peers/publish.py")
+    if not options.check:
+        PAGE.write_text(text)
+        print(PAGE.relative_to(ROOT))
 
 
 if __name__ == "__main__":

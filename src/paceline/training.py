@@ -6,11 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.distributed.environment import read_launch
-from paceline.insight.bands.judge import note_at_the_end
-from paceline.insight.report.report import report_at_the_end
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
+from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.bystander import torch_as_it_was
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
@@ -52,9 +50,4 @@ def train(
     with trusting_code():  # to train a recipe is to run what it names
         loaded = load_recipe(recipe, overrides)
     with torch_as_it_was():
-        result = train_recipe(loaded, options)
-    if options.display is not None and read_launch(os.environ).world.is_first:
-        note = note_at_the_end(result.run_dir)
-        if note:
-            options.display.message(f"note: this run has {note}")
-    return result
+        return train_recipe(loaded, options)

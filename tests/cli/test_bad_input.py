@@ -156,8 +156,6 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
     [
         ("attribution", ()),
         ("audit", ()),
-        ("band check", ()),
-        ("band make", ("--output", "mine.band.json")),
         ("evaluate", ()),
         ("export", ("--output", "weights.safetensors")),
         ("landscape", ()),

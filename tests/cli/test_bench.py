@@ -37,7 +37,7 @@ def test_a_table_with_reasons_and_files(
     assert float(rows[0][5].replace(",", "")) > 0
     assert "no CUDA" in done.out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("benchmark.json", "benchmark.md", "benchmark.svg"),
+        *("benchmark.html", "benchmark.json", "benchmark.md"),
     ]
     document = json.loads((tmp_path / "out/benchmark.json").read_text())
     assert [row["trouble"] is None for row in document["rows"]] == [True, False]
@@ -45,7 +45,7 @@ def test_a_table_with_reasons_and_files(
     assert document["rows"][0]["peak_memory_bytes"] > 2**26
     assert document["environment"]["cpu"]["model"]
     assert "95 % interval" in (tmp_path / "out/benchmark.md").read_text()
-    assert (tmp_path / "out/benchmark.svg").read_text().startswith("<svg")
+    assert "Throughput by batch size" in (tmp_path / "out/benchmark.html").read_text()
 
 
 @pytest.mark.thorough

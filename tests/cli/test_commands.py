@@ -120,9 +120,8 @@ def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., A
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted(COMMANDS.keys() - {"launch", "labs", "band"}),
+        *sorted(COMMANDS.keys() - {"launch", "labs"}),
         *("launch slurm", "launch torchrun", "launch kubernetes"),
-        *("band make", "band check"),
         *("labs list", "labs start", "labs check", "labs slides", "labs grade"),
     ],
 )
@@ -330,7 +329,7 @@ def test_train_as_json(
     done = paceline("train", "digits", *tiny, "--run-dir", "run", "--json")
     document = strict_json(done.out)
     assert done.code == 0
-    assert document.keys() == {"run_dir", "band", *summary_of(tmp_path / "run")}
+    assert document.keys() == {"run_dir", *summary_of(tmp_path / "run")}
     assert document["run_dir"] == "run"
     assert document["weights_sha256"] == summary_of(finished)["weights_sha256"]
     again = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--json")

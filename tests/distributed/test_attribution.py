@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.insight.attribution import Attribution, attribute_run
+from paceline.report.attribution import Attribution, attribute_run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.world_size(2)]
 

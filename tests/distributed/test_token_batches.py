@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.weights import read_weights
-from paceline.insight.audit import audit_run
+from paceline.report.audit import audit_run
 
 pytestmark = pytest.mark.thorough
 

@@ -33,8 +33,6 @@ PLAIN = {
 SPARE = {"model.name": "spare:Spare", "model.options": None}
 COMPILED = {"model.compile": True, "model.compile_backend": "aot_eager"}
 STATIC = {"parallel.static_graph": True}
-POWER = {"parallel.gradient_compression": "powersgd", "parallel.powersgd.rank": 2,
-         "parallel.powersgd.start": "2 steps"}
 ALLOWED = {"parallel.unused_parameters": "allow"}
 
 def train(name, *changes):
@@ -53,15 +51,11 @@ def train(name, *changes):
         "measured": [each["what"] for each in events if each["event"] == "measurement"],
     }
 
-UNTIL = {"train.until": "5 steps"}
 answer = {
     "plain": train("plain"),
     "compiled": train("compiled", COMPILED),
     "static": train("static", STATIC),
     "static and compiled": train("static-compiled", STATIC, COMPILED),
-    "powersgd": train("power", POWER),
-    "powersgd, begun": train("power-parts", POWER, UNTIL),
-    "powersgd, resumed": train("power-parts", POWER),
     "unused": train("unused", SPARE),
     "unused, allowed": train("allowed", SPARE, ALLOWED),
     "unused, static": train("allowed-static", SPARE, ALLOWED, STATIC),
@@ -123,19 +117,6 @@ def test_a_compiled_run_is_the_same_run(ways: Callable[[str], dict[str, Any]]) -
 @pytest.mark.parametrize("way", ["static", "static and compiled"])
 def test_a_static_graph_changes_nothing(ways: Callable[[str], dict[str, Any]], way: str) -> None:
     assert ways(way)["loss"] == pytest.approx(ways("plain")["loss"], rel=1e-5)
-
-
-def test_thin_matrices_train_nearly_as_well(ways: Callable[[str], dict[str, Any]]) -> None:
-    plain, thin = ways("plain"), ways("powersgd")
-    assert thin["sha"] != plain["sha"]
-    assert thin["loss"] == pytest.approx(plain["loss"], rel=0.1)
-
-
-def test_what_compression_has_lost_survives_a_resume(ways: Callable[[str], dict[str, Any]]) -> None:
-    """Stopped where errors and factors are there already, on each process its own."""
-    assert ways("powersgd, resumed")["resumes"] == 1
-    assert ways("powersgd, begun")["sha"] != ways("powersgd")["sha"]
-    assert ways("powersgd, resumed")["sha"] == ways("powersgd")["sha"]
 
 
 def test_unused_parameters_are_named_by_both(told: dict[str, Any]) -> None:

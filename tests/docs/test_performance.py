@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,21 +152,12 @@ def test_what_may_be_about_nothing_is_compared_round_by_round(
     assert said in line
 
 
-def test_the_plot_has_a_mark_for_every_figure(publish: Any) -> None:
-    plot = ET.fromstring(publish.plot(publish.rows(RESULTS)))
-    circles = plot.findall("{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 3 + 4, "three in the legend, two contenders in each of two rows"
-    marks = {(float(each.get("cx", "")), each.get("fill")) for each in circles[3:]}
-    assert len(marks) == 4
-
-
 def test_it_writes_and_checks(
     publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(publish, "newest", lambda: RESULTS)
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     monkeypatch.setattr(publish, "PAGE", tmp_path / "performance.md")
-    monkeypatch.setattr(publish, "PLOT", tmp_path / "performance.svg")
     monkeypatch.setattr(sys, "argv", ["publish.py"])
     publish.main()
     monkeypatch.setattr(sys, "argv", ["publish.py", "--check"])

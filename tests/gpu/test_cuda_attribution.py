@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.insight.attribution import attribute_run
 from paceline.recipe.load import load_recipe
+from paceline.report.attribution import attribute_run
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.train import Options, train_recipe
 

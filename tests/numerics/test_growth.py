@@ -15,9 +15,9 @@ from torch import nn
 
 from paceline.data.order import epoch_order
 from paceline.errors import PacelineError
-from paceline.insight.audit import audit_run
 from paceline.models.small_resnet import small_resnet
 from paceline.records.ledger import read_ledger
+from paceline.report.audit import audit_run
 
 SEED, SAMPLES, MICRO = 3, 52, 16
 SIZES = {0: 16, 1: 32, 2: 48, 3: 16}

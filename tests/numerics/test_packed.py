@@ -12,9 +12,9 @@ from PIL import Image
 
 import paceline
 from paceline.data.packing.pack import Request, pack
-from paceline.insight.audit import audit_run
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
+from paceline.report.audit import audit_run
 
 pytest.importorskip("pyarrow")
 

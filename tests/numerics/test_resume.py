@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.data.batch import Batch
-from paceline.insight.audit import audit_run
+from paceline.report.audit import audit_run
 
 STEPS = 7
 # Everything that could carry hidden state at once. 52 samples in batches of 16: every fourth step is a tail of 4.

@@ -16,7 +16,7 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.insight.audit import audit_run
+from paceline.report.audit import audit_run
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.world import World
 

@@ -12,7 +12,7 @@ from paceline.cli.output import echo, print_json, print_table
 from paceline.units import format_count
 
 if TYPE_CHECKING:
-    from paceline.insight.attribution import Attribution, PhaseTime
+    from paceline.report.attribution import Attribution, PhaseTime
 
 
 @click.command("attribution", short_help="Say where the time of a run's steps went, and what holds them back.")
@@ -25,7 +25,7 @@ def command(run: Path, as_json: bool) -> int:
 
         paceline attribution runs/mine
     """
-    from paceline.insight.attribution import attribute_run
+    from paceline.report.attribution import attribute_run
 
     found = attribute_run(run)
     if as_json:
@@ -49,7 +49,7 @@ def command(run: Path, as_json: bool) -> int:
 
 
 def _rows(found: Attribution) -> list[PhaseTime]:
-    from paceline.insight.attribution import PhaseTime
+    from paceline.report.attribution import PhaseTime
 
     rest = PhaseTime(name="rest", seconds=found.rest_seconds, share=found.rest_seconds / found.step_seconds)
     whole = PhaseTime(name="step", seconds=found.step_seconds, share=1.0)

@@ -19,7 +19,7 @@ def command(run: Path, as_json: bool) -> int:
 
     Exit code 1 and one sentence per objection if a sample was repeated, left out, or used out of order.
     """
-    from paceline.insight.audit import audit_run
+    from paceline.report.audit import audit_run
 
     audit = audit_run(run)
     code = concluded(passed=audit.passed)

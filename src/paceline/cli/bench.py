@@ -25,7 +25,7 @@ from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
 
 if TYPE_CHECKING:
-    from paceline.insight.benchmark_comparison import Comparison
+    from paceline.report.benchmark_comparison import Comparison
     from paceline.studies.bench.report import BenchReport
 
 _ONLY_WITH = {
@@ -262,7 +262,7 @@ def compare_command(a: Path, b: Path, tolerance: float, confidence: float, as_js
       paceline bench compare before after
       paceline bench compare runs/monday runs/tuesday --tolerance 2
     """
-    from paceline.insight.benchmark_comparison import compare
+    from paceline.report.benchmark_comparison import compare
 
     found = compare(a, b, tolerance=tolerance / 100, confidence=confidence / 100)
     code = concluded(passed=not found.regressed)

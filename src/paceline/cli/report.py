@@ -30,7 +30,7 @@ def command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> int:
       paceline report runs/mine
       paceline report runs/small runs/large --output small-and-large.html
     """
-    from paceline.insight.report.report import write_report
+    from paceline.report.html.page import write_report
 
     report = write_report(runs, output)
     if as_json:

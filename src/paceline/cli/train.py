@@ -154,7 +154,7 @@ def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, re
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
     with loading():
-        from paceline.insight.report.report import report_at_the_end
+        from paceline.report.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
         from paceline.trainer.train import Options, train_recipe
 
@@ -164,11 +164,9 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     code = ends_with(_STOPPED if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:
-            print_json({"run_dir": str(result.run_dir), **result.summary.to_json(), "band": _band_note(result)})
+            print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
         else:
             _show_result(result, names_code=bool(named_code(loaded.recipe)))
-            if note := _band_note(result):
-                echo(f"\nnote: this run has {note}")
     return code
 
 
@@ -191,13 +189,6 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
     if _plan_of(result).get("evaluation_samples") != 0:
         echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
     echo(f"  {program()} audit {run_dir}")
-
-
-def _band_note(result: TrainResult) -> str:
-    """Where the run has left the band of its recipe; empty if it has not, or there is none."""
-    from paceline.insight.bands.judge import note_at_the_end
-
-    return note_at_the_end(result.run_dir)
 
 
 def _figures(result: TrainResult) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def build_strategy(
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives)
     if plan.strategy == "ddp":
-        start = plan.powersgd_start_step
-        return DataParallel(network, called, collectives, device, parallel=parallel, powersgd_start_step=start)
+        return DataParallel(network, called, collectives, device, parallel=parallel)
     if plan.strategy == "fsdp":
         # Only where it is used: it takes its time to import.
         from paceline.distributed.fully_sharded import FullySharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.powersgd import PowerSgd
 from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
 from paceline.recipe.running import Parallel
@@ -84,7 +83,6 @@ class DataParallel:
         device: torch.device,
         *,
         parallel: Parallel,
-        powersgd_start_step: int | None = None,
     ) -> None:
         has_buffers = has_training_buffers(network)
         # DDP makes them the first process's where a step's first forward pass begins.
@@ -109,18 +107,11 @@ class DataParallel:
             _BUFFER_SYNC: has_buffers,
         }
         self._compression = parallel.gradient_compression
-        self._powersgd: PowerSgd | None = None
-        if self._compression == "powersgd":
-            assert powersgd_start_step is not None  # the plan says when
-            self._powersgd = PowerSgd(network, collectives, rank=parallel.powersgd.rank, start_step=powersgd_start_step)
         self._replica = self._wrapped()
 
     def _wrapped(self) -> nn.parallel.DistributedDataParallel:
         wrapped = nn.parallel.DistributedDataParallel(self._voting, **self._options)
-        if self._powersgd is not None:
-            # torch refuses annotations that are text; a lambda has none.
-            wrapped.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.hook(bucket))
-        elif self._compression != "none":
+        if self._compression != "none":
             wrapped.register_comm_hook(None, _COMPRESSIONS[self._compression])
         return wrapped
 
@@ -136,8 +127,6 @@ class DataParallel:
         What is reduced beside the pass counts as nothing: it is hidden.
         """
         self._voting.computed = partial(stopwatch.switch, "communication")
-        if self._powersgd is not None:
-            self._powersgd.stopwatch = stopwatch
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through DDP."""
@@ -145,8 +134,6 @@ class DataParallel:
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""
-        if self._powersgd is not None:
-            self._powersgd.begin_step()
         return nullcontext() if part.is_last else self._replica.no_sync()
 
     def aside(self) -> AbstractContextManager[Any]:
@@ -155,8 +142,6 @@ class DataParallel:
 
     def combine(self) -> None:
         """DDP's hooks have done it."""
-        if self._powersgd is not None:
-            self._powersgd.end_step()
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
@@ -176,12 +161,3 @@ class DataParallel:
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first rank; once, if nothing is trained in between."""
         self._buffers.sync(modules)
-
-    def gather(self) -> None:
-        """Collect what compression has lost on each process."""
-        if self._powersgd is not None:
-            self._powersgd.gather()
-
-    def components(self) -> Mapping[str, Any]:
-        """What compression remembers."""
-        return {} if self._powersgd is None else {"compression": self._powersgd}

@@ -179,13 +179,6 @@ class ExactDataParallel:
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy: buffers are the same everywhere."""
 
-    def gather(self) -> None:
-        """Nothing is known to one process alone."""
-
-    def components(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
-
     def _begin(self, part: MicroBatch) -> None:
         self._buffers.begin()
         if self._combined is not None:

@@ -8,7 +8,7 @@ micro-batch, so that no process ever holds a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -101,13 +101,6 @@ class FullySharded:
 
     def combine(self) -> None:
         """FSDP's hooks have done it."""
-
-    def gather(self) -> None:
-        """Nothing is known to one process alone but its parts, and it saves them itself."""
-
-    def components(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -148,14 +148,6 @@ class Strategy(Protocol):
         """Make buffers (BatchNorm statistics) the first rank's, before they are scored or saved."""
         ...
 
-    def gather(self) -> None:
-        """Bring to the first rank what only a process itself knows of :meth:`components`, before they are saved."""
-        ...
-
-    def components(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold of it, by name: anything with ``state_dict`` and ``load_state_dict``."""
-        ...
-
 
 @runtime_checkable
 class Replicas(Strategy, Protocol):
@@ -255,13 +247,6 @@ class SingleProcess:
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Nothing to copy."""
-
-    def gather(self) -> None:
-        """There is nobody else."""
-
-    def components(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
 
 
 class Arrival(Protocol):

@@ -55,6 +55,11 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
     known = field_types(section)
     for key, value in tree.items():
         dotted = f"{path}{key}"
+        if dotted == "parallel.powersgd" or (dotted, value) == ("parallel.gradient_compression", "powersgd"):
+            raise RecipeError(
+                f"{where}: PowerSGD was removed. Set parallel.gradient_compression to bf16, which halves the traffic, "
+                "or none, and remove parallel.powersgd."
+            )
         if key not in known:
             place = f"'{path.rstrip('.')}'" if path else "a recipe"
             homes = keys_for(str(key)) if not path or our_key(str(key)) else _kinds_of(str(key), known, path)

@@ -100,6 +100,11 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
 def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()) -> Recipe:
     """A resolved recipe that was stored with weights, with overrides on top."""
     notices: list[str] = []
+    parallel = tree.get("parallel")
+    if isinstance(parallel, Mapping) and parallel.get("gradient_compression") == "powersgd":
+        # Removed since; the weights do not depend on how gradients were sent.
+        kept = {key: value for key, value in parallel.items() if key not in ("gradient_compression", "powersgd")}
+        tree = {**tree, "parallel": kept}
     layers.check_known(tree, where)
     return _validate(layers.merge(dict(tree), _asked(overrides), notices), where)
 
@@ -111,7 +116,7 @@ _FOR_TRAINING = (
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb"),
     *("batch.micro_size", "batch.growth", "data.holdout_fraction", "data.subset"),
-    *("parallel.gradient_compression", "parallel.powersgd.", "parallel.static_graph", "parallel.unused_parameters"),
+    *("parallel.gradient_compression", "parallel.static_graph", "parallel.unused_parameters"),
     *("parallel.shard_", "parallel.reshard_after_forward", "parallel.gather_dtype", "parallel.affinity"),
     *("model.pretrained", "model.initialize_", "model.activation_checkpointing", "model.compile"),
     *("model.frozen", "model.unfreeze", "model.freeze_after", "model.adapters.", "model.ghost_batch_norm"),

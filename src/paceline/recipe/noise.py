@@ -25,11 +25,6 @@ def check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> No
             f"{asked} compares the gradient of a micro-batch with the whole batch's, and with parallel.strategy=fsdp "
             "no process ever holds a whole gradient of its own; use parallel.strategy=ddp, or turn it off."
         )
-    if recipe.parallel.gradient_compression == "powersgd":
-        raise RecipeError(
-            f"{asked} compares the gradient of a micro-batch with the whole batch's, and "
-            "parallel.gradient_compression=powersgd sends only a part of it; use none, bf16 or fp16, or turn it off."
-        )
     if fewest_parts < 2:
         batch = recipe.batch.global_size
         half = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), 1)

@@ -153,7 +153,6 @@ class Plan(Compiled, Rates):
     total_steps: int
     total_epochs: float
     until_step: int | None
-    powersgd_start_step: int | None
     evaluate_every_steps: int | None
     evaluation_batch_size: int
     checkpoint_every_steps: int | None
@@ -250,7 +249,6 @@ def make_plan(
         evaluation_samples=data.evaluation_samples,
         evaluation_batch_size=evaluation_batch,
     )
-    powersgd = recipe.parallel.gradient_compression == "powersgd" and world_size > 1
     compiled = plan_compilation(recipe, machine.device, sizes, accumulation_steps=most_parts // world_size)
     check_fp8(recipe, machine.lacks)
     if any(epochs.last_step_samples(each) // each.logical_ranks < 2 for each in epochs.finished_phases(total)):
@@ -278,9 +276,6 @@ def make_plan(
         last_step_samples=epochs.last_step_samples(epochs.phases[0]),
         total_steps=total,
         total_epochs=epochs.length(total),
-        powersgd_start_step=(
-            lengths.within("parallel.powersgd.start", recipe.parallel.powersgd.start, total) if powersgd else None
-        ),
         until_step=None if recipe.train.until is None else lengths.within("train.until", recipe.train.until, total),
         **vars(rates),
         **vars(compiled),
@@ -343,10 +338,10 @@ def _turning_steps(recipe: Recipe, lengths: Lengths, total: int) -> dict[str, An
 
 
 def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], lengths: Lengths, total: int) -> dict[str, int]:
-    if asked and (recipe.model.compile or recipe.parallel.gradient_compression == "powersgd"):
-        other = "model.compile=true" if recipe.model.compile else "parallel.gradient_compression=powersgd"
+    if asked and recipe.model.compile:
         raise RecipeError(
-            f"model.{key} does not go with {other}, which settles at the start what has a gradient; leave one out."
+            f"model.{key} does not go with model.compile=true, which settles at the start what has a gradient; "
+            "leave one out."
         )
     found = {}
     for pattern, length in asked.items():

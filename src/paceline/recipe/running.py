@@ -73,16 +73,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PowerSgd:
-    """Gradients sent as products of two thin matrices (Vogels et al. 2019)."""
-
-    rank: PositiveInt = 4
-    """Columns of the matrices: more keep more and cost more."""
-    start: Length = Duration(1000, "steps")
-    """Steps at first whose gradients are sent whole; not fewer than the warm-up."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Parallel:
     """Which device, and how several processes work together."""
 
@@ -106,12 +96,9 @@ class Parallel:
     """Micro-batches per step over all processes; with `auto` one per process, or the 8 that `exact` is divided into."""
     bucket_cap_mb: Annotated[PositiveInt, Field(le=10**6)] = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
-    gradient_compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
     """Send the gradients of `ddp` and `fsdp` in 16 bits: half the traffic, for slow networks; sums round, and fp16
-    loses what is above 65504 or tiny. Or those of `ddp` as products of thin matrices (`powersgd`): a small part of it,
-    for very slow ones."""
-    powersgd: Annotated[PowerSgd, Applies("gradient_compression", ("powersgd",))] = PowerSgd()
-    """How thin, and from when on."""
+    loses what is above 65504 or tiny."""
     static_graph: Switch = False
     """Promise DDP that every step computes with the same parameters in the same order, which spares it some work."""
     unused_parameters: Literal["refuse", "allow"] = "refuse"

@@ -48,8 +48,6 @@ def choose_strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons
         RecipeError: If the one asked for does not fit the processes or the rest of the recipe.
     """
     asked = recipe.parallel.strategy
-    if recipe.parallel.gradient_compression == "powersgd":
-        _check_powersgd(recipe)
     if recipe.parallel.exact:
         if asked != "auto":
             raise RecipeError(
@@ -144,11 +142,6 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
             "parallel.unused_parameters=allow does not go with parallel.strategy=fsdp, where all processes gather the "
             "same weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp."
         )
-    if recipe.parallel.gradient_compression == "powersgd":
-        raise RecipeError(
-            "parallel.gradient_compression=powersgd takes whole matrices apart, of which each process has a part with "
-            "parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp."
-        )
     if recipe.optimizer.name in ("adafactor", "muon"):
         raise RecipeError(
             f"optimizer.name={recipe.optimizer.name} needs whole matrices, of which each process has a part with "
@@ -184,17 +177,6 @@ def unused_by(recipe: Recipe, strategy: str) -> dict[str, str]:
     if strategy != "fsdp" and recipe.parallel.strategy == "auto":
         found |= dict.fromkeys(_OF_FSDP, f"parallel.strategy=auto came to {name}, which spreads nothing")
     return found
-
-
-def _check_powersgd(recipe: Recipe) -> None:
-    """What is lost of a gradient is made up for in the next step: one that is no number would be for ever."""
-    if recipe.train.precision == "fp16" or recipe.train.nonfinite == "skip":
-        other = "train.precision=fp16" if recipe.train.precision == "fp16" else "train.nonfinite=skip"
-        raise RecipeError(
-            f"parallel.gradient_compression=powersgd carries what it leaves out of a gradient over to the next, and "
-            f"{other} goes on after gradients that are no numbers; use train.precision=bf16 with train.nonfinite=stop, "
-            "or another compression."
-        )
 
 
 def moments(optimizer: Optimizer) -> int:

@@ -261,5 +261,3 @@ def _register(run: Run) -> None:
     run.components.add("progress", run.progress)
     run.components.add("window", run.window)
     run.components.add("clock", run.clock)
-    for name, component in run.strategy.components().items():
-        run.components.add(name, component)

@@ -324,12 +324,10 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
                 f"the run in {where} has {number}={old}, but here it comes to {new}; it can only go on as "
                 f"before (see {key})."
             )
-    before, now = plan.get("powersgd_start_step") is not None, asked.plan.powersgd_start_step is not None
-    if before != now:
+    if plan.get("powersgd_start_step") is not None:
         raise RunDirectoryError(
-            f"the run in {where} was {'' if before else 'not '}begun with "
-            "parallel.gradient_compression=powersgd and several processes, whose state is part of its checkpoints; go "
-            f"on as before, or begin {elsewhere}."
+            f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
+            f"state. Begin a new run {elsewhere}, with model.initialize_from set to its weights."
         )
     task, asked_task = plan["data"].get("task"), asked.plan.data.get("task")
     if task != asked_task:

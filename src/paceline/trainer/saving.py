@@ -47,7 +47,6 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.flush(durable=True)
         # What differs between ranks is gathered; of the rest, the first rank's stands for all.
         run.window.gather()
-        run.strategy.gather()
         _submit(run)
         run.saved_position, run.saved_name = run.progress.position, name
     if news := run.cadence.saved(time.perf_counter() - begun):

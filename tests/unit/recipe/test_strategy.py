@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import load_recipe, stored_recipe, to_tree
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers, replica_bytes
@@ -97,10 +97,6 @@ def test_what_was_asked_for_stays() -> None:
         (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after does not go with"),
         (["optimizer.name=muon", "optimizer.rest=sgd"], "optimizer.name=muon needs whole matrices"),
         (["model.adapters.rank=4"], "model.adapters does not go with parallel.strategy=fsdp yet"),
-        (
-            ["parallel.gradient_compression=powersgd", "parallel.powersgd.start=9 steps"],
-            "parallel.gradient_compression=powersgd takes whole matrices",
-        ),
         (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
     ],
 )
@@ -113,11 +109,15 @@ def test_what_does_not_go_with_it_is_refused(overrides: list[str], said: str) ->
         with_network(plan(asked), asked, large)
 
 
-@pytest.mark.parametrize("other", ["train.precision=fp16", "train.nonfinite=skip"])
-def test_what_is_left_out_of_a_gradient_must_be_a_number(other: str) -> None:
-    powersgd = ("parallel.gradient_compression=powersgd", "parallel.powersgd.start=9 steps")
-    with pytest.raises(RecipeError, match=f"powersgd carries what it leaves out .* {other} goes on"):
-        plan(recipe(*powersgd, other))
+@pytest.mark.parametrize("key", ["parallel.gradient_compression=powersgd", "parallel.powersgd.rank=4"])
+def test_powersgd_is_refused_with_what_to_use_instead(key: str) -> None:
+    with pytest.raises(RecipeError, match=r"PowerSGD was removed. Set parallel.gradient_compression to bf16"):
+        recipe(key)
+
+
+def test_weights_of_a_run_with_powersgd_still_open() -> None:
+    stored = {**to_tree(recipe()), "parallel": {"gradient_compression": "powersgd", "powersgd": {"rank": 4}}}
+    assert stored_recipe(stored, "weights").parallel.gradient_compression == "none"
 
 
 def test_one_process_has_nobody_to_share_with() -> None:

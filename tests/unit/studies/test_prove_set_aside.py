@@ -28,7 +28,6 @@ PROVED: dict[str, dict[str, Any]] = {
         "optimizer.lr_reference_batch": 16,
     },
     "replicas, half precision on the way": {"parallel.strategy": "ddp", "parallel.gradient_compression": "bf16"},
-    "thin matrices on the way": {"parallel.gradient_compression": "powersgd", "parallel.powersgd.start": "2 steps"},
     "spread": {"parallel.strategy": "fsdp", "parallel.shard_size": 2, "parallel.gather_dtype": "bf16"},
     "cores of its own": {"parallel.affinity": "single_unique"},
     "fp8 and other products": {"train.precision": "fp8", "train.float32_matmul": "medium"},

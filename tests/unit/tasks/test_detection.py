@@ -26,8 +26,8 @@ from paceline.errors import PacelineError
 from paceline.inference import detection
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
-from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
+from paceline.report.audit import audit_run
 from paceline.studies.memory.batch_trial import Orders, TrialTask
 from paceline.studies.scaling.network import describe
 from paceline.tasks.build import build_task

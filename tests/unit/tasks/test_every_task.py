@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
+from paceline.report.audit import audit_run
 from paceline.studies.memory.estimate import Asked, estimate
 from paceline.tasks.build import TASKS, build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target

@@ -20,9 +20,9 @@ from paceline.data.text.masking import EVALUATION_SEED, Masking
 from paceline.data.text.rows import NOTHING, chunked_rows
 from paceline.errors import PacelineError
 from paceline.inference.text import Sampling, load_text_predictor
-from paceline.insight.audit import audit_run
 from paceline.models.language import build_language_model
 from paceline.recipe.load import load_recipe
+from paceline.report.audit import audit_run
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only

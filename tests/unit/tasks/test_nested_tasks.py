@@ -23,14 +23,14 @@ from paceline.data.nested import chosen, joined_along_samples, rows_of, tensors_
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
-from paceline.insight.report.outcome import outcome
-from paceline.insight.report.reading import read_runs
-from paceline.insight.report.training import training
-from paceline.insight.watch_screen import row
-from paceline.insight.watched import WatchedRun
 from paceline.models.compiled import shape_of
 from paceline.pages.page import Chart, Tiles
 from paceline.recipe.load import load_recipe
+from paceline.report.html.outcome import outcome
+from paceline.report.html.runs import read_runs
+from paceline.report.html.training import training
+from paceline.report.watch import WatchedRun
+from paceline.report.watch_screen import row
 from paceline.studies.landscape.opening import Selection, open_run
 from paceline.studies.memory.batch_trial import Orders, TrialTask
 from paceline.studies.memory.estimate import Asked, estimate

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.insight.attribution import Attribution, attribute_run
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
+from paceline.report.attribution import Attribution, attribute_run
 from paceline.telemetry.display import SilentDisplay
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 from paceline.trainer.train import Options, train_recipe

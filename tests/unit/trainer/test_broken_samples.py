@@ -17,7 +17,7 @@ import paceline
 from paceline.data.batch import Batch
 from paceline.data.image.pipeline import ImagePipeline
 from paceline.errors import DataError, RunDirectoryError
-from paceline.insight.audit import audit_run
+from paceline.report.audit import audit_run
 
 PER_CLASS = 12
 

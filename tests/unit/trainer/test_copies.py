@@ -14,8 +14,8 @@ from paceline.checkpoint.mirror import Found, read_commits
 from paceline.checkpoint.restore import Choice
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
-from paceline.insight.audit import audit_run
 from paceline.recipe.load import load_recipe
+from paceline.report.audit import audit_run
 from paceline.storage.remote import Remote
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer import copies, mirroring

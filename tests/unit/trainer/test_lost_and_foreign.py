@@ -16,9 +16,9 @@ import pytest
 
 from paceline.checkpoint import manifest
 from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
-from paceline.insight.audit import audit_run
 from paceline.records.identity import read_identity
 from paceline.records.run_directory import RunDirectory
+from paceline.report.audit import audit_run
 
 Train = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}

@@ -144,7 +144,6 @@ def test_it_may_be_turned_on_and_off_at_a_resume(train_tiny: Callable[..., Any],
     [
         ({}, 1, "set batch.micro_size=8"),
         ({"parallel.strategy": "fsdp"}, 2, "parallel.strategy=ddp"),
-        ({"parallel.gradient_compression": "powersgd", "parallel.powersgd.start": "2 steps"}, 2, "powersgd"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

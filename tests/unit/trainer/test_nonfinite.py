@@ -16,10 +16,10 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.distributed.strategy import VoteReader
 from paceline.errors import RecipeError, TrainingError
-from paceline.insight.audit import audit_run
 from paceline.optim.build import build_optimizer
 from paceline.records.ledger import ledger_path, read_ledger
 from paceline.records.run_directory import RunDirectory
+from paceline.report.audit import audit_run
 from paceline.trainer import build
 from paceline.trainer.nonfinite import NonFiniteGuard
 

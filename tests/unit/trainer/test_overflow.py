@@ -13,8 +13,8 @@ from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.errors import TrainingError
-from paceline.insight.audit import audit_run
 from paceline.recipe.training import GradScaler
+from paceline.report.audit import audit_run
 from paceline.trainer.precision import Precision
 
 FP16 = {

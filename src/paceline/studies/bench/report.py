@@ -1,22 +1,23 @@
-"""What a benchmark leaves behind: JSON for programs, Markdown and a plot for people, and on what it was measured."""
+"""Benchmark results: JSON for programs, Markdown and a page with a chart for people, with machine and settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline import __version__
+from paceline.pages.page import Chart, Page, Section, write_page
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.benchmark import FILE, FORMAT
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
-from paceline.studies.bench.plot import Point, line_plot
 from paceline.units import format_bytes
 
 Row = Mapping[str, Any]
@@ -80,7 +81,7 @@ class BenchReport:
         return "\n".join([*lines, ""])
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``benchmark.json``, ``.md`` and, where there is something to draw, ``.svg``; the files written.
+        """Write ``benchmark.json``, ``.md`` and, where there is something to draw, ``.html``; the files written.
 
         Raises:
             RunDirectoryError: If the folder cannot be written.
@@ -90,24 +91,51 @@ class BenchReport:
         write_json(json_file, self.to_json())
         write_text(json_file.with_suffix(".md"), self.markdown())
         written = [json_file, json_file.with_suffix(".md")]
-        if (plot := self.plot()) is not None:
-            write_text(json_file.with_suffix(".svg"), plot)
-            written.append(json_file.with_suffix(".svg"))
+        if (chart := self.chart()) is not None:
+            page = Page(title=self.name, subtitle="paceline bench", sections=(Section(title="Speed", blocks=(chart,)),))
+            written.append(write_page(json_file.with_suffix(".html"), page))
         return written
 
-    def plot(self) -> str | None:
-        """Throughput over batch sizes as SVG; None of what has no batch sizes."""
+    def chart(self) -> Chart | None:
+        """Throughput over batch sizes; None without batch sizes."""
         rows = [row for row in self.rows if row.get("samples_per_second") is not None and row.get("batch_size")]
         if not rows:
             return None
-        sizes = sorted({int(row["batch_size"]) for row in rows})
-        lines: dict[str, list[Point | None]] = {}
+        lines: dict[str, list[tuple[int, Any]]] = {}
         for row in rows:
             label = " ".join(str(row[key]) for key in ("device", "precision", "backend", "part") if row.get(key))
-            rate = row["samples_per_second"]
-            line = lines.setdefault(label, [None] * len(sizes))
-            line[sizes.index(row["batch_size"])] = (rate["middle"], rate["low"], rate["high"])
-        return line_plot(self.name, "samples per second", [f"batch {size}" for size in sizes], lines)
+            lines.setdefault(label, []).append((int(row["batch_size"]), row["samples_per_second"]))
+        return Chart(
+            title="Throughput by batch size",
+            traces=[_trace(label, sorted(line, key=itemgetter(0))) for label, line in lines.items()],
+            layout={
+                "xaxis": {"title": "batch size", "type": "category"},
+                "yaxis": {"title": "samples per second", "rangemode": "tozero"},
+            },
+            description="Bars are 95 % intervals of the mean; a point without a bar was measured too few times.",
+        )
+
+
+def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
+    """A line of (batch size, rate with its interval); an end of an interval that is not finite has no bar."""
+
+    def distance(rate: Mapping[str, float], end: str) -> float | None:
+        found = abs(rate[end] - rate["middle"])
+        return found if math.isfinite(found) else None
+
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": label,
+        "x": [size for size, _ in line],
+        "y": [rate["middle"] for _, rate in line],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [distance(rate, "high") for _, rate in line],
+            "arrayminus": [distance(rate, "low") for _, rate in line],
+        },
+    }
 
 
 def throughput_notes(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,6 @@ from paceline.formulas.caching_allocator import PLAIN, Settings
 from paceline.models.build import parameter_count
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
-from paceline.studies.memory.compression import compressed, hooks_of
 from paceline.studies.memory.replay import Peak, fits, peak_of
 from paceline.studies.memory.surroundings import outside, with_data_set, with_input, with_libraries
 from paceline.studies.memory.trace import Steps, StepTrace
@@ -19,6 +18,7 @@ from paceline.studies.memory.variants import (
     at_updates,
     buckets,
     fully_sharded,
+    in_16_bits,
     rehearsed,
     spread_of,
     step_total,
@@ -69,7 +69,6 @@ class Job:
             sum(each.numel() for each in step.network.parameters()), parameter_count(step.network)
         )
         self._spread: Spread = spread_of(step.network, step.recipe.parallel, ways)
-        self._hooks = hooks_of(steps(max(2, step.micro_batch)), step.network, step.recipe.parallel)
         self._caching = machine.device in ("cuda", "xpu")
         self.outside = outside(machine.device, self.plan.world_size)
         self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
@@ -189,7 +188,7 @@ class Job:
         match strategy:
             case "ddp":
                 cap = self.recipe.parallel.bucket_cap_mb
-                sent = compressed(step, self._hooks, cap)
+                sent = step if self.recipe.parallel.gradient_compression == "none" else in_16_bits(step, cap)
                 return rehearsed(with_gradients(sent, (bucket for bucket, _ in buckets(step, cap))))
             case "fsdp":
                 return rehearsed(fully_sharded(step, self._spread))

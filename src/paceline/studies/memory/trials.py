@@ -161,9 +161,6 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     """The recipe for a trial: two steps of the same work, and an evaluation if it has any, that learn nothing."""
     lacks_file = recipe.data.backend in ("auto", "pytorch")
     steps = Duration(_STEPS, "steps")
-    # PowerSGD's first steps send gradients whole anyway.
-    asked = recipe.parallel.gradient_compression
-    sent = "none" if asked == "powersgd" else asked
     scaler = replace(recipe.train.grad_scaler, init_scale=1.0)  # no step is to be skipped
     return replace(
         recipe,
@@ -192,6 +189,6 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
             batch_size=resolve_evaluation_batch(recipe, {}),
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
-        parallel=replace(recipe.parallel, logical_ranks="auto", gradient_compression=sent),
+        parallel=replace(recipe.parallel, logical_ranks="auto"),
         telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
     )

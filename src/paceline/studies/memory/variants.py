@@ -156,6 +156,29 @@ def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Alloca
     return found
 
 
+def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
+    """A run whose DDP buckets are sent as 16-bit copies; call before :func:`with_gradients`.
+
+    A copy is made when its bucket's last gradient is there, and all copies live until the update.
+    """
+    for name in (FIRST, STEP):
+        for bucket, numbers in buckets(step, cap_mb, name):
+            half = Allocation(bucket.size // 2, "temporary", "backward", operation="compressed")
+            step = _from_event_to_update(step, name, numbers[-1], half)
+    return step
+
+
+def _from_event_to_update(step: StepTrace, name: str, event: int, made: Allocation) -> StepTrace:
+    """A run with an allocation made after an event of one part and freed where the update begins."""
+    step, (number,) = _added(step, (made,))
+
+    def change(events: tuple[int, ...]) -> tuple[int, ...]:
+        place, update = events.index(event) + 1, update_begins(step, events)
+        return (*events[:place], number, *events[place:update], ~number, *events[update:])
+
+    return step.with_parts(change, name)
+
+
 @dataclass(frozen=True)
 class Spread:
     """How FSDP spreads a network.

@@ -20,7 +20,6 @@ _OF_OTHER_MACHINES = (
     "reshard_after_forward",
     "gather_dtype",
     "gradient_compression",
-    "powersgd",
     "static_graph",
     "affinity",
 )

@@ -35,7 +35,7 @@ from paceline.world import World
 # The task that a folder of images stands for until it is there: ImageNet-1k (Russakovsky et al. 2015).
 _IMAGENET = {"classes": 1000, "samples": 1_281_167, "channels": 3, "image_size": 224}
 _FP32_BYTES = 4
-_SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2, "powersgd": 4}
+_SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
 _TRIED = 2  # samples: BatchNorm needs more than one
 
 

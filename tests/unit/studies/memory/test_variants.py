@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from paceline.formulas.caching_allocator import MIB, Settings
-from paceline.studies.memory.compression import Hook, compressed
 from paceline.studies.memory.cuda_kernels import ROOM
 from paceline.studies.memory.replay import fits, peak_of
 from paceline.studies.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
@@ -18,6 +17,7 @@ from paceline.studies.memory.variants import (
     before_parts,
     buckets,
     fully_sharded,
+    in_16_bits,
     rehearsed,
     with_gradients,
     with_more,
@@ -174,14 +174,9 @@ def test_buckets_hold_all_gradients_in_the_order_they_come() -> None:
 def test_what_is_compressed_is_there_until_the_update() -> None:
     """Each bucket's 16 bits lie beside it until all were sent; the network's last gradient finds them there."""
     whole = [bucket for bucket, _ in buckets(run(), 25)]
-    halves = [Hook(passing=(Allocation(each.size // 2, "temporary", "backward"),), events=(0,)) for each in whole]
-    sent = peak_of(with_gradients(compressed(run(), halves, 25), whole), caching=False)
+    sent = peak_of(with_gradients(in_16_bits(run(), 25), whole), caching=False)
     # As the last gradient comes: weights, state and buckets, an activation and its gradient, half of the first bucket.
     assert sent.allocated == (40 + 3 + 3 + 2 + 6) * MIB
-    many = [Hook(passing=(Allocation(30 * MIB, "temporary", "backward"),), events=(0,))] * 2
-    more = peak_of(with_gradients(compressed(run(), many, 25), whole), caching=False)
-    # Both, beside weights, state and buckets; the last layer's images are still there, the gradient is not.
-    assert more.allocated == (40 + 60 + 3 + 3) * MIB
 
 
 def test_what_comes_before_a_part_or_an_update_goes_at_once() -> None:

@@ -1,0 +1,303 @@
+"""Where does the time of a step go, which process waits for which, and what holds the steps back?
+
+From the step records alone, of a run that is over or still under way. A record tells means over the steps since the one
+before; here they are put together in proportion to these steps. Each launch's first steps, which are slow for reasons
+that do not return, are left out where a launch had others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.errors import RunDirectoryError
+from paceline.records.reader import read_events, read_plan
+from paceline.records.run_directory import existing_run
+from paceline.report.bottleneck import Evidence, find_bottleneck
+from paceline.telemetry.meter import PHASES, WARMUP_STEPS
+
+# A process is waited for if it takes so many times as long as the others, in so large a part of the records.
+_SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75
+# Less than this part of a step is a rounding error.
+_VISIBLE = 1e-3
+# A host that takes this part of the device's time for launching its passes is what the device waits for.
+_LAUNCHING = 0.9
+_RANK_KEYS = ("minimum", "median", "maximum")
+_HIDDEN = {
+    "communication": "communication cannot be told from computing where weights are spread over processes: it is in "
+    "forward and backward.",
+    "h2d": "the data pipeline is the task's own and does not tell when it brings batches to the device: it is in "
+    "data_wait.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverRanks:
+    """A phase's seconds per step over the processes.
+
+    Attributes:
+        minimum: The least of any process.
+        median: The middle.
+        maximum: The most.
+        most_rank: Which process had the most, in most records.
+    """
+
+    minimum: float
+    median: float
+    maximum: float
+    most_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """A part of the step, on the first process.
+
+    Attributes:
+        name: One of the step clock's phases.
+        seconds: Mean per step.
+        share: Of the step, in [0, 1].
+        over_ranks: None for a single process.
+        launch_seconds: The same by the host's clock; None where there is only that.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    over_ranks: OverRanks | None = None
+    launch_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Processes that wait for one of them.
+
+    Attributes:
+        rank: The one that they wait for.
+        phase: Where it exceeds the others most.
+        factor: Its own seconds per step over the others', the middle of the records.
+        waiting_rank: The one that waits longest.
+        waiting_share: The part of a step that it waits, in [0, 1].
+    """
+
+    rank: int
+    phase: str
+    factor: float
+    waiting_rank: int
+    waiting_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """Where a run's time went.
+
+    Attributes:
+        run_dir: The run.
+        world_size: Processes of its last launch.
+        records: Step records that were put together.
+        steps: The steps that these are about.
+        step_seconds: Mean per step.
+        median_step_seconds: The middle of the records' means.
+        phases: In the order of a step.
+        rest_seconds: What no phase accounts for, per step; of runs of earlier versions only.
+        waiting: Who waits for whom; None where nobody clearly does.
+        bottleneck: What holds the steps back, in a sentence; None where the evidence is not clear.
+        notes: What the records could not tell, a sentence each.
+    """
+
+    run_dir: Path
+    world_size: int
+    records: int
+    steps: int
+    step_seconds: float
+    median_step_seconds: float
+    phases: tuple[PhaseTime, ...]
+    rest_seconds: float
+    waiting: Waiting | None
+    bottleneck: str | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The attribution as one JSON object."""
+        return asdict(self) | {
+            "run_dir": str(self.run_dir),
+            "phases": {each.name: _without_name(each) for each in self.phases},
+        }
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """A step record and the number of steps that it is about."""
+
+    steps: int
+    record: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.record["step_seconds"])
+
+
+def attribute_run(run_dir: Path) -> Attribution:
+    """Put together the step records of a run's last world size: with other processes, other things hold it back.
+
+    Raises:
+        RunDirectoryError: If the directory holds no run, or one without a step record.
+    """
+    directory = existing_run(run_dir)
+    events = list(read_events(directory.events, kinds=("start", "step"))) if directory.events.is_file() else []
+    return attribute_events(run_dir, events, read_plan(directory))
+
+
+def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: Mapping[str, Any]) -> Attribution:
+    """The same from a run's ``start`` and ``step`` events, already read.
+
+    Raises:
+        RunDirectoryError: If there is no step record among them.
+    """
+    world_size, records = _records(events)
+    if not records:
+        raise RunDirectoryError(
+            f"the run in '{run_dir}' has written no step record yet; let it take more steps, or log more often with "
+            "telemetry.log_every."
+        )
+    phases = tuple(_phases(records))
+    mean = _mean(records, lambda record: record["step_seconds"])
+    rest = mean - sum(each.seconds for each in phases)
+    waiting = _waiting(records)
+    return Attribution(
+        run_dir=run_dir,
+        world_size=world_size,
+        records=len(records),
+        steps=sum(each.steps for each in records),
+        step_seconds=mean,
+        median_step_seconds=median(each.seconds for each in records),
+        phases=phases,
+        rest_seconds=rest if rest > _VISIBLE * mean else 0.0,
+        waiting=waiting,
+        bottleneck=find_bottleneck(_evidence(records, waiting, plan)),
+        notes=tuple(_notes(records)),
+    )
+
+
+def _records(events: Iterable[Mapping[str, Any]]) -> tuple[int, list[_Weighted]]:
+    """The records of the launches of the last world size, each with its steps; and that size."""
+    world_size, before, is_first = 1, 0, True
+    found: list[_Weighted] = []
+    only_warmup: list[_Weighted] = []
+    for event in events:
+        position = int(event.get("position", event["step"]))
+        if event["event"] == "start":
+            if event["world_size"] != world_size:
+                world_size, found, only_warmup = int(event["world_size"]), [], []
+            before, is_first = position, True
+            continue
+        steps, before = position - before, position
+        if event.get("step_seconds") is None or steps < 1:
+            continue
+        if event.get("throughput_samples_per_second") is None:
+            only_warmup.append(_Weighted(steps, event))
+        else:
+            found.append(_Weighted(max(steps - WARMUP_STEPS * is_first, 1), event))
+            is_first = False
+    return world_size, found or only_warmup
+
+
+def _phases(records: Sequence[_Weighted]) -> Iterator[PhaseTime]:
+    whole = _mean(records, lambda record: record["step_seconds"])
+    for name in PHASES:
+        known = [each for each in records if each.record.get(f"{name}_seconds") is not None]
+        if len(known) < len(records):
+            continue
+        seconds = _mean(records, _key(f"{name}_seconds"))
+        launches = all(each.record.get(f"launch_{name}_seconds") is not None for each in records)
+        yield PhaseTime(
+            name=name,
+            seconds=seconds,
+            share=seconds / whole if whole else 0.0,
+            over_ranks=_over_ranks(records, name),
+            launch_seconds=_mean(records, _key(f"launch_{name}_seconds")) if launches else None,
+        )
+
+
+def _over_ranks(records: Sequence[_Weighted], phase: str) -> OverRanks | None:
+    found = [_Weighted(each.steps, each.record["rank_seconds"][phase]) for each in records if _has_ranks(each, phase)]
+    if len(found) < len(records):
+        return None
+    most = Counter(each.record["most_rank"] for each in found)
+    return OverRanks(**{key: _mean(found, _key(key)) for key in _RANK_KEYS}, most_rank=most.most_common(1)[0][0])
+
+
+def _has_ranks(each: _Weighted, phase: str) -> bool:
+    return phase in each.record.get("rank_seconds", {})
+
+
+def _waiting(records: Sequence[_Weighted]) -> Waiting | None:
+    """Who is waited for, if it is the same process in nearly all records, and clearly slower."""
+    slow = [each.record for each in records if each.record.get("slowest_rank") is not None]
+    communication = _over_ranks(records, "communication")
+    if not slow or communication is None:
+        return None
+    rank, times = Counter(record["slowest_rank"] for record in slow).most_common(1)[0]
+    his = [record for record in slow if record["slowest_rank"] == rank]
+    factor = median(record["slowest_factor"] for record in his)
+    if times < _SLOW_SHARE * len(records) or factor < _SLOW_FACTOR:
+        return None
+    return Waiting(
+        rank=rank,
+        phase=Counter(record["slowest_phase"] for record in his).most_common(1)[0][0],
+        factor=factor,
+        waiting_rank=communication.most_rank,
+        waiting_share=communication.maximum / _mean(records, lambda record: record["step_seconds"]),
+    )
+
+
+def _evidence(records: Sequence[_Weighted], waiting: Waiting | None, plan: Mapping[str, Any]) -> Evidence:
+    def shares(phase: str) -> list[float]:
+        values = [(each.record.get(f"{phase}_seconds"), each.seconds) for each in records]
+        return [value / whole for value, whole in values if value is not None and whole > 0]
+
+    def passes(record: Mapping[str, Any], prefix: str) -> float:
+        return sum(record.get(f"{prefix}{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
+
+    # A host that has launched a pass long before the device is done with it is waited for by nobody, also where the two
+    # meet at the end of each step, as with a loss scaler: then the lag there says nothing.
+    lags = [
+        each.record.get("device_lag_seconds")
+        if passes(each.record, "launch_") >= _LAUNCHING * passes(each.record, "")
+        else each.seconds
+        for each in records
+    ]
+    return Evidence(
+        shares={phase: shares(phase) for phase in PHASES},
+        lags=[lag / each.seconds for lag, each in zip(lags, records, strict=True) if lag is not None and each.seconds],
+        slow=None
+        if waiting is None
+        else (waiting.rank, waiting.phase, waiting.factor, waiting.waiting_rank, waiting.waiting_share),
+        plan=plan,
+    )
+
+
+def _notes(records: Sequence[_Weighted]) -> Iterator[str]:
+    last = records[-1].record
+    for phase, sentence in _HIDDEN.items():
+        if f"{phase}_seconds" in last and last[f"{phase}_seconds"] is None:
+            yield sentence
+    if any(f"{phase}_seconds" not in each.record for each in records for phase in PHASES):
+        yield "these records are of an earlier version, which did not tell all phases apart."
+
+
+def _key(name: str) -> Callable[[Mapping[str, Any]], float]:
+    return lambda record: float(record[name])
+
+
+def _mean(records: Sequence[_Weighted], value: Callable[[Mapping[str, Any]], float]) -> float:
+    return sum(each.steps * value(each.record) for each in records) / sum(each.steps for each in records)
+
+
+def _without_name(phase: PhaseTime) -> dict[str, Any]:
+    fields = asdict(phase)
+    del fields["name"]
+    return fields

@@ -1,0 +1,193 @@
+"""What does a run directory hold, in the shape that a report needs: over, under way or failed?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RunDirectoryError
+from paceline.records.reader import (
+    NO_METRICS,
+    read_environment,
+    read_events,
+    read_json,
+    read_plan,
+    read_recipe,
+    read_summary,
+)
+from paceline.records.run_directory import existing_run
+from paceline.records.summary import Summary
+from paceline.report.attribution import Attribution, attribute_events
+
+Event = Mapping[str, Any]
+
+_TIMED = ("start", "step")
+# What plans did not say at first, of the metrics that there were.
+_OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run as its files tell it.
+
+    Attributes:
+        path: The run directory.
+        name: What it is called in the report; no other run in it is called so.
+        events: In order.
+        plan: Empty where there is none yet.
+        recipe: By dotted key.
+        environment: Empty where there is none.
+        last_summary: The outcome of its last stop, which may be of an earlier launch.
+        complaints: What could not be read, a sentence each.
+    """
+
+    path: Path
+    name: str
+    events: Sequence[Event]
+    plan: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    last_summary: Summary | None
+    complaints: tuple[str, ...] = field(default=())
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind."""
+        return self._by_kind.get(kind, [])
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Event]]:
+        kinds: dict[str, list[Event]] = {}
+        for event in self.events:
+            kinds.setdefault(event["event"], []).append(event)
+        return kinds
+
+    @cached_property
+    def finish(self) -> Event | None:
+        """The end of the last launch; None while it is under way, or where it was killed."""
+        for event in reversed(self.events):
+            if event["event"] in ("finish", "start"):
+                return event if event["event"] == "finish" else None
+        return None
+
+    @property
+    def summary(self) -> Summary | None:
+        """The outcome, if the last launch has come to one."""
+        return self.last_summary if self.finish is not None else None
+
+    @property
+    def status(self) -> str:
+        """``completed``, ``stopped``, ``failed``, ``unfinished`` (under way, or killed) or ``not begun``."""
+        if self.finish is not None:
+            return str(self.finish["status"])
+        return "unfinished" if self.events else "not begun"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the records know of."""
+        return int(self.events[-1]["step"]) if self.events else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that were planned."""
+        starts = self.of("start")
+        return int(starts[-1]["total_steps"]) if starts else self.plan.get("total_steps")
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the last launch."""
+        starts = self.of("start")
+        return int(starts[-1]["world_size"]) if starts else int(self.plan.get("world_size", 1))
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """Names of what evaluations measured."""
+        return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in NO_METRICS))
+
+    @property
+    def headline(self) -> str:
+        """The metric that one looks at first."""
+        # Plans did not say it at first; those runs were of images.
+        return str(self.plan.get("headline", "top1_accuracy"))
+
+    @property
+    def weight_unit(self) -> str:
+        """What samples count for in the mean loss: ``tokens``, say."""
+        return str(self.plan.get("weight_unit", "samples"))
+
+    def higher_is_better(self, metric: str) -> bool | None:
+        """Which way a metric is better; None where nothing says so."""
+        told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        return told.get(metric)
+
+    @cached_property
+    def attribution(self) -> Attribution | None:
+        """Where the time of its steps went; None without a step record that tells."""
+        try:
+            return attribute_events(self.path, (each for each in self.events if each["event"] in _TIMED), self.plan)
+        except (RunDirectoryError, KeyError):
+            return None
+
+    def extra(self, name: str) -> Mapping[str, Any] | None:
+        """What another command left in the run directory; None where there is no such file, or it cannot be read."""
+        with contextlib.suppress(RunDirectoryError):
+            return read_json(self.path / name)
+        return None
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Read runs, each under a name of its own.
+
+    Raises:
+        RunDirectoryError: If one of them is no run, or its events cannot be read.
+    """
+    unique = list({os.path.realpath(path): path for path in paths}.values())
+    return [_read(path, name) for path, name in zip(unique, _names(unique), strict=True)]
+
+
+def _read(path: Path, name: str) -> RunRecord:
+    directory = existing_run(path)
+    complaints: list[str] = []
+
+    def told(read: Any, otherwise: Any) -> Any:
+        try:
+            return read(directory)
+        except RunDirectoryError as error:
+            complaints.append(str(error))
+            return otherwise
+
+    return RunRecord(
+        path=path,
+        name=name,
+        events=list(read_events(directory.events)) if directory.events.is_file() else [],
+        plan=told(read_plan, {}) if directory.plan.is_file() else {},
+        recipe=flattened(told(read_recipe, {})),
+        environment=told(read_environment, {}),
+        last_summary=told(read_summary, None) if directory.summary.is_file() else None,
+        complaints=tuple(complaints),
+    )
+
+
+def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A tree's values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{path}{key}.")
+        else:
+            flat[f"{path}{key}"] = value
+    return flat
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of their paths that tell them apart."""
+    parts = [Path(os.path.realpath(path)).parts for path in paths]
+    for length in range(1, max((len(each) for each in parts), default=1)):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]

@@ -1,0 +1,238 @@
+"""How fast were the steps, and what did they wait for and take: time and memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.pages.charts import SERIES
+from paceline.pages.page import Block, Chart, Table, Text
+from paceline.report.attribution import PhaseTime
+from paceline.report.html.curves import curves, look, of_runs
+from paceline.report.html.runs import RunRecord
+from paceline.telemetry.meter import PHASES
+from paceline.units import format_bytes
+
+_BINS = 40
+
+
+def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The section's blocks."""
+    for run in runs:
+        if run.attribution is not None and run.attribution.bottleneck:
+            yield Text(f"{_whose(run, runs)}Bound by {run.attribution.bottleneck}")
+        elif run.attribution is not None:
+            yield Text(f"{_whose(run, runs)}No single thing clearly holds the steps back.")
+    yield from curves(
+        "Throughput",
+        "samples per second",
+        of_runs(runs, "step", "throughput_samples_per_second", "throughput"),
+        runs,
+        "Over all processes, without each launch's first three steps.",
+        rangemode="tozero",
+    )
+    yield from _tokens(runs)
+    yield from _attribution(runs)
+    yield from curves(
+        "Waiting for data",
+        "share of a step",
+        of_runs(runs, "step", "data_wait_fraction", "waiting for data"),
+        runs,
+        "Of the time of a step, on the first process.",
+        tickformat=".0%",
+        rangemode="tozero",
+    )
+    yield from _step_times(runs)
+    yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat=".0%")
+    for run in runs:
+        yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
+
+
+def _tokens(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """Of runs whose samples have tokens."""
+    yield from curves(
+        "Tokens",
+        "tokens per second",
+        of_runs(runs, "step", "throughput_tokens_per_second", "tokens"),
+        runs,
+        "Over all processes, padding left out.",
+        rangemode="tozero",
+    )
+    yield from curves(
+        "Padding",
+        "share of what is computed",
+        of_runs(runs, "step", "padding_fraction", "padding"),
+        runs,
+        "Places in the batches where there is no token.",
+        tickformat=".0%",
+        rangemode="tozero",
+    )
+
+
+def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """A bar for each run, made of a step's phases."""
+    told = [(run, run.attribution) for run in runs if run.attribution is not None and run.attribution.phases]
+    if not told:
+        return
+    traces = []
+    for style, phase in enumerate(PHASES):
+        found = [next((each for each in one.phases if each.name == phase), None) for _, one in told]
+        if all(each is None or each.seconds == 0 for each in found):
+            continue
+        traces.append(_bar(phase, style, [run.name for run, _ in told], found))
+    rows = [
+        (*[run.name] * (len(runs) > 1), each.name, round(1e3 * each.seconds, 6), f"{each.share:.1%}")
+        for run, one in told
+        for each in one.phases
+    ]
+    columns = (*["run"] * (len(runs) > 1), "phase", "ms per step", "share")
+    steps = "; ".join(f"{one.steps:,} steps of {1e3 * one.step_seconds:.4g} ms" for _, one in told[:1])
+    yield Chart(
+        title="Where the time of a step goes",
+        traces=traces,
+        layout={
+            "barmode": "stack",
+            "height": max(320, 150 + 34 * len(told)),
+            "xaxis": {"title": "ms per step"},
+            "yaxis": {"showticklabels": len(runs) > 1, "ticks": "", "type": "category", "autorange": "reversed"},
+            "bargap": 0.35,
+            "legend": {"traceorder": "normal"},
+        },
+        description=f"Means over {steps}." if len(told) == 1 else "Means per step, on the first process.",
+        table=Table(columns=columns, rows=rows, caption="Figures of this chart", folded=True),
+    )
+
+
+_PATTERNS = ("", "/", ".", "x", "\\", "-", "|", "+", "")
+
+
+def _bar(phase: str, style: int, names: Sequence[str], found: Sequence[PhaseTime | None]) -> dict[str, Any]:
+    colour = f"var(--series-{style + 1})" if style < SERIES else "var(--muted)"
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": phase.replace("_", " "),
+        "y": list(names),
+        "x": [None if each is None else 1e3 * each.seconds for each in found],
+        "customdata": [None if each is None else each.share for each in found],
+        "hovertemplate": "%{fullData.name}: %{x:.3f} ms, %{customdata:.1%}<extra></extra>",
+        "marker": {
+            "color": colour,
+            "line": {"color": "var(--surface)", "width": 1},
+            "pattern": {
+                "shape": _PATTERNS[style],
+                "fillmode": "overlay",
+                "fgcolor": "var(--surface)",
+                "size": 8,
+                "solidity": 0.18,
+            },
+        },
+    }
+
+
+def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """How the records' means of a step's time are distributed."""
+    taken = [
+        [
+            1e3 * event["step_seconds"]
+            for event in run.of("step")
+            if event.get("step_seconds") is not None and event.get("throughput_samples_per_second") is not None
+        ]
+        for run in runs
+    ]
+    known = [value for values in taken for value in values]
+    if len(known) < 2:
+        return
+    low, high = min(known), max(known)
+    width = (high - low) / _BINS or max(high, 1e-9) / _BINS
+    edges = [low + width * (at + 0.5) for at in range(_BINS)]
+    traces = []
+    for style, (run, values) in enumerate(zip(runs, taken, strict=True)):
+        counts = [0] * _BINS
+        for value in values:
+            counts[min(_BINS - 1, int((value - low) / width))] += 1
+        lines = look(style)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": run.name,
+                # Down to nothing at both ends, so that the shape is closed.
+                "x": [edges[0] - width, *edges, edges[-1] + width],
+                "y": [0, *counts, 0],
+                "line": {**lines["line"], "shape": "hvh"},
+                **({"fill": "tozeroy", "fillcolor": "var(--band)"} if len(runs) == 1 else {}),
+            }
+        )
+    yield Chart(
+        title="How long steps took",
+        traces=traces,
+        layout={
+            "xaxis": {"title": "ms per step"},
+            "yaxis": {"title": "records", "rangemode": "tozero"},
+            "showlegend": len(runs) > 1,
+        },
+        description="Each record counts once, with its mean; a launch's first steps are left out.",
+    )
+
+
+def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """What was used beside what was expected."""
+    rows = []
+    for run in runs:
+        estimate = run.extra("estimate.json")
+        peak = None if run.summary is None else run.summary.peak_memory_bytes
+        rows.append(
+            (
+                run.name,
+                _size(peak),
+                _size((estimate or {}).get("needed_bytes")),
+                _size(run.plan.get("device_memory_bytes")),
+                f"{run.plan.get('device_name', '–')}",
+            )
+        )
+    columns = ("run", "measured peak", "estimated", "of the device", "device")
+    yield Table(columns=columns, rows=rows, caption="Memory of the first process, at its most")
+    if any(run.plan.get("device") == "cpu" for run in runs):
+        yield Text(
+            "On a CPU both are of the whole process: what was measured is the most that it had in memory, and the "
+            "estimate is the step's own need and what the libraries had taken where it was made."
+        )
+    for run in runs:
+        estimate = run.extra("estimate.json") or {}
+        causes, outside = (estimate.get("peak") or {}).get("causes"), estimate.get("outside_bytes")
+        if isinstance(causes, Mapping) and causes:
+            libraries = {"libraries and runtime": outside} if isinstance(outside, int | float) and outside else {}
+            yield _causes(run, {**causes, **libraries})
+        elif len(runs) == 1:
+            yield Text(
+                f"There is no estimate beside it: `paceline estimate {run.path} --json > {run.path}/estimate.json` "
+                "makes one, and the next report shows it."
+            )
+
+
+def _causes(run: RunRecord, causes: Mapping[str, Any]) -> Chart:
+    names = list(causes)
+    return Chart(
+        title=f"Estimated memory of a step by cause, {run.name}",
+        traces=[
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": "MiB",
+                "y": [name.replace("_", " ") for name in names],
+                "x": [causes[name] / 2**20 for name in names],
+                "marker": {"color": "var(--series-1)"},
+            }
+        ],
+        layout={"xaxis": {"title": "MiB"}, "yaxis": {"autorange": "reversed", "type": "category"}},
+        description="As paceline estimate found it, without a step being run.",
+    )
+
+
+def _size(count: Any) -> str | None:
+    return format_bytes(count) if isinstance(count, (int, float)) else None
+
+
+def _whose(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    return f"{run.name}: " if len(runs) > 1 else ""

@@ -1,0 +1,211 @@
+"""What happened beside the steps: launches, resumes, checkpoints, incidents; and is each sample accounted for?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from paceline.pages.page import Block, Chart, Table, Text
+from paceline.report.html.runs import Event, RunRecord
+from paceline.units import format_count, format_seconds
+
+_ROWS = {
+    "evaluation": ("evaluation", "circle", "var(--series-1)"),
+    "checkpoint": ("checkpoint", "square", "var(--series-3)"),
+    "profile": ("profile", "star", "var(--series-6)"),
+    "resume": ("resume", "triangle-right", "var(--series-4)"),
+    "incident": ("incident", "x", "var(--bad)"),
+    "stop": ("stop", "diamond", "var(--series-5)"),
+}
+_TOLD = ("resume", "incident", "stop", "finish", "start", "measurement")
+_MOST_ROWS, _MOST_POINTS = 200, 1000
+
+
+def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The section's blocks."""
+    if len(runs) == 1 and runs[0].events:
+        yield _timeline(runs[0])
+    rows = [(run, event) for run in runs for event in run.events if event["event"] in _TOLD]
+    who = len(runs) > 1
+    found = [(*[run.name] * who, event["event"], _when(event), event["step"], _words(event)) for run, event in rows]
+    if not found:
+        yield Text("Nothing is recorded yet.")
+        return
+    shown = _with_room(found, rows)
+    some = f" ({len(shown)} of {len(found):,})" if len(shown) < len(found) else ""
+    columns = (*["run"] * who, "event", "time (UTC)", "step", "what happened")
+    yield Table(columns=columns, rows=shown, caption=f"Launches, resumes, incidents and stops{some}")
+    incidents = Counter((run.name, event["incident"]) for run, event in rows if event["event"] == "incident")
+    if sum(incidents.values()) > len(incidents):
+        many = [(*[name] * who, kind, count) for (name, kind), count in incidents.most_common()]
+        yield Table(columns=(*["run"] * who, "incident", "times"), rows=many, caption="Incidents by kind")
+
+
+def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """What the ledger proves of each run."""
+    rows = []
+    for run in runs:
+        facts = None if run.summary is None else run.summary.ledger
+        if facts is not None:
+            is_whole = not (facts.duplicates or facts.missing)
+            rows.append((run.name, facts.epochs_complete, facts.duplicates, facts.missing, facts.broken, is_whole))
+    if rows:
+        columns = ("run", "epochs complete", "used twice", "missing", "broken", "each sample once per epoch")
+        told = [(*row[:-1], "yes" if row[-1] else "no") for row in rows]
+        yield Table(
+            columns=columns, rows=told, caption="Samples by the ledger, as counted when the run came to its end"
+        )
+    for run in runs:
+        if run.summary is None or run.summary.ledger is None:
+            yield Text(f"{run.name}: the ledger is counted when a run completes or is stopped, which it has not been.")
+    which = runs[0].path if len(runs) == 1 else "RUN"
+    yield Text(
+        f"`paceline audit {which}` counts it anew, and compares each step's samples with those that the recipe "
+        "determines."
+    )
+
+
+def findings(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """What `paceline doctor` found, where its JSON lies in the run directory."""
+    for run in runs:
+        diagnosis = run.extra("doctor.json")
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        if diagnosis is None:
+            yield Text(
+                f"{whose}The doctor was not asked: `paceline doctor {run.path} --json > {run.path}/doctor.json` has it "
+                "look, and the next report shows what it finds."
+            )
+            continue
+        found = [each for each in diagnosis.get("findings", ()) if isinstance(each, Mapping)]
+        if not found:
+            yield Text(f"{whose}The doctor found nothing.", kind="good")
+            continue
+        rows = [
+            (each.get("name"), each.get("severity"), each.get("evidence"), _advice(each), _gain(each)) for each in found
+        ]
+        columns = ("finding", "severity", "evidence", "what to change", "worth")
+        yield Table(columns=columns, rows=rows, caption=f"{whose}What the doctor found")
+
+
+def _advice(finding: Mapping[str, Any]) -> Any:
+    advice = finding.get("advice")
+    return advice.get("words") if isinstance(advice, Mapping) else advice
+
+
+def _gain(finding: Mapping[str, Any]) -> Any:
+    gain = finding.get("gain")
+    if isinstance(gain, Mapping) and isinstance(gain.get("middle"), (int, float)):
+        return f"{gain['middle']:.3f} times as fast, measured"
+    return finding.get("expected")
+
+
+def _with_room(rows: Sequence[tuple[object, ...]], found: Sequence[tuple[RunRecord, Event]]) -> list[Any]:
+    """All of them, or the rare ones and the last of the others."""
+    if len(rows) <= _MOST_ROWS:
+        return list(rows)
+    rare = [at for at, (_, event) in enumerate(found) if event["event"] not in ("incident", "measurement")]
+    many = [at for at in range(len(rows)) if at not in set(rare)]
+    kept = sorted({*rare[-_MOST_ROWS // 2 :], *many[-_MOST_ROWS // 2 :]})
+    return [rows[at] for at in kept]
+
+
+def _words(event: Event) -> str:
+    match event["event"]:
+        case "start":
+            count = event["world_size"]
+            return f"began with {count} process{'es' * (count > 1)}, Paceline {event.get('version', '')}".strip()
+        case "evaluation":
+            return f"{event['weights']} weights"
+        case "checkpoint":
+            return str(event["checkpoint"])
+        case "resume":
+            return f"went on from {event['checkpoint']}"
+        case "incident":
+            return f"{event['incident']}: {event['message']}"
+        case "stop":
+            return f"stopped: {event['reason']}"
+        case "finish":
+            said = f": {event['message']}" if event.get("message") else ""
+            return f"{event['status']} after {format_seconds(event['train_seconds'])} of training{said}"
+        case _:
+            return str(event.get("message", ""))
+
+
+def _timeline(run: RunRecord) -> Chart:
+    """Launches as bars over the clock's time, everything else as marks."""
+    launches = list(_launches(run.events))
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "name": "launch",
+        "base": [_date(first) for first, _ in launches],
+        "x": [max(1.0, 1e3 * (last - first)) for first, last in launches],
+        "y": ["launch"] * len(launches),
+        "marker": {"color": "var(--series-8)", "line": {"color": "var(--surface)", "width": 1}},
+        "customdata": [format_seconds(last - first) for first, last in launches],
+        "hovertemplate": "launch, %{customdata}<extra></extra>",
+    }
+    marks = [_marks_of(kind, run.of(kind)) for kind in _ROWS if run.of(kind)]
+    rows = ["launch", *(trace["name"] for trace in marks)]
+    counts = [("launch", len(launches)), *((kind, len(run.of(kind))) for kind in _ROWS if run.of(kind))]
+    return Chart(
+        title="The run by the clock",
+        traces=[bars, *marks],
+        layout={
+            "height": 110 + 34 * len(rows),
+            "barmode": "overlay",
+            "bargap": 0.5,
+            "showlegend": False,
+            "xaxis": {"type": "date", "title": "time (UTC)"},
+            "yaxis": {"type": "category", "categoryarray": rows[::-1], "ticks": "", "showline": False},
+        },
+        description="Bars are launches; between two of them nothing trained.",
+        wide=True,
+        table=Table(columns=("event", "times"), rows=counts, caption="Figures of this chart", folded=True),
+    )
+
+
+def _marks_of(kind: str, events: Sequence[Event]) -> dict[str, Any]:
+    name, symbol, colour = _ROWS[kind]
+    shown = events[:: -(-len(events) // _MOST_POINTS)]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [_date(event["time"]) for event in shown],
+        "y": [name] * len(shown),
+        "customdata": [[event["step"], _words(event)[:160]] for event in shown],
+        "hovertemplate": "%{fullData.name} after step %{customdata[0]:,}: %{customdata[1]}<extra></extra>",
+        "marker": {"symbol": symbol, "color": colour, "size": 10},
+    }
+
+
+def _launches(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
+    """From each start, or the resume right before it, to the last thing recorded before the next."""
+    first: float | None = None
+    last, resumed = 0.0, False
+    for event in events:
+        if event["event"] in ("start", "resume") and not resumed:
+            if first is not None:
+                yield first, last
+            first = event["time"]
+        resumed = event["event"] == "resume"
+        last = event["time"]
+    if first is not None:
+        yield first, last
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def _when(event: Event) -> str:
+    return _date(event["time"])[:-4]
+
+
+def steps_in_words(run: RunRecord) -> str:
+    """How far a run is."""
+    total = run.total_steps
+    return f"{format_count(run.step)}{f' of {format_count(total)}' if total else ''} steps"

@@ -1,0 +1,309 @@
+"""Does a report show what the records say, of every kind of run, and nothing else?"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import RunDirectoryError
+from paceline.records.run_directory import RunDirectory
+from paceline.report.html.page import report_at_the_end, write_report
+
+HOSTILE = '</script><img src=x onerror="alert(1)">`&'
+
+
+def whole(story: Any) -> Any:
+    told = story().start()
+    for step in range(1, 41):
+        told.record(step, loss=1 / step, noise_scale=10.0 * step)
+        if step % 10 == 0:
+            told.evaluation(step, loss=2 / step, top1_accuracy=90 + step / 10)
+            told.evaluation(step, "ema", loss=3 / step, top1_accuracy=80 + step / 10)
+    return told.finish(40)
+
+
+def page(*paths: Path, output: Path | None = None) -> str:
+    text = write_report(paths, output).path.read_text(encoding="utf-8")
+    assert "holds something unexpected" not in text
+    return text
+
+
+def texts(document: str) -> str:
+    """What a page says, without its scripts and elements."""
+    body = re.sub(r"(?s)<(script|style).*?</\1>", " ", document)
+    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", body).split()))
+
+
+def test_every_curve_is_its_events(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
+    told = whole(story)
+    found = figures(page(write(tmp_path / "run", told)))
+    steps = [each for each in told.events if each["event"] == "step"]
+    for title, name, key in (
+        ("Loss", "training", "loss"),
+        ("Learning rate", "learning rate", "lr"),
+        ("Gradient norm", "gradient norm", "grad_norm"),
+        ("Gradient noise scale", "gradient noise scale", "noise_scale"),
+        ("Throughput", "throughput", "throughput_samples_per_second"),
+        ("Waiting for data", "waiting for data", "data_wait_fraction"),
+    ):
+        assert points(found[title], name) == [(each["step"], each[key]) for each in steps], title
+    for weights in ("model", "ema"):
+        events = [each for each in told.events if each.get("weights") == weights]
+        for title, key in (("Loss", "loss"), ("Top-1 accuracy", "top1_accuracy")):
+            assert points(found[title], f"held-out, {weights}") == [(each["step"], each[key]) for each in events]
+    # A loss scale that is always 1 is none.
+    assert "Loss scale" not in found
+
+
+def test_phases_are_those_of_the_attribution(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
+    found = figures(page(write(tmp_path / "run", whole(story))))["Where the time of a step goes"]
+    milliseconds = {trace["name"]: trace["x"][0] for trace in found["data"]}
+    assert milliseconds["data wait"] == pytest.approx(1)
+    assert milliseconds["host"] == pytest.approx(9)
+    assert len(milliseconds) == 9
+    counts = figures(page(write(tmp_path / "other", whole(story))))["How long steps took"]["data"][0]["y"]
+    assert sum(counts) == 40
+
+
+def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, story: Any, write: Any) -> None:
+    said = texts(page(write(tmp_path / "run", whole(story))))
+    assert "status completed" in said
+    assert "best top-1 accuracy 94.00 % model weights, after step 40" in said
+    assert "last top-1 accuracy 84.00 % model 94.00 %, ema 84.00 %" in said
+    assert "training time 4.0 s 5.5 s in all" in said
+    assert "peak memory 3.0 MiB" in said
+    assert "run 2 0 0 0 yes" in said
+
+
+def test_the_best_is_told_only_where_the_records_say_which_way(tmp_path: Path, story: Any, write: Any) -> None:
+    told = story().start()
+    for number, score in enumerate((0.2, 0.9, 0.8), start=1):
+        told.record(number).evaluation(number, loss=2.0 - score, f1=score, edits=score)
+    told.finish(3)
+    ways = {"device": "cpu", "higher_is_better": {"loss": False, "f1": True, "edits": False}}
+    said = texts(page(write(tmp_path / "run", told, plan=ways)))
+    assert "f1, model 0.8 0.9 2" in said
+    assert "edits, model 0.8 0.2 1" in said
+    old = texts(page(write(tmp_path / "old", told)))
+    assert "loss, model 1.2 1.1 2" in old
+    assert "f1, model 0.8 edits, model 0.8" in " ".join(old.split())
+
+
+def test_a_failed_run_says_why(tmp_path: Path, story: Any, write: Any) -> None:
+    told = story().start().record(1).tell("incident", 1, incident="nonfinite_loss", message="it was no number")
+    told.finish(1, "failed", message="the loss is no number")
+    failed = {"status": "failed", "ledger": None}
+    said = texts(page(write(tmp_path / "run", told, summary={**json.loads(json.dumps(_summary())), **failed})))
+    assert "Failed: the loss is no number" in said
+    assert "nonfinite_loss: it was no number" in said
+    assert "the ledger is counted when a run completes" in said
+
+
+def test_a_resumed_run_shows_where(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
+    told = story().start().record(5).record(10)
+    told.time += 1000
+    told.tell("resume", 10, checkpoint="step-00000010", resumes=1, world_size=1).start(10).record(15).finish(15)
+    found = figures(page(write(tmp_path / "run", told)))
+    assert [shape["x0"] for shape in found["Loss"]["layout"]["shapes"]] == [10]
+    launches = found["The run by the clock"]["data"][0]
+    assert len(launches["x"]) == 2
+    assert launches["x"] == [3000, 4500]  # ms: what lies between them is no launch
+
+
+def test_a_run_under_way_tells_what_there_is(tmp_path: Path, story: Any, write: Any) -> None:
+    told = story().start().record(5)
+    said = texts(page(write(tmp_path / "run", told, summary=None)))
+    assert "No end is recorded" in said
+    assert "not evaluated" in said
+    # A summary of the launch before says nothing of this one.
+    told = story().start().record(5).finish(5, "stopped").start(5).record(10)
+    said = texts(page(write(tmp_path / "resumed", told)))
+    assert "not finished" in said
+    assert "peak memory" not in said
+    said = texts(page(write(tmp_path / "new", None, summary=None)))
+    assert "The run has not begun" in said
+
+
+def test_gaps_are_gaps(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
+    told = story().start().record(1, loss=3.0).record(2, loss=None).record(3, loss=2.0, grad_norm=None)
+    folder = write(tmp_path / "run", told, summary=None)
+    # Of an earlier version: not strict JSON.
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({**told.events[-1], "step": 4, "loss": math.nan}) + "\n")
+    assert points(figures(page(folder))["Loss"], "training") == [(1, 3.0), (2, None), (3, 2.0), (4, None)]
+
+
+def test_damaged_and_missing_files_are_told(tmp_path: Path, story: Any, write: Any) -> None:
+    folder = write(tmp_path / "run", whole(story))
+    (folder / "summary.json").write_text("{")
+    (folder / "plan.json").unlink()
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    assert "summary.json' is damaged" in texts(page(folder))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        write_report([tmp_path])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_are_compared(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
+    one = write(tmp_path / "x" / "run", whole(story))
+    recipe = {"task": "image_classification", "seed": 0, "model": {"name": "other"}, "optimizer": {"lr": 0.2}}
+    twice = {**_summary(), "throughput_samples_per_second": 300.0, "world_size": 2}
+    other = write(tmp_path / "y" / "run", whole(lambda: story(2)), recipe=recipe, summary=twice)
+    text = page(one, other, one, output=tmp_path / "report.html")
+    found = figures(text)
+    assert [trace["name"] for trace in found["Training loss"]["data"]] == ["x/run", "y/run"]
+    assert len(points(found["Training loss"], "y/run")) == 40
+    assert len(found["Top-1 accuracy"]["data"]) == 4
+    assert points(found["Throughput by number of processes"], "measured") == [(1, 160.0), (2, 300.0)]
+    said = texts(text)
+    assert "optimizer.lr 0.1 0.2" in said.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
+    assert "seed" not in said.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
+    assert "93.8%" in said  # 300 / (2 × 160)
+    assert "<mark>0.2</mark>" in text
+
+
+def test_predictions_are_shown(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
+    folder = write(tmp_path / "run", whole(story))
+    (folder / "evaluation").mkdir()
+    names = ["cat", HOSTILE]
+    confusion = {"classes": names, "matrix": [[3, 1], [0, 0]], "split": "validation", "weights": "ema", "step": 40}
+    (folder / "evaluation" / "confusion.json").write_text(json.dumps(confusion))
+    shown = {
+        "image": "data:image/png;base64,iVBORw0KGgo=",
+        "label": 0,
+        "predicted": 1,
+        "probability": 0.75,
+        "sample": 7,
+    }
+    forged = {**shown, "image": 'x" onerror="alert(1)', "label": 1}
+    examples = {"examples": [shown, forged], "step": 40, "weights": "ema"}
+    (folder / "evaluation" / "examples.json").write_text(json.dumps(examples))
+    text = page(folder)
+    heatmap = figures(text)["Confusion matrix"]["data"][0]
+    assert heatmap["z"] == [[0.75, 0.25], [None, None]]
+    assert [[cell[2] for cell in row] for row in heatmap["customdata"]] == [[3, 1], [0, 0]]
+    assert text.count("<img ") == 1
+    assert "2 examples, 1 of them wrong" in texts(text)
+    many = [f"class {number}" for number in range(101)]
+    sparse = {**confusion, "classes": many, "triples": [[0, 0, 5], [0, 100, 3]]}
+    del sparse["matrix"]
+    (folder / "evaluation" / "confusion.json").write_text(json.dumps(sparse))
+    said = texts(page(folder))
+    assert "class 0 class 100 3 37.5%" in said.partition("What is confused most")[2]
+    for damaged in (
+        '{"classes": ["a"], "triples": [[0, 7, 1]]}',
+        "{",
+        '{"classes": ["a"], "matrix": [[1, 2]]}',
+        "[]",
+        '{"classes": 3, "matrix": null}',
+    ):
+        (folder / "evaluation" / "confusion.json").write_text(damaged)
+        assert "Confusion matrix" not in figures(page(folder))
+
+
+def test_what_other_commands_left_is_shown(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
+    folder = write(tmp_path / "run", whole(story))
+    assert f"paceline doctor {folder} --json" in texts(page(folder))
+    finding = {"name": "tiny_batch", "severity": "slows", "evidence": HOSTILE, "advice": {"words": "more"}}
+    (folder / "doctor.json").write_text(json.dumps({"findings": [finding]}))
+    estimate = {"needed_bytes": 5 * 2**20, "peak": {"causes": {"weights": 2**20, "activations": 2**22}}}
+    (folder / "estimate.json").write_text(json.dumps(estimate))
+    rows = [{"devices": 8, "strategy": "ddp", "samples_per_second": 1234.5, "efficiency": 0.9}]
+    (folder / "scale.json").write_text(json.dumps({"rows": rows}))
+    text = page(folder)
+    said = texts(text)
+    assert "tiny_batch slows" in said
+    assert "3.0 MiB 5.0 MiB" in said
+    assert "1,234.5" in said
+    bars = next(figure for title, figure in figures(text).items() if title.startswith("Estimated memory"))
+    assert bars["data"][0]["x"] == [1, 4]
+
+
+def test_a_file_of_another_shape_spoils_its_own_section_only(tmp_path: Path, story: Any, write: Any) -> None:
+    folder = write(tmp_path / "run", whole(story))
+    (folder / "estimate.json").write_text('{"needed_bytes": "many", "peak": {"causes": {"weights": "some"}}}')
+    (folder / "doctor.json").write_text('{"findings": 3}')
+    (folder / "scale.json").write_text('{"rows": [1, {"efficiency": "good"}]}')
+    said = texts(write_report([folder]).path.read_text())
+    assert said.count("holds something unexpected") == 2
+    assert "best top-1 accuracy 94.00 %" in said
+
+
+def test_no_name_becomes_an_element(tmp_path: Path, story: Any, write: Any) -> None:
+    told = story().start().record(1).tell("incident", 1, incident=HOSTILE, message=HOSTILE)
+    told.finish(1, "failed", message=HOSTILE)
+    recipe = {"task": HOSTILE, HOSTILE: {"deep": [HOSTILE]}, "model": {"name": HOSTILE}}
+    folder = write(
+        tmp_path / "a <b>&c", told, recipe=recipe, plan={"device_name": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
+    )
+    (folder / "environment.json").write_text(json.dumps({"host": HOSTILE}))
+    other = write(tmp_path / "other", whole(story))
+    for text in (page(folder), page(folder, other, output=tmp_path / "report.html")):
+        assert "<img" not in text
+        assert "<b>" not in text
+
+
+def test_many_records_stay_small_and_keep_their_spikes(
+    tmp_path: Path, story: Any, write: Any, figures: Any, points: Any
+) -> None:
+    told = story().start()
+    for step in range(1, 20_001):
+        told.record(step, loss=99.0 if step == 12_345 else 1 / step)
+    report = write_report([write(tmp_path / "run", told.finish(20_000))])
+    assert report.path.stat().st_size < 3_000_000
+    shown = points(figures(report.path.read_text())["Loss"], "training")
+    assert (12_345, 99.0) in shown
+    assert len(shown) < 4100
+    assert all(loss == (99.0 if step == 12_345 else 1 / step) for step, loss in shown)
+
+
+def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, story: Any, write: Any) -> None:
+    hurried = {**_summary(), "status": "stopped", "details": {"ending": "signal"}}
+    folder = write(tmp_path / "run", story().start().record(1).finish(1, "stopped"), summary=hurried)
+    report_at_the_end(RunDirectory(folder))
+    assert (folder / "report.html").is_file()
+    (folder / "report.html").unlink()
+    with (folder / "events.jsonl").open("a") as file:
+        file.write((json.dumps({"event": "x", "step": 1, "time": 0, "more": "x" * 1000}) + "\n") * 9000)
+    with pytest.raises(RunDirectoryError, match="paceline report"):
+        report_at_the_end(RunDirectory(folder))
+    assert not (folder / "report.html").exists()
+
+
+def test_no_torch_is_loaded(tmp_path: Path, story: Any, write: Any) -> None:
+    folder = write(tmp_path / "run", whole(story))
+    program = (
+        "import sys; from pathlib import Path; from paceline.report.html.page import write_report; "
+        f"write_report([Path({str(folder)!r})]); assert not {{'torch', 'plotly'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def _summary() -> dict[str, Any]:
+    return {
+        "status": "completed",
+        "step": 40,
+        "epoch": 2,
+        "samples": 640,
+        "world_size": 1,
+        "weights_sha256": "0" * 64,
+        "train_seconds": 4.0,
+        "total_seconds": 5.5,
+        "throughput_samples_per_second": 160.0,
+        "data_wait_fraction": 0.04,
+        "peak_memory_bytes": 3 * 2**20,
+        "parameters": 1234,
+        "ledger": {"epochs_complete": 2, "duplicates": 0, "missing": 0, "broken": 0},
+    }
