@@ -56,7 +56,7 @@ def test_no_folder_called_tilde_is_made(
     monkeypatch.setenv("HOME", str(home))
     (home / "r.yaml").write_text("base: digits\ntelemetry: {report: no}\n")
     asked = (*tiny, "train.duration=1 steps", "evaluate.every=off", "checkpoint.every=1 steps")
-    done = paceline_here("train", "~/r.yaml", *asked, "data.split_file=~/split.json", "--run-dir=~/r1")
+    done = paceline_here("train", "~/r.yaml", *asked, "data.saved_split=~/split.json", "--run-dir=~/r1")
     assert done.code == 0, done.err
     Image.new("L", (8, 8)).save(home / "x.png")
     assert paceline_here("predict", "~/r1", "~/x.png").code == 0

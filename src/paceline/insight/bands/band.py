@@ -21,6 +21,7 @@ from paceline.insight.bands.curves import SCALES, WINDOWS, Scale
 from paceline.insight.bands.run import SIZES, Asked, ComparedRun, differing_keys, read_asked, read_compared
 from paceline.insight.bands.statistic import Array, from_scale, half_widths, least_spread, limit_of, to_scale
 from paceline.recipe.load import shipped_recipes
+from paceline.recipe.renamed import with_new_names
 from paceline.records.reader import read_environment, read_json
 from paceline.records.run_directory import RunDirectory, write_text
 
@@ -257,7 +258,7 @@ def read_band(path: Path) -> Band:
         return Band(
             name=str(document["recipe_name"]),
             curves=tuple(map(_curve, document["curves"])),
-            recipe=document["recipe"],
+            recipe=with_new_names(document["recipe"]),
             sizes={key: int(document["sizes"][key]) for key in SIZES},
             log_every=document["log_every"],
             made_with=document["made_with"],

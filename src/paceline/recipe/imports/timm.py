@@ -239,7 +239,7 @@ def _put_policy(draft: Draft, policy: str) -> None:
         draft.differ("aa", f"torchvision's operations, always applied; timm's have {chance}{spread}")
     elif kind in ("original", "originalr", "v0", "v0r") and not parts:
         draft.put("data.augment.policy", "autoaugment", "aa")
-        draft.put("data.augment.learned_on", "imagenet", "aa")
+        draft.put("data.augment.policy_dataset", "imagenet", "aa")
         if kind != "original":
             draft.differ("aa", "the policy published for ImageNet, which is `original`")
     elif kind == "augmix" and said.keys() <= {"m", "mstd"}:

@@ -392,7 +392,7 @@ def test_what_is_left_out_must_be_an_option() -> None:
             {"train.duration": "100 epochs", "data.mix.epochs": 90},
         ),
         ("--hflip 0 --vflip 0.5", {"data.augment.flip": 0.0, "data.augment.vertical_flip": 0.5}),
-        ("--aa original", {"data.augment.policy": "autoaugment", "data.augment.learned_on": "imagenet"}),
+        ("--aa original", {"data.augment.policy": "autoaugment", "data.augment.policy_dataset": "imagenet"}),
         ("--aa augmix-m5", {"data.augment.policy": "augmix", "data.augment.severity": 5}),
         ("--aa rand-m9-n3-mstd0.5", {"data.augment.operations": 3, "data.augment.magnitude": 27}),
         ("--color-jitter 0", {"data.augment.jitter.brightness": None}),
