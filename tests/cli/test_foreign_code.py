@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
@@ -17,7 +16,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import COMMANDS, command_of
 from paceline.recipe.named_code import CODE_KEYS
 
 MODULE = """
@@ -61,8 +60,7 @@ def _leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ..
 
 
 def _commands() -> list[tuple[tuple[str, ...], click.Command]]:
-    modules = {name: importlib.import_module(f"paceline.cli.{name.replace('-', '_')}") for name in COMMANDS}
-    return [leaf for name, module in modules.items() for leaf in _leaves(module.command, name)]
+    return [leaf for name in COMMANDS for leaf in _leaves(command_of(name), name)]
 
 
 def _takes_run(command: click.Command) -> bool:

@@ -27,7 +27,9 @@ RECIPES = {
     "clicks": """
 task: recommendation
 model: {name: dlrm, options: {embedding: 4, bottom: [8], top: [8]}}
-data: {dataset: synthetic_clicks, clicks: {dense_features: 4, categories: 2, max_rows: 30, evaluation_samples: 8}}
+data:
+  dataset: synthetic_clicks
+  recommendation: {dense_features: 4, categories: 2, max_rows: 30, evaluation_samples: 8}
 batch: {global_size: 8}
 """,
     "boxes": """
@@ -35,7 +37,7 @@ task: detection
 model: {name: small_retinanet, options: {width: 8, levels: 2, channels: 8}}
 data:
   dataset: shapes
-  boxes: {generated: {samples: 4, evaluation_samples: 2, smallest_side: 32, largest_side: 48, objects: 2}}
+  detection: {generated: {samples: 4, evaluation_samples: 2, smallest_side: 32, largest_side: 48, objects: 2}}
 batch: {global_size: 2}
 """,
     "text": """

@@ -17,7 +17,7 @@ import pytest
     [
         ("train", "pipe.yaml", "--plan-only"),
         ("train", "pipe", "--plan-only"),
-        ("train", "digits", "--plan-only", "data.split_file=pipe.json"),
+        ("train", "digits", "--plan-only", "data.saved_split=pipe.json"),
         ("train", "digits", "--plan-only", "data.dataset=csv", "data.path=pipe.csv"),
         ("train", "digits", "--plan-only", "data.dataset=huggingface", "data.path=pipe.parquet"),
         ("train", "gpt-small-docs", "--plan-only", "data.text.tokenizer=pipe.json"),
@@ -95,7 +95,7 @@ def test_names_that_are_no_text_are_packed_and_answered(
         photos = write_images(tmp_path / "photos" / name, 4)
         (photos / "1.png").rename(photos / f"{latin}.png")
     recipe = ("image_folder", *tiny, "model.name=small_resnet", "data.image_size=8", "batch.global_size=4")
-    recipe = (*recipe, "train.duration=1 steps", "data.split_file=split.txt")
+    recipe = (*recipe, "train.duration=1 steps", "data.saved_split=split.txt")
     for source, kind in (("photos", "image_folder"), ("packed", "packed")):
         if kind == "packed":
             assert paceline_here("pack", "photos", "packed").code == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 
 import paceline
-from paceline.cli.main import COMMANDS, run
+from paceline.cli.main import COMMANDS, command_of, run
 from paceline.cli.options import FiniteRange, LocalPath
 
 
@@ -28,7 +27,7 @@ def test_every_number_typed_is_finite() -> None:
     numbers = [
         (name, option)
         for name in COMMANDS
-        for option in _options(importlib.import_module(f"paceline.cli.{name.replace('-', '_')}").command)
+        for option in _options(command_of(name))
         if isinstance(option.type, click.types.FloatParamType)
     ]
     assert len(numbers) > 10
@@ -39,7 +38,7 @@ def test_every_path_typed_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> 
     paths = [
         (name, option)
         for name in COMMANDS
-        for option in _options(importlib.import_module(f"paceline.cli.{name.replace('-', '_')}").command)
+        for option in _options(command_of(name))
         if isinstance(option.type, click.Path)
     ]
     assert len(paths) > 40
@@ -57,7 +56,7 @@ def test_no_folder_called_tilde_is_made(
     monkeypatch.setenv("HOME", str(home))
     (home / "r.yaml").write_text("base: digits\ntelemetry: {report: no}\n")
     asked = (*tiny, "train.duration=1 steps", "evaluate.every=off", "checkpoint.every=1 steps")
-    done = paceline_here("train", "~/r.yaml", *asked, "data.split_file=~/split.json", "--run-dir=~/r1")
+    done = paceline_here("train", "~/r.yaml", *asked, "data.saved_split=~/split.json", "--run-dir=~/r1")
     assert done.code == 0, done.err
     Image.new("L", (8, 8)).save(home / "x.png")
     assert paceline_here("predict", "~/r1", "~/x.png").code == 0

@@ -71,7 +71,7 @@ def test_ddp_sees_the_same_samples_and_takes_a_step_with_an_empty_share(
     recipe: Path, studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
 ) -> None:
     # 16 samples in batches of 5 by one each: the last step of an epoch has one sample for two processes.
-    plain = ("train", recipe.name, "batch.global_size=10", "batch.micro_size=5", "data.boxes.generated.samples=11")
+    plain = ("train", recipe.name, "batch.global_size=10", "batch.micro_size=5", "data.detection.generated.samples=11")
     done = run(*plain, "--processes", 2, "--run-dir", studio / "boxes-ddp", where=studio)
     assert done.code == 0, done.err
     assert run_here("audit", studio / "boxes-ddp").code == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import re
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import COMMANDS, command_of
 from paceline.recipe import layers
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -89,8 +88,7 @@ def test_commands_and_options_exist(path: Path, page: Callable[[Path], Any]) -> 
 
 @cache
 def options_of(name: str) -> set[str]:
-    command = importlib.import_module(f"paceline.cli.{name.replace('-', '_')}").command
-    assert isinstance(command, click.Command)
+    command = command_of(name)
     commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
     parameters = [each for one in commands for each in one.params if isinstance(each, click.Option)]
     given = [option for parameter in parameters for option in parameter.opts]

@@ -27,7 +27,7 @@ model: {name: dlrm, options: {embedding: 4, bottom: [8], top: [8], sparse: SPARS
 data:
   dataset: synthetic_clicks
   samples: 100
-  clicks: {dense_features: 3, categories: 4, max_rows: 30, evaluation_samples: 10}
+  recommendation: {dense_features: 3, categories: 4, max_rows: 30, evaluation_samples: 10}
 batch: {global_size: 16, micro_size: MICRO}
 optimizer: {name: sgd, lr: 0.1, momentum: 0.0}
 schedule: {name: constant}

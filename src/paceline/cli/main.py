@@ -54,21 +54,30 @@ COMMANDS = {
     "mlperf": "Write logs of runs in MLPerf's format.",
     "labs": "Work through the course: start a lab, check its exercises, mark the assessment.",
     "recipes": "List the shipped recipes, or show one.",
-    "import-timm": "Convert a command line or args.yaml of timm's train.py into a recipe.",
-    "import-nvidia": "Convert a command line or preset of NVIDIA's ConvNets trainer into a recipe.",
+    "import": "Convert a command line of timm's or NVIDIA's trainer into a recipe.",
     "models": "List the networks a recipe can name.",
     "environment": "Show versions, devices and what is available here.",
     "completion": "Print what lets a shell finish what is typed.",
 }
 
-_DECLARED = {
+# Commands that are not `command` in a module of paceline.cli of their name.
+_WHERE = {
+    "import": "paceline.cli.import_recipe:command",
     "noise-scale": "paceline.studies.commands:NoiseScale",
     "roofline": "paceline.studies.commands:Roofline",
     "sweep-batch": "paceline.studies.commands:SweepBatch",
 }
+# Old names, which work and are not listed: the command, and the one within it.
+_ALIASES = {"import-timm": ("import", "timm"), "import-nvidia": ("import", "nvidia")}
 
 # A shell that wants to know what can stand where Tab was pressed sets it.
 _COMPLETING = "_PACELINE_COMPLETE"
+
+
+def command_of(name: str) -> click.Command:
+    """Import and return a command."""
+    found = pkgutil.resolve_name(_WHERE.get(name, f"paceline.cli.{name.replace('-', '_')}:command"))
+    return found if isinstance(found, click.Command) else click_command(found)
 
 
 class _LazyGroup(click.Group):
@@ -78,11 +87,14 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        name, within = _ALIASES.get(cmd_name, (cmd_name, None))
+        if name not in COMMANDS:
             return None
         with loading():
-            found = pkgutil.resolve_name(_DECLARED.get(cmd_name, f"paceline.cli.{cmd_name.replace('-', '_')}:command"))
-            command = found if isinstance(found, click.Command) else click_command(found)
+            command = command_of(name)
+        if within is not None:
+            assert isinstance(command, click.Group)
+            command = command.commands[within]
         if _COMPLETING in os.environ:
             from paceline.cli.offers import teach
 
@@ -97,7 +109,7 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in {**COMMANDS, **_ALIASES} and not args[0].startswith("-"):
             raise click.UsageError(
                 f"there is no command '{args[0]}'.{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}.",
                 ctx,

@@ -131,7 +131,7 @@ class DetectionPredictor:
         from paceline.models.shown_pictures import ShownPictures
 
         model = replace(recipe.model, pretrained=False, initialize_from=None)
-        network = build_detector(model, recipe.data.boxes, num_classes=len(self.classes))
+        network = build_detector(model, recipe.data.detection, num_classes=len(self.classes))
         load_trained(network, saved)
         # Most that is found is not sure, and few masks are drawn: each is pasted when it is.
         if isinstance(network.transform, ShownPictures):

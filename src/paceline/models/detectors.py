@@ -44,8 +44,8 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
     taken = [name for name in _SIZES if name in model.options]
     if taken:
         raise ModelError(
-            f"model.options.{taken[0]} has no effect: data.boxes.short_sides and data.boxes.long_side say how large "
-            "pictures are shown; set these."
+            f"model.options.{taken[0]} has no effect: set data.detection.short_sides and "
+            "data.detection.long_side, which say how large pictures are shown."
         )
     try:
         network = _factory(model)(num_classes + 1)

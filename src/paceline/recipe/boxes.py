@@ -1,4 +1,4 @@
-"""The recipe's `data.boxes` section: how pictures with boxes around their objects are read, shown and generated."""
+"""The recipe's `data.detection` section: how pictures with boxes around their objects are read, shown and generated."""
 
 from __future__ import annotations
 

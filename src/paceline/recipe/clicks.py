@@ -1,4 +1,4 @@
-"""The recipe's `data.clicks` section: what a sample of recommendation is made of, and how the generator is set."""
+"""The recipe's `data.recommendation` section: what a sample is made of, and how the generator is set."""
 
 from __future__ import annotations
 

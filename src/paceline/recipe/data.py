@@ -171,7 +171,7 @@ class Augment:
     """Operations on each image, one after the other."""
     magnitude: Annotated[NonNegativeInt, Field(le=30), Applies("policy", ("randaugment",))] = 9
     """Their strength, from 0 to 30."""
-    learned_on: Annotated[Literal["imagenet", "cifar10", "svhn"], Applies("policy", ("autoaugment",))] = "imagenet"
+    policy_dataset: Annotated[Literal["imagenet", "cifar10", "svhn"], Applies("policy", ("autoaugment",))] = "imagenet"
     """The data that the policy was learned on."""
     severity: Annotated[PositiveInt, Field(le=10), Applies("policy", ("augmix",))] = 3
     """Strength of its operations, from 1 to 10."""
@@ -289,7 +289,7 @@ class Data:
     split_by: Annotated[Literal["order", "name"], Applies("dataset", _SPLIT_BY)] = "order"
     """What decides who is held out where the data has no split of its own: the image's place among those of its class,
     or its name, by which an image that is added or removed moves at most one other."""
-    split_file: Annotated[LocalPath | None, Off, Applies("dataset", _SPLIT_BY)] = None
+    saved_split: Annotated[LocalPath | None, Off, Applies("dataset", _SPLIT_BY)] = None
     """A file that keeps the split: written by the first run, and held to by all others; or `off`."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What
@@ -316,7 +316,7 @@ class Data:
     """How training samples are mixed."""
     text: Annotated[Text, Applies("dataset", _TEXTS)] = Text()
     """How text becomes the samples of a language model."""
-    clicks: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
+    recommendation: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
     """Numbers and categories of samples that were clicked on or not."""
-    boxes: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
+    detection: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
     """How pictures with boxes are read and shown."""

@@ -21,6 +21,7 @@ from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.named_code import is_stored, refuse_foreign_code
+from paceline.recipe.renamed import with_new_names
 from paceline.recipe.schema import Recipe
 from paceline.storage.addresses import is_address, parse_address
 
@@ -76,7 +77,7 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     path = _locate(source)
     notices: list[str] = []
     stored: dict[Path, layers.Tree] = {}
-    tree, asked = _with_base(path, source, notices, stored), _asked(overrides)
+    tree, asked = _with_base(path, source, notices, stored), _asked(overrides, notices)
     tree = layers.merge(tree, asked, notices)
     recipe = _validate(tree, str(source))
     for where, foreign in stored.items():
@@ -86,7 +87,7 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     # Stored with the run, paths must mean the same from everywhere.
     for section, key in (
         ("data", "path"),
-        ("data", "split_file"),
+        ("data", "saved_split"),
         ("model", "initialize_from"),
         ("distillation", "teacher"),
     ):
@@ -105,8 +106,9 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
         # Removed since; the weights do not depend on how gradients were sent.
         kept = {key: value for key, value in parallel.items() if key not in ("gradient_compression", "powersgd")}
         tree = {**tree, "parallel": kept}
+    tree = with_new_names(tree)
     layers.check_known(tree, where)
-    return _validate(layers.merge(dict(tree), _asked(overrides), notices), where)
+    return _validate(layers.merge(tree, _asked(overrides), notices), where)
 
 
 # What only training asks about; a task of one's own may look at everything else when it scores.
@@ -261,7 +263,7 @@ def _no_file(source: str, beside: Path) -> str:
 
 def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[Path, layers.Tree]) -> layers.Tree:
     """The layers of a file and its base; those that are part of a run are added to ``stored`` as they were read."""
-    tree = _read(path)
+    tree = _read(path, notices, source)
     if is_stored(path, source):
         stored[path] = dict(tree)
     base = tree.pop("base", None)
@@ -273,7 +275,7 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
         base_path = beside if beside.is_file() else _locate(str(base), path.parent)
     except RecipeError as error:
         raise RecipeError(f"{path}: base: {error}") from None
-    below = _read(base_path)
+    below = _read(base_path, notices, str(base))
     if is_stored(base_path, str(base)):
         stored[base_path] = below
     if "base" in below:
@@ -284,7 +286,8 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
     return layers.merge(below, tree, notices)
 
 
-def _read(path: Path) -> layers.Tree:
+def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
+    """The layer of a file. Old names of keys are reported but for those that a run stored, which nobody edits."""
     try:
         tree = load_plain(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -293,7 +296,7 @@ def _read(path: Path) -> layers.Tree:
         return {}
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}.")
-    return tree
+    return with_new_names(tree, None if is_stored(path, source) else notices)
 
 
 def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
@@ -305,11 +308,11 @@ def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
     return f"{where}: {error.problem}."
 
 
-def _asked(overrides: Overrides) -> layers.Tree:
+def _asked(overrides: Overrides, notices: list[str] | None = None) -> layers.Tree:
     """Overrides as one layer."""
     asked: layers.Tree = {}
     for dotted, value in _pairs(overrides):
-        layer = _nest(dotted, value)
+        layer = with_new_names(_nest(dotted, value), notices)
         layers.check_known(layer, f"override '{dotted}'")
         layers.update(asked, layer)
     return asked

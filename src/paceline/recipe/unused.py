@@ -70,7 +70,7 @@ def _leaves(section: Any, path: str) -> Iterator[str]:
 
 def unused_in_data(data: DataFacts) -> dict[str, str]:
     """Keys that have no effect on this data, with the reason."""
-    split = ("data.validation_fraction", "data.split_by", "data.split_file")
+    split = ("data.validation_fraction", "data.split_by", "data.saved_split")
     keys = (
         *split,
         "data.download",

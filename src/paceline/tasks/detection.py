@@ -33,7 +33,7 @@ from paceline.tasks.task import Model, Task
 from paceline.world import World
 
 _DATASETS = ("coco", "shapes")
-_USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.boxes")
+_USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.detection")
 _UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
 _NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
 _NOT_SHARDED = (
@@ -68,7 +68,7 @@ class Detection(Task):
     @property
     def has_masks(self) -> bool:
         """Whether masks are learned."""
-        asked, name = self.recipe.data.boxes.masks, self.recipe.model.name
+        asked, name = self.recipe.data.detection.masks, self.recipe.model.name
         return says_masks(name) if asked == "auto" else asked
 
     @cached_property
@@ -76,9 +76,9 @@ class Detection(Task):
         """The pictures, opened when first asked for."""
         data = self.recipe.data
         if data.dataset == "shapes":
-            return open_shapes(data.boxes.generated)
+            return open_shapes(data.detection.generated)
         if data.dataset == "coco":
-            return open_coco(data.path, masks=self.has_masks, keep_empty=data.boxes.keep_empty)
+            return open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty)
         if data.dataset == REFERENCE:
             return stand_in()
         raise RecipeError(
@@ -108,7 +108,7 @@ class Detection(Task):
             },
             reasons={
                 "data.workers": why,
-                "data.boxes.masks": "as the model's name says",
+                "data.detection.masks": "as the model's name says",
                 **({"data.content_digest": content_told} if content_told else {}),
             },
             unused=self._unused(is_generated=is_generated),
@@ -117,7 +117,7 @@ class Detection(Task):
 
     def sample_keys(self) -> NDArray[np.float64] | None:
         """Width over height of each picture, where those alike are to share a micro-batch."""
-        if not self.recipe.data.boxes.like_shapes:
+        if not self.recipe.data.detection.like_shapes:
             return None
         height, width = self.dataset.train.sizes.T
         keys: NDArray[np.float64] = width / height
@@ -130,7 +130,7 @@ class Detection(Task):
 
     def sample_sizes(self) -> NDArray[np.int64]:
         """Height and width of each picture as the first epoch shows it."""
-        return shown_sizes(self.dataset.train.sizes, self.recipe.data.boxes, self.recipe.seed)
+        return shown_sizes(self.dataset.train.sizes, self.recipe.data.detection, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
         """Class names, and that these are boxes' and no pictures'."""
@@ -141,7 +141,7 @@ class Detection(Task):
         data = self.recipe.data
         return BoxPipeline(
             self.dataset,
-            data.boxes,
+            data.detection,
             masks=self.has_masks,
             seed=self.recipe.seed,
             placement=placement,
@@ -151,7 +151,7 @@ class Detection(Task):
 
     def build_model(self) -> nn.Module:
         """The recipe's detector, for the data's classes and the background."""
-        return build_detector(self.recipe.model, self.recipe.data.boxes, num_classes=len(self.dataset.classes))
+        return build_detector(self.recipe.model, self.recipe.data.detection, num_classes=len(self.dataset.classes))
 
     def check_network(self, network: nn.Module) -> None:
         """See whether it says masks exactly where they are asked for."""
@@ -160,7 +160,8 @@ class Detection(Task):
         if says != self.has_masks:
             raise ModelError(
                 f"model.name={self.recipe.model.name} {'says' if says else 'does not say'} masks, and "
-                f"data.boxes.masks={str(self.has_masks).lower()}; set it to {str(says).lower()}, or use another model."
+                f"data.detection.masks={str(self.has_masks).lower()}; set it to {str(says).lower()}, or "
+                "use another model."
             )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
@@ -218,18 +219,18 @@ class Detection(Task):
         return reading_threads(asked, world)
 
     def _unused(self, *, is_generated: bool) -> dict[str, str]:
-        found = all_but(_USED, "pictures with boxes are shown as data.boxes says")
+        found = all_but(_USED, "pictures with boxes are shown as data.detection says")
         found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         found["evaluate.top_k"] = "detection has no top-k accuracy"
         found["model.compile"] = _NOT_COMPILED
-        if self.recipe.data.boxes.short_sides is None:
-            found["data.boxes.long_side"] = "pictures stay as large as they are (data.boxes.short_sides=off)"
+        if self.recipe.data.detection.short_sides is None:
+            found["data.detection.long_side"] = "pictures stay as large as they are (data.detection.short_sides=off)"
         if is_generated:
-            found["data.boxes.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
+            found["data.detection.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
             return found
         why = "it says how data.dataset=shapes is generated"
         keys = ("samples", "evaluation_samples", "smallest_side", "largest_side", "objects")
-        return found | {f"data.boxes.generated.{key}": why for key in keys}
+        return found | {f"data.detection.generated.{key}": why for key in keys}
 
 
 def why_not_sharded(task: Task) -> str:

@@ -121,7 +121,7 @@ class Recommendation(Task):
     def _unused(self) -> dict[str, str]:
         """Keys that this task, and this data set, has no use for."""
         name = self.dataset.name
-        used = {"data.dataset", "data.clicks"}
+        used = {"data.dataset", "data.recommendation"}
         used |= {"data.samples"} if name == "synthetic_clicks" else {"data.path", "data.validation_fraction"}
         used |= {"data.max_broken"} if name == "criteo" else set()
         found = all_but(used, _NO_IMAGES)
@@ -131,12 +131,12 @@ class Recommendation(Task):
         found["model.channels_last"] = _NO_IMAGES
         found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
         if name == "criteo":
-            found |= {f"data.clicks.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
+            found |= {f"data.recommendation.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
         else:
-            found["data.clicks.cache"] = "generated samples are not stored"
+            found["data.recommendation.cache"] = "generated samples are not stored"
             found["data.path"] = "generated samples lie in no file"
-        if self.recipe.data.clicks.tables != "auto":
-            found["data.clicks.max_rows"] = "data.clicks.tables says how many rows each table has"
+        if self.recipe.data.recommendation.tables != "auto":
+            found["data.recommendation.max_rows"] = "data.recommendation.tables says how many rows each table has"
         return found
 
 

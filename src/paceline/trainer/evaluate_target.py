@@ -259,10 +259,10 @@ def scoring_task(
 
 def _with_tables(recipe: Recipe, saved: SavedWeights) -> Recipe:
     """The recipe with tables as large as the weights', whatever data are scored: categories are hashed into them."""
-    rows, clicks = saved.described("data").get("table_rows"), recipe.data.clicks
+    rows, clicks = saved.described("data").get("table_rows"), recipe.data.recommendation
     if recipe.data.dataset != "criteo" or rows is None or clicks.tables != "auto":
         return recipe
-    return replace(recipe, data=replace(recipe.data, clicks=replace(clicks, tables=tuple(rows))))
+    return replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
 
 
 def _take_holdout(task: Task, saved: SavedWeights) -> None:

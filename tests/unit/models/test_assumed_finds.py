@@ -94,7 +94,9 @@ def test_heads_see_what_the_settings_say(name: str, regions: int, masks: int) ->
 
 
 def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
-    recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", {"data.boxes.short_sides": [400]}).recipe)
+    recipe, _ = with_stand_in_data(
+        load_recipe("retinanet_resnet50_fpn_coco", {"data.detection.short_sides": [400]}).recipe
+    )
     with fake_run(recipe, micro_batch=2) as step:
         assert {tuple(each.shape) for each in step.batch.inputs} <= {(3, 400, 533), (3, 533, 400)}
         assert [len(each["boxes"]) for each in step.batch.targets] == [7, 7]
@@ -103,7 +105,7 @@ def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn"])
 def test_losses_that_write_where_boxes_overlap(name: str) -> None:
-    asked = {"model.name": f"torchvision:{name}", "model.pretrained": False, "data.boxes.short_sides": [128]}
+    asked = {"model.name": f"torchvision:{name}", "model.pretrained": False, "data.detection.short_sides": [128]}
     recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", asked).recipe)
     with fake_run(recipe, micro_batch=2) as step:
         step.backward(step.forward())

@@ -638,11 +638,13 @@ def test_overrides_of_the_caller_stay_as_they_are() -> None:
 
 def test_every_path_of_a_recipe_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    overrides = ("data.path=~/x", "data.split_file=~/x", "model.initialize_from=~/x", "data.text.tokenizer=~/x")
+    overrides = ("data.path=~/x", "data.saved_split=~/x", "model.initialize_from=~/x", "data.text.tokenizer=~/x")
     for recipe in (
         stored_recipe({"data": {"dataset": "image_folder"}}, "r", overrides[:3]),
         stored_recipe({"data": {"dataset": "text_folder"}, "task": "language_modeling"}, "r", overrides[3:]),
-        stored_recipe({"data": {"dataset": "criteo"}, "task": "recommendation"}, "r", ["data.clicks.cache=~/x"]),
+        stored_recipe(
+            {"data": {"dataset": "criteo"}, "task": "recommendation"}, "r", ["data.recommendation.cache=~/x"]
+        ),
         stored_recipe({"task": "distillation"}, "r", ["distillation.teacher=~/x"]),
     ):
         assert str(tmp_path / "x") in to_yaml(recipe)

@@ -43,7 +43,7 @@ task: detection
 model: {name: small_maskrcnn, options: {width: 8, levels: 2, channels: 8, box_detections_per_img: 5}}
 data:
   dataset: shapes
-  boxes:
+  detection:
     short_sides: [32, 40]
     long_side: 64
     generated: {samples: 10, evaluation_samples: 5, smallest_side: 32, largest_side: 48, objects: 2}
@@ -158,7 +158,7 @@ def each(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def test_boxes_and_masks_move_with_their_picture(task: Callable[..., Detection]) -> None:
-    made, seen = task({"data.boxes.flip": 0.5}), set()
+    made, seen = task({"data.detection.flip": 0.5}), set()
     for step in range(2):
         for batch in batches(made, training=True, step=step):
             for number, image, target in zip(batch.ids.tolist(), batch.inputs, batch.targets, strict=True):
@@ -175,7 +175,7 @@ def test_boxes_and_masks_move_with_their_picture(task: Callable[..., Detection])
 
 def test_a_step_s_samples_are_sorted_by_shape_and_no_other_ones(task: Callable[..., Detection]) -> None:
     sizes = task().dataset.train.sizes
-    grouped, plain = (task({"data.boxes.like_shapes": asked}) for asked in (True, False))
+    grouped, plain = (task({"data.detection.like_shapes": asked}) for asked in (True, False))
     for step in range(2):
         ratios, used = [], []
         for made in (grouped, plain):
@@ -261,7 +261,7 @@ def coco(tmp_path: Path) -> Path:
     return tmp_path / "coco"
 
 
-WITH_BOXES = {"model.name": "small_fasterrcnn", "data.dataset": "coco", "data.boxes.generated": None}
+WITH_BOXES = {"model.name": "small_fasterrcnn", "data.dataset": "coco", "data.detection.generated": None}
 
 
 def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callable[..., Any], coco: Path) -> None:
@@ -282,17 +282,17 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callabl
         ({"data.dataset": "coco"}, "needs data.path"),
         ({"model.name": "small_maskrcn"}, "Did you mean"),
         ({"model.name": "torchvision:ssd300_vgg16", "model.options": {}}, "unknown detector"),
-        ({"model.options": {"min_size": 30}}, "data.boxes.short_sides"),
+        ({"model.options": {"min_size": 30}}, "data.detection.short_sides"),
         ({"model.options": {"widht": 8}}, "is unknown to"),
         ({"model.options": {"width": 12}}, "multiple of 8"),
         ({"model.pretrained": True}, "no published weights"),
-        ({"data.boxes.masks": False}, "says masks"),
-        ({"data.boxes.short_sides": [80]}, "long_side"),
+        ({"data.detection.masks": False}, "says masks"),
+        ({"data.detection.short_sides": [80]}, "long_side"),
         ({"train.label_smoothing": 0.1}, "its own losses"),
-        ({"data.image_size": 64}, "data.boxes"),
+        ({"data.image_size": 64}, "data.detection"),
         ({"evaluate.augment": "flip"}, "no effect"),
         ({"parallel.strategy": "fsdp"}, "does not go with task=detection"),
-        ({"data.boxes.short_sides": "off", "data.boxes.long_side": 70}, "stay as large as they are"),
+        ({"data.detection.short_sides": "off", "data.detection.long_side": 70}, "stay as large as they are"),
         ({"model.compile": True}, "model.compile=true has no effect with task=detection"),
     ],
 )
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
 @pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn"])
 def test_torchvision_s_detectors_are_built_with_their_options(name: str, task: Callable[..., Detection]) -> None:
     options = {"box_detections_per_img": 7, "rpn_post_nms_top_n_train": 20}
-    made = task({"model.name": f"torchvision:{name}", "model.options": options, "data.boxes.masks": False})
+    made = task({"model.name": f"torchvision:{name}", "model.options": options, "data.detection.masks": False})
     network = made.build_model()
     assert network.roi_heads.detections_per_img == 7
     (batch, *_) = batches(made, training=True)
@@ -378,7 +378,7 @@ def test_very_long_pictures_are_shown_or_refused(train: Callable[..., Any]) -> N
     resized = train("resized", {"train.duration": "2 steps"}).run_dir
     assert answered(resized, 10_000, 1).error is None
     assert answered(resized, 1, 10_000).error is None
-    fixed = train("fixed", {"train.duration": "2 steps", "data.boxes.short_sides": "off"}).run_dir
+    fixed = train("fixed", {"train.duration": "2 steps", "data.detection.short_sides": "off"}).run_dir
     assert answered(fixed, 100, 1).error is None
     with pytest.raises(BrokenImageError, match="40000000x"):
         answered(fixed, 40_000_000, 1)
@@ -403,7 +403,7 @@ def padded(images: list[torch.Tensor]) -> int:
 
 def test_memory_is_claimed_with_the_largest_pictures(task: Callable[..., Detection]) -> None:
     """A tall and a wide picture in one micro-batch take more than two of the largest."""
-    made = task({"batch.global_size": 10, "batch.micro_size": 5, "data.boxes.like_shapes": False})
+    made = task({"batch.global_size": 10, "batch.micro_size": 5, "data.detection.like_shapes": False})
     plan = plan_run(made.recipe, made, describe_machine(torch.device("cpu")), World())
     geometry = geometry_of(made.recipe, plan, made)
     largest = geometry.costliest(0, 1)

@@ -38,7 +38,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "shapes-maskrcnn",
         {
             "model.options": {"width": 8, "levels": 2, "channels": 8, "box_detections_per_img": 5},
-            "data.boxes.generated": {
+            "data.detection.generated": {
                 "samples": 16,
                 "evaluation_samples": 4,
                 "smallest_side": 32,

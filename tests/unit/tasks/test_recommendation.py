@@ -27,7 +27,7 @@ model: {name: dlrm, options: {embedding: 4, bottom: [8], top: [8]}}
 data:
   dataset: synthetic_clicks
   samples: 150
-  clicks: {dense_features: 3, categories: 4, max_rows: 30, evaluation_samples: 70}
+  recommendation: {dense_features: 3, categories: 4, max_rows: 30, evaluation_samples: 70}
 batch: {global_size: 16}
 optimizer: {name: adamw, lr: 0.01, tables: rowwise_adagrad}
 schedule: {name: cosine}
@@ -73,7 +73,7 @@ def test_what_the_plan_says(recipe: Path) -> None:
         "train.label_smoothing=0.1",
         "evaluate.top_k=3",
         "data.max_broken=3",
-        "data.clicks.cache=here",
+        "data.recommendation.cache=here",
     ],
 )
 def test_keys_without_effect_are_refused(recipe: Path, override: str) -> None:
@@ -84,7 +84,7 @@ def test_keys_without_effect_are_refused(recipe: Path, override: str) -> None:
 
 def test_sections_go_with_their_data(recipe: Path) -> None:
     with pytest.raises(PacelineError, match="has no effect"):
-        load_recipe("digits", ["data.clicks.rank=3"])
+        load_recipe("digits", ["data.recommendation.rank=3"])
     with pytest.raises(PacelineError, match="holds no clicks"):
         plan_only(load_recipe(recipe, ["data.dataset=digits"]))
 
@@ -138,7 +138,7 @@ def test_predictions_and_figures_agree(train: Callable[..., Any], tmp_path: Path
 
 
 def test_one_class_only_has_no_area(train: Callable[..., Any]) -> None:
-    done = train("one", {"data.clicks.evaluation_samples": 1, "train.duration": "4 steps"})
+    done = train("one", {"data.recommendation.evaluation_samples": 1, "train.duration": "4 steps"})
     assert done.status == "completed"
     assert math.isnan(done.metrics["auc"])
     assert math.isfinite(done.metrics["loss"])

@@ -283,7 +283,7 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     _, height, width = images[image]
     said = outline_fault(outline, height, width) if masks else None
     if said is not None:
-        return f"has the segmentation {_shown(outline)}: {said} (data.boxes.masks=false reads no masks)"
+        return f"has the segmentation {_shown(outline)}: {said} (data.detection.masks=false reads no masks)"
     return None
 
 
@@ -327,7 +327,7 @@ def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple
     every = np.arange(len(found.names))
     samples = every if keep_empty else np.unique(owner[has_extent & ~found.crowd])
     if not len(samples):
-        kept = "; data.boxes.keep_empty=true trains on pictures without one" * (len(every) > 0)
+        kept = "; data.detection.keep_empty=true trains on pictures without one" * (len(every) > 0)
         raise DataError(f"{file}: none of its {len(every):,} pictures has an object that can be learned{kept}.")
     left_out = {
         "pictures_without_objects_left_out": len(every) - len(samples),
@@ -367,7 +367,7 @@ def _check_masks() -> None:
     except ImportError:
         raise DataError(
             "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or set "
-            "data.boxes.masks=false."
+            "data.detection.masks=false."
         ) from None
 
 

@@ -60,9 +60,9 @@ def open_criteo(data: Data) -> ClickDataset:
     if (root / "train").is_dir() or (root / "val").is_dir():
         return _two_splits(data, root)
     left_out = LeftOut()
-    whole = stored(root, data.clicks.cache, left_out, max_broken=data.max_broken)
+    whole = stored(root, data.recommendation.cache, left_out, max_broken=data.max_broken)
     held_out = round(len(whole.rows) * data.validation_fraction)
-    tables, reasons = criteo_tables(data.clicks, whole.distinct)
+    tables, reasons = criteo_tables(data.recommendation, whole.distinct)
     kept = len(whole.rows) - held_out
     if kept == 0:
         raise DataError(f"data.path={data.path} leaves no line to train on, of {len(whole.rows)}.")
@@ -90,11 +90,12 @@ def _two_splits(data: Data, root: Path) -> ClickDataset:
         if entry.name not in ("train", "val"):
             left_out.add("files and folders beside train/ and val/", entry.name)
     train, val = (
-        stored(root / each, data.clicks.cache, left_out, max_broken=data.max_broken) for each in ("train", "val")
+        stored(root / each, data.recommendation.cache, left_out, max_broken=data.max_broken)
+        for each in ("train", "val")
     )
     if not len(train.rows):
         raise DataError(f"'{root / 'train'}' holds no line to train on.")
-    tables, reasons = criteo_tables(data.clicks, train.distinct)
+    tables, reasons = criteo_tables(data.recommendation, train.distinct)
     return ClickDataset(
         name=data.dataset,
         train=StoredSource(train, tables, 0, len(train.rows)),
@@ -123,21 +124,21 @@ def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int,
     if clicks.tables != "auto":
         if len(clicks.tables) != CATEGORIES:
             raise RecipeError(
-                f"data.clicks.tables has {len(clicks.tables)} sizes, but Criteo's format has {CATEGORIES} features; "
-                "give one for each, or auto."
+                f"data.recommendation.tables has {len(clicks.tables)} sizes, but Criteo's format has {CATEGORIES} "
+                "features; give one for each, or auto."
             )
         return clicks.tables, {}
     sizes = tuple(min(clicks.max_rows, max(_SMALLEST_TABLE, _ROWS_PER_VALUE * each)) for each in distinct)
-    why = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.clicks.max_rows"
-    return sizes, {"data.clicks.tables": why}
+    why = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.recommendation.max_rows"
+    return sizes, {"data.recommendation.tables": why}
 
 
 def stand_in(data: Data) -> tuple[Data, str]:
     """For Criteo's format where it is not said where the data lie: generated ones of that size, and a sentence."""
-    tables, _ = criteo_tables(data.clicks, _KAGGLE_VALUES)
+    tables, _ = criteo_tables(data.recommendation, _KAGGLE_VALUES)
     clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
     said = f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
-    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, clicks=clicks), said
+    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), said
 
 
 _OPENERS: dict[str, Callable[[Data], ClickDataset]] = {"criteo": open_criteo, "synthetic_clicks": open_synthetic}

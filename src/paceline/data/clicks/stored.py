@@ -155,7 +155,7 @@ def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
     except OSError as error:
         raise DataError(
             f"the binary copy of the data cannot be written to '{folder.parent}' ({error}); it takes "
-            f"{ROW.itemsize} bytes for each line: make room, or set data.clicks.cache to a folder that has it."
+            f"{ROW.itemsize} bytes for each line: make room, or set data.recommendation.cache to a folder that has it."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -242,9 +242,9 @@ def _cache_folder(path: Path, cache: str) -> Path:
                 return folder
     raise DataError(
         f"a binary copy of '{path}' is needed, and neither '{beside}' nor '{own}' can be written; set "
-        "data.clicks.cache to a folder that can."
+        "data.recommendation.cache to a folder that can."
         if cache == "auto"
-        else f"data.clicks.cache={cache} cannot be written; give a folder that can."
+        else f"data.recommendation.cache={cache} cannot be written; give a folder that can."
     )
 
 

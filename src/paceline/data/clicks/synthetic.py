@@ -114,7 +114,7 @@ def open_synthetic(data: Data) -> ClickDataset:
     Raises:
         RecipeError: If the tables are not as many as the categories.
     """
-    clicks = data.clicks
+    clicks = data.recommendation
     tables, reasons = table_sizes(clicks)
     train = SyntheticClicks(clicks, tables, data.samples, training=True)
     return ClickDataset(
@@ -135,14 +135,14 @@ def table_sizes(clicks: Clicks) -> tuple[tuple[int, ...], dict[str, str]]:
     if clicks.tables != "auto":
         if len(clicks.tables) != count:
             raise RecipeError(
-                f"data.clicks.tables has {len(clicks.tables)} sizes, but there are data.clicks.categories={count} "
-                "features; give one for each, or auto."
+                f"data.recommendation.tables has {len(clicks.tables)} sizes, but there are "
+                f"data.recommendation.categories={count} features; give one for each, or auto."
             )
         return clicks.tables, {}
     smallest = min(_SMALLEST_TABLE, clicks.max_rows)
     factor = (clicks.max_rows / smallest) ** (1 / max(1, count - 1))
     sizes = tuple(round(smallest * factor**index) for index in range(count))
-    return sizes, {"data.clicks.tables": f"from {sizes[0]:,} to {sizes[-1]:,}, each larger by the same factor"}
+    return sizes, {"data.recommendation.tables": f"from {sizes[0]:,} to {sizes[-1]:,}, each larger by the same factor"}
 
 
 def _bells(drawn: Numbers, count: int) -> Numbers:

@@ -130,8 +130,8 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
     """Draw again who is held out, where the recipe asks for more than the draw by order."""
     if not dataset.is_split_off:
         why = dataset.reasons.get("validation_fraction", "the data has a split of its own")
-        return replace(dataset, reasons={**dataset.reasons, "split_by": why, "split_file": why})
-    if data.split_by == "order" and data.split_file is None:
+        return replace(dataset, reasons={**dataset.reasons, "split_by": why, "saved_split": why})
+    if data.split_by == "order" and data.saved_split is None:
         return dataset
     whole, fraction = _whole(dataset), data.validation_fraction
     names = sample_names(whole)
@@ -139,10 +139,10 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
     ids = stratified_split(whole.labels, fraction, hashes=hashes if data.split_by == "name" else None)
     told = split_off(fraction) + (", drawn by the images' names (data.split_by)" if data.split_by == "name" else "")
     kept: dict[str, object] = {}
-    if data.split_file is not None:
+    if data.saved_split is not None:
         held_out = np.zeros(len(whole), dtype=bool)
         held_out[ids[1]] = True
-        file = keep_split(Path(data.split_file), names, held_out, fraction)
+        file = keep_split(Path(data.saved_split), names, held_out, fraction)
         held_out, told = file.places(names, hashes)
         ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
         _check_sides(file, ids)
@@ -162,7 +162,7 @@ def _check_sides(file: KeptSplit, ids: Sequence[Ids]) -> None:
     for side, found in zip(("training", "held-out"), ids, strict=True):
         if len(found) == 0 and (side == "training" or file.holds_out):
             raise DataError(
-                f"no image that is left is a {side} one by the split file {str(file.path)!r} (data.split_file): "
+                f"no image that is left is a {side} one by the split file {str(file.path)!r} (data.saved_split): "
                 "restore the images, or name another file, which is then written."
             )
 

@@ -57,7 +57,7 @@ class KeptSplit:
         if len(names) and new.all():
             raise DataError(
                 f"the split file {str(self.path)!r} knows none of the {len(names):,} images, the first of which is "
-                f"{names[0].decode()!r}: it is another data set's; name another file in data.split_file, which is "
+                f"{names[0].decode()!r}: it is another data set's; name another file in data.saved_split, which is "
                 "then written."
             )
         held_out = np.array([bool(each) for each in known], dtype=bool)
@@ -84,7 +84,7 @@ def keep_split(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], 
     if kept.fraction != fraction:
         raise RecipeError(
             f"data.validation_fraction={fraction}, but the split file {str(path)!r} was written with {kept.fraction}: "
-            f"set data.validation_fraction={kept.fraction}, or name another file in data.split_file."
+            f"set data.validation_fraction={kept.fraction}, or name another file in data.saved_split."
         )
     return kept
 
@@ -108,13 +108,13 @@ def read_split(path: Path, *, is_new: bool = False) -> KeptSplit:
     except (ValueError, LookupError, TypeError):
         is_ours = False
     if not is_ours:
-        raise DataError(f"{str(path)!r} is no split file of Paceline's: name another file in data.split_file.")
+        raise DataError(f"{str(path)!r} is no split file of Paceline's: name another file in data.saved_split.")
     found = hashlib.sha256(rest).hexdigest()
     if found != said:
         raise DataError(
             f"the split file {str(path)!r} has been changed since it was written (its lines have the digest "
             f"{found[:12]}…, and its first line says {said[:12]}…): restore it, or name another file in "
-            "data.split_file."
+            "data.saved_split."
         )
     held_out = {}
     for line in rest.splitlines():
@@ -137,7 +137,7 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
         if not path.parent.is_dir():
             # A slip in the path would become a folder, and a split of its own.
             raise DataError(
-                f"there is no folder {str(path.parent)!r} for the split file (data.split_file): make it, or correct "
+                f"there is no folder {str(path.parent)!r} for the split file (data.saved_split): make it, or correct "
                 "the path."
             )
         # Not tempfile's, which only its owner may read: whoever reads the data reads this.
@@ -154,7 +154,7 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
     except OSError as error:
         raise DataError(
             f"the split file {str(path)!r} cannot be written ({error.strerror}): name one in a folder that can be "
-            "written to (data.split_file)."
+            "written to (data.saved_split)."
         ) from None
 
 

@@ -104,6 +104,6 @@ def _policy(augment: Augment, fill: list[int]) -> Any:
         case "trivialaugment":
             return v2.TrivialAugmentWide(**shared)
         case "autoaugment":
-            name = {"imagenet": "IMAGENET", "cifar10": "CIFAR10", "svhn": "SVHN"}[augment.learned_on]
+            name = {"imagenet": "IMAGENET", "cifar10": "CIFAR10", "svhn": "SVHN"}[augment.policy_dataset]
             return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
     return v2.AugMix(augment.severity, **shared)

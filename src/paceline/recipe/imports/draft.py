@@ -1,16 +1,23 @@
-"""What becomes of each option of another trainer, and the recipe that comes of it all."""
+"""The recipe that another trainer's options become, and an account of every option."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from paceline.errors import RecipeError
-from paceline.recipe.imports.options import Given, Option, Place, Table
+from paceline.recipe.imports.table import NONE, Option, Table
 from paceline.recipe.load import stored_recipe
+
+Place = Literal["mapped", "listed", "refused"]
+"""`mapped`: recipe keys say the same. `listed`: no effect here. `refused`: unsupported, and would change the result."""
+
+_SECTIONS = ("seed", "model", "data", "batch", "optimizer", "schedule", "train", "evaluate", "checkpoint", "parallel")
+_FIRST = ("seed", "model.name", "data.dataset", "data.path", "optimizer.name", "schedule.name")
 
 
 @dataclass(frozen=True)
@@ -23,25 +30,17 @@ class Entry:
     says: str
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where the recipe does nearly what an option asks for, and what is not the same."""
-
-    option: str
-    says: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """A recipe, and an account of every option that it comes from.
 
     Attributes:
         title: What was converted.
-        processes: Over how many processes the global batch is taken.
+        processes: Number of processes that share the global batch.
         tree: The recipe's sections.
         origins: Where each dotted key's value came from.
         entries: Every option that was given, once.
-        differences: What is not quite the same.
+        differences: Options whose conversion is not identical, with what differs.
         left_out: Options that the user had left out.
         notices: What was assumed.
     """
@@ -51,29 +50,30 @@ class Conversion:
     tree: Mapping[str, Any]
     origins: Mapping[str, str]
     entries: tuple[Entry, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
     notices: tuple[str, ...]
 
     @property
     def refused(self) -> tuple[Entry, ...]:
-        """What would change the result and is not here."""
+        """What would change the result and is unsupported."""
         return tuple(each for each in self.entries if each.place == "refused")
 
     def to_json(self) -> dict[str, Any]:
         """The whole account."""
         places: tuple[Place, ...] = ("mapped", "listed", "refused")
-        shown: dict[str, Any] = {
-            place: [{"option": e.option, "value": e.value, "says": e.says} for e in self.entries if e.place == place]
-            for place in places
-        }
         return {
             "source": self.title,
             "processes": self.processes,
             "recipe": self.tree,
             "origins": dict(self.origins),
-            **shown,
-            "differences": [{"option": each.option, "says": each.says} for each in self.differences],
+            **{
+                place: [
+                    {"option": e.option, "value": e.value, "says": e.says} for e in self.entries if e.place == place
+                ]
+                for place in places
+            },
+            "differences": [{"option": option, "says": says} for option, says in self.differences],
             "left_out": list(self.left_out),
             "notices": list(self.notices),
         }
@@ -81,156 +81,183 @@ class Conversion:
     def to_yaml(self) -> str:
         """The recipe as a file: every value with where it came from."""
         head = [f"Converted from: {' '.join(self.title.split())}", f"Processes: {self.processes}", ""]
-        head += [f"Nearly: {each.option}: {each.says}" for each in self.differences]
+        head += [f"Differs: {option}: {says}" for option, says in self.differences]
         head += [f"Left out: {name}" for name in self.left_out]
         head += [f"Note: {each}" for each in self.notices]
-        lines = [f"# {line}".rstrip() for line in _wrapped(head)]
-        return "\n".join([*lines, *_rows(self.tree, self.origins, "")]) + "\n"
+        wrapped = [part for line in head for part in textwrap.wrap(line, 116, subsequent_indent="  ") or [""]]
+        return "\n".join([*(f"# {line}".rstrip() for line in wrapped), *_rows(self.tree, self.origins, "")]) + "\n"
 
 
 class Draft:
-    """A recipe in the making, from the options that were given.
+    """A recipe in the making.
 
     Args:
         table: The trainer's options.
-        given: Their values.
-        skipped: Keys of options to treat as if they had not been given.
+        given: Values of those that were given.
+        skipped: Names of options to convert as if they had not been given.
+
+    Raises:
+        RecipeError: If the trainer has no option of a skipped name.
     """
 
-    def __init__(self, table: Table, given: Given, skipped: Iterable[str] = ()) -> None:
-        self._options = table.by_key()
-        self._skipped = tuple(key for key in given.given if key in set(skipped))
-        own = {key: self._options[key].default for key in self._skipped}
-        self._values = {**given.values, **own}
-        self._given = tuple(key for key in given.given if key not in self._skipped)
-        self._flat: dict[str, Any] = {}
+    def __init__(self, table: Table, given: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
+        self._options = table.options
+        left_out = set()
+        for name in skipped:
+            option = table.find(name)
+            if option is None:
+                raise RecipeError(f"--skip {name}: {table.program} has no such option.")
+            left_out.add(option.key)
+        self.given = {key: value for key, value in given.items() if key not in left_out}
+        self._left_out = tuple(self._options[key].shown for key in given if key in left_out)
+        self._values = {key: option.default for key, option in self._options.items()} | self.given
+        self.flat: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._became: dict[str, tuple[Place, str]] = {}
-        self._differences: dict[tuple[str, str], Difference] = {}
+        self._differences: dict[tuple[str, str], None] = {}
         self.notices: list[str] = []
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
 
-    def is_given(self, key: str) -> bool:
-        """Whether an option was given."""
-        return key in self._given
+    def convert(self, conversions: Mapping[str, Callable[[Any], Any]], own: Mapping[str, Any] | None = None) -> None:
+        """Convert every option whose row in the table says how.
 
-    def assume_one_process(self, otherwise: str) -> None:
-        """Say that the number of processes is not known, and what depends on it."""
-        self.notices.append(
-            f"it is not said how many processes train: one is assumed. With more of them {otherwise}: "
-            "give --processes N."
-        )
-
-    def check_least(self, least: Mapping[str, int]) -> None:
-        """See whether the numbers that others are worked out from are large enough.
-
-        Raises:
-            RecipeError: Naming the first that is not.
+        Args:
+            conversions: What the table's `as` names.
+            own: What its `otherwise` names: the network's own settings.
         """
-        for key, lowest in least.items():
-            if self._values[key] is None or self._values[key] < lowest:
-                shown = f"{self._options[key].shown} {shown_value(self._values[key])}"
-                raise RecipeError(f"found {shown}, but it is at least {lowest}.")
+        for option in self._options.values():
+            value = self[option.key]
+            is_changed = value != option.default and value not in (None, "")
+            wanted = {"key": True, "if_changed": is_changed, "if_given": option.key in self.given}
+            if wanted.get(option.fate) and not self._why_unused(option):
+                self._convert(option, conversions, own or {})
+
+    def _convert(self, option: Option, conversions: Mapping[str, Callable[[Any], Any]], own: Mapping[str, Any]) -> None:
+        value, note = self[option.key], ""
+        if option.otherwise and value in NONE:
+            value, note = own[option.otherwise], "of the network's own settings"
+        if option.values is not None:
+            plain = value.lower().replace("_", "") if isinstance(value, str) else value
+            key = value if value in option.values else plain
+            if key not in option.values:
+                self.refuse(option.key, f"supported: {', '.join(str(each) for each in option.values if each)}")
+                return
+            value = option.values[key]
+        elif option.conversion:
+            value = conversions[option.conversion](value)
+        several = value if option.values is not None and isinstance(value, dict) else {option.target: value}
+        for dotted, each in {**several, **option.also}.items():
+            self.put(dotted, each, option.key, note=note)
+        if option.differs:
+            self.differ(option.key, option.differs)
+
+    def _why_unused(self, option: Option) -> str:
+        """Why an option has no effect with the others, or nothing."""
+        missing = [each for each in option.needs.split() if not any(map(self._holds, each.split("|")))]
+        against = [each for each in option.unless.split() if self._holds(each)]
+        return f"needs {self._typed(missing[0])}" if missing else f"with {self._typed(against[0])}" if against else ""
+
+    def _holds(self, condition: str) -> bool:
+        key, equals, value = condition.partition("=")
+        return str(self[key]) == value if equals else bool(self[key])
+
+    def _typed(self, conditions: str) -> str:
+        """Conditions as one would type them."""
+        parts = [each.partition("=") for each in conditions.split("|")]
+        return " or ".join(" ".join(filter(None, (self._options[key].shown, value))) for key, _, value in parts)
+
+    def count_processes(self, known: int | None, otherwise: str) -> int:
+        """The number of processes; if it is not known, one, with a notice of what depends on it."""
+        if known is None:
+            self.notices.append(
+                f"the number of processes is not known; one is assumed. With more, {otherwise}: give --processes N."
+            )
+        return known or 1
 
     def put(self, dotted: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a key of the recipe from the options named.
+        """Set a key of the recipe.
 
         Args:
             dotted: The key.
             value: Its value.
-            sources: The options' keys it comes from.
-            note: What to say beside it, in place of their values.
+            sources: Keys of the options it comes from.
+            note: What to say in the file beside their values.
         """
-        self._flat[dotted] = value
-        said = [self._said(key) for key in sources]
-        origin = "; ".join(part for part in (" ".join(dict.fromkeys(said)), note) if part)
-        self._origins[dotted] = " ".join(origin.split())  # it becomes a comment, which ends with its line
+        self.flat[dotted] = value
+        parts = [" ".join(dict.fromkeys(map(self._said, sources))), note]
+        self._origins[dotted] = " ".join("; ".join(filter(None, parts)).split())  # a comment ends with its line
         for key in sources:
             place, says = self._became.get(key, ("mapped", ""))
             if place == "mapped" and dotted not in says.split(", "):
                 self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
 
-    def end_in_warmup(self, end: str, warmup: str) -> None:
-        """Tell of a run that ends before its peak rate, and how the recipe says so."""
+    def put_ending(self, end: str, warmup: str, source: str) -> None:
+        """End a run that is still warming up: its duration is the warm-up, and `train.until` its end."""
         self.notices.append(
             f"the run ends after {end}, while it warms up for {warmup}, and never reaches its peak rate: "
             f"train.duration is the whole warm-up, and train.until={end} ends it"
         )
+        self.put("train.until", end, "epochs", note="the run ends during its warm-up")
+        self.put("train.duration", warmup, source)
 
-    def switch(self, dotted: str, *sources: str, on: bool = True, note: str = "") -> None:
-        """Turn a key of the recipe on or off."""
-        self.put(dotted, on, *sources, note=note)
+    def differ(self, key: str, says: str) -> None:
+        """Say what is not identical to what an option does."""
+        self._differences[self._options[key].shown, says] = None
 
-    def so_far(self, dotted: str) -> Any:
-        """The value that a key has been set to."""
-        return self._flat[dotted]
-
-    def put_given(self, dotted: str, value: Any, source: str, note: str = "") -> None:
-        """The same, if the option was given: for what changes speed, place or records, and no result."""
-        if self.is_given(source):
-            self.put(dotted, value, source, note=note)
-
-    def option(self, key: str, name: str, value: Any, note: str = "") -> None:
-        """Hand a keyword to the network's factory."""
-        self.put("model.options", {**self._flat.get("model.options", {}), name: value}, key, note=note)
-        kept = self._origins.pop("model.options")
-        self._origins[f"model.options.{name}"] = kept
-
-    def nearly(self, key: str, says: str) -> None:
-        """Say what is not the same as an option asks for."""
-        shown = self._options[key].shown
-        self._differences[shown, says] = Difference(shown, says)
-
-    def use(self, key: str, says: str) -> None:
-        """Say where an option went that no key of its own stands for."""
-        self._became.setdefault(key, ("mapped", says))
-
-    def idle(self, key: str, says: str) -> None:
-        """Say that an option has no effect beside the others."""
-        self._became.setdefault(key, ("listed", f"without effect: {says}"))
+    def use(self, key: str, says: str, place: Place = "mapped") -> None:
+        """Say what became of an option that has no recipe key."""
+        self._became.setdefault(key, (place, says))
 
     def refuse(self, key: str, says: str) -> None:
-        """Say that an option would change the result, and that nothing here does it."""
+        """Say that an option would change the result, and is unsupported."""
         self._became[key] = ("refused", says)
 
     def finish(self, title: str, processes: int) -> Conversion:
         """The recipe and the account.
 
         Raises:
-            RecipeError: If what was put together is no recipe.
+            RecipeError: If what was put together is not a recipe.
         """
-        tree = _nested(self._flat)
-        entries = tuple(self._entry(key) for key in self._given)
+        tree = _nested(self.flat)
+        entries = tuple(self._entry(key) for key in self.given)
         if not any(entry.place == "refused" for entry in entries):
-            stored_recipe(tree, "what the options come to")
+            stored_recipe(tree, "the converted options")
         return Conversion(
             title=title,
             processes=processes,
             tree=tree,
             origins=self._origins,
             entries=entries,
-            differences=tuple(self._differences.values()),
-            left_out=tuple(self._options[key].shown for key in self._skipped),
+            differences=tuple(self._differences),
+            left_out=self._left_out,
             notices=tuple(self.notices),
         )
 
     def _entry(self, key: str) -> Entry:
-        option = self._options[key]
-        usual = (option.place, option.says)
-        if option.place == "mapped":
-            usual = ("listed", "without effect beside the others")
-        elif self._values[key] == option.default:
-            usual = ("listed", "its default, which is how it is here")
-        place, says = self._became.get(key, usual)
-        return Entry(option.shown, self._values[key], place, says)
+        option, value = self._options[key], self[key]
+        if key in self._became:
+            return Entry(option.shown, value, *self._became[key])
+        if option.fate == "no_effect":
+            return Entry(option.shown, value, "listed", option.target)
+        if value == option.default:
+            return Entry(option.shown, value, "listed", "its default value")
+        unused = self._why_unused(option)
+        if option.fate == "unsupported" and not unused:
+            return Entry(option.shown, value, "refused", option.target)
+        return Entry(option.shown, value, "listed", f"no effect: {unused}" if unused else "no effect with the others")
 
     def _said(self, key: str) -> str:
-        option, value = self._options[key], self._values[key]
-        if self.is_given(key):
+        option, value = self._options[key], self[key]
+        if key in self.given:
             return option.shown if value is True else f"{option.shown} {shown_value(value)}"
-        return "default" if value in (None, "", {}) else f"{option.shown} {shown_value(value)} (default)"
+        return "default" if value in NONE else f"{option.shown} {shown_value(value)} (default)"
+
+
+def processes_text(count: int) -> str:
+    """A number of processes in words."""
+    return f"{count} process{'es' * (count > 1)}"
 
 
 def shown_value(value: Any) -> str:
@@ -239,40 +266,26 @@ def shown_value(value: Any) -> str:
         return " ".join(str(each) for each in value)
     if isinstance(value, dict):
         return " ".join(f"{key}={each}" for key, each in value.items())
-    return "none" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
+    return "none" if value in NONE else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def refusal(conversion: Conversion) -> RecipeError:
-    """What to say of options that are refused."""
-    lines = [f"  {each.option} {shown_value(each.value)}: {each.says}" for each in conversion.refused]
+    """The error for options that are unsupported."""
     names = " ".join(f"--skip {each.option.lstrip('-')}" for each in conversion.refused)
     return RecipeError(
-        "these options change the result, and nothing here does what they do:",
-        *lines,
-        f"Take them out, or convert without them: {names}",
+        "unsupported options that would change the result:",
+        *(f"  {each.option} {shown_value(each.value)}: {each.says}" for each in conversion.refused),
+        f"Remove them, or convert without them: {names}",
     )
 
 
-def check_skipped(table: Table, names: Iterable[str]) -> list[str]:
-    """Keys of the options that the user wants left out.
-
-    Raises:
-        RecipeError: If the trainer has no such option.
-    """
-    keys = []
-    for name in names:
-        option: Option | None = table.find(name)
-        if option is None:
-            raise RecipeError(f"--skip {name}: {table.program} has no such option.")
-        keys.append(option.key)
-    return keys
-
-
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    order = ("seed", "model", "data", "batch", "optimizer", "schedule", "train", "evaluate", "checkpoint", "parallel")
-    first = {name: at for at, name in enumerate(order)}
+    def place(dotted: str) -> tuple[int, bool]:
+        section = dotted.partition(".")[0]
+        return _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), dotted not in _FIRST
+
     tree: dict[str, Any] = {}
-    for dotted in sorted(flat, key=lambda dotted: first.get(dotted.partition(".")[0], len(order))):
+    for dotted in sorted(flat, key=place):
         *path, name = dotted.split(".")
         inner = tree
         for part in path:
@@ -288,18 +301,9 @@ def _rows(tree: Mapping[str, Any], origins: Mapping[str, str], path: str) -> lis
         if isinstance(value, dict) and value:
             rows += [f"{indent}{key}:", *_rows(value, origins, f"{path}{key}.")]
             continue
+        text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+        scalar = text.removesuffix("\n").removesuffix("\n...").strip()
+        row = f"{indent}{key}: {scalar}"
         origin = origins.get(f"{path}{key}", "")
-        row = f"{indent}{key}: {_scalar(value)}"
         rows.append(f"{row:<34}  # {origin}" if origin else row)
     return rows
-
-
-def _scalar(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
-
-
-def _wrapped(lines: Iterable[str], width: int = 116) -> list[str]:
-    import textwrap
-
-    return [part for line in lines for part in (textwrap.wrap(line, width, subsequent_indent="  ") or [""])]

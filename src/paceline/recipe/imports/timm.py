@@ -1,32 +1,35 @@
-"""How does a command line of timm's train.py become a recipe?
+"""Recipes from command lines of timm's train.py.
 
-What train.py does where an option is not given counts as much as what is given: its defaults are not ours, so the
-recipe states them. What changes speed, place or records alone is stated only where it was given.
+What train.py does where an option is not given counts as well: its defaults are not ours, so the recipe states them.
+What changes speed, place or records only is stated where it was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from paceline.errors import RecipeError
-from paceline.plain_yaml import BoundedLoader
 from paceline.recipe.imports.command import Source, read_source
-from paceline.recipe.imports.draft import Conversion, Draft, check_skipped
-from paceline.recipe.imports.options import Given
-from paceline.recipe.imports.timm_data import put_data
-from paceline.recipe.imports.timm_options import TIMM, WRITTEN_BESIDE
-from paceline.recipe.imports.timm_rates import put_optimizer, put_schedule
+from paceline.recipe.imports.draft import Conversion, Draft, processes_text
+from paceline.recipe.imports.table import NONE, Table, read_yaml
 
-SCRIPTS = ("train.py", "legacy_train.py")
-WRAPPERS = ("distributed_train.sh", "legacy_distributed_train.sh")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
-_METRICS = {"top1": "top1_accuracy", "top5": "top5_accuracy", "loss": "loss"}
+TIMM = Table("timm's train.py", "timm.yaml")
+# What args.yaml files hold beside options: what train.py worked out and kept there.
+WRITTEN_BESIDE = ("distributed", "world_size", "rank", "prefetcher", "gpu", "opt_args", "local-rank", "cuda")
+_INTERPOLATIONS = ("bilinear", "bicubic")
+_DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "image_folder", "cifar10": "cifar10"}
+_DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
+_WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
+_OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
+_HELD_OUT = ("validation", "val", "test")
+_STRENGTH = 3  # strengths of RandAugment go to 10 in timm, and to 30 in torchvision's, which is ours
+_OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
+_LONGEST = 20  # cycles of a schedule, and the factor on the length of each
+_MILESTONES = 1000  # falls of a schedule
 
 
 @dataclass(frozen=True)
@@ -44,29 +47,28 @@ class InputSettings:
     image_size: int = 224
     interpolation: str = "bicubic"
     crop: float = 0.875
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
 
-def read_timm(words: Sequence[str]) -> tuple[Source, Given]:
+def read_timm(words: Sequence[str]) -> tuple[Source, dict[str, Any]]:
     """Read what the user gave: a file of arguments, a file with a command, or a command.
 
     Raises:
         RecipeError: If it is none of these, or has what train.py does not know.
     """
-    source = read_source(words, SCRIPTS, WRAPPERS)
+    scripts = ("train.py", "legacy_train.py")
+    source = read_source(words, scripts, ("distributed_train.sh", "legacy_distributed_train.sh"))
     if source.tree is not None:
         return source, TIMM.read_tree(source.tree, WRITTEN_BESIDE)
     given = TIMM.read_words(source.words)
-    if not given.values["config"]:
-        return source, given
-    below = TIMM.read_tree(_arguments(Path(given.values["config"])), WRITTEN_BESIDE)
-    return source, TIMM.read_words(source.words, {key: below.values[key] for key in below.given})
+    below = TIMM.read_tree(read_yaml(Path(given["config"]), "--config"), WRITTEN_BESIDE) if given.get("config") else {}
+    return source, below | given
 
 
 def convert_timm(
     source: Source,
-    given: Given,
+    given: Mapping[str, Any],
     settings: InputSettings,
     *,
     processes: int | None = None,
@@ -78,151 +80,343 @@ def convert_timm(
         source: Where it came from.
         given: The options.
         settings: What the network says of its images.
-        processes: How many processes train, where the source does not say so, or in its place.
+        processes: Number of processes, where the source does not say, or in its place.
         skipped: Names of options to leave out.
 
     Raises:
-        RecipeError: If what the options come to is no recipe.
+        RecipeError: If what the options come to is not a recipe.
     """
-    draft = Draft(TIMM, given, check_skipped(TIMM, skipped))
-    count = processes or source.processes
-    if count is None:
-        draft.assume_one_process("the global batch, and with --lr-base the learning rate, are larger")
-    count = count or 1
-    draft.check_least({"batch_size": 1, "grad_accum_steps": 1, "epochs": 1, "lr_base_size": 1, "warmup_epochs": 0})
+    draft = Draft(TIMM, given, skipped)
+    grows = "the global batch, and with --lr-base the learning rate, are larger"
+    count = draft.count_processes(processes or source.processes, grows)
     batch = draft["batch_size"] * count * draft["grad_accum_steps"]
-    draft.put("seed", draft["seed"], "seed")
-    _put_model(draft)
-    put_data(draft, settings)
-    draft.put("batch.global_size", batch, "batch_size", "grad_accum_steps", note=f"{count} process{'es' * (count > 1)}")
-    draft.put("batch.micro_size", draft["batch_size"], "batch_size")
-    put_optimizer(draft, batch)
-    put_schedule(draft)
+    if not draft["interpolation"] and settings.interpolation not in _INTERPOLATIONS:
+        draft.differ("interpolation", f"bicubic instead of {settings.interpolation}")
+        settings = replace(settings, interpolation="bicubic")
+    conversions: dict[str, Callable[[Any], Any]] = {
+        "epochs": lambda value: _epochs(draft, value),
+        "steps": lambda value: f"{max(1, round(value / draft['grad_accum_steps']))} steps",
+        "channels": lambda value: list(value) * (3 if len(value) == 1 else 1),
+    }
+    draft.convert(conversions, vars(settings) | {"mean": list(settings.mean), "std": list(settings.std)})
+    draft.put("batch.global_size", batch, "batch_size", "grad_accum_steps", note=processes_text(count))
+    for name, value in draft["model_kwargs"].items():
+        draft.put(f"model.options.{name}", value, "model_kwargs")
+    _put_source(draft)
+    _put_channels(draft)
+    _put_augmentation(draft, settings)
+    _put_mixing(draft)
+    _put_optimizer(draft, batch)
+    _put_schedule(draft)
     _put_training(draft, count)
-    _put_running(draft)
     return draft.finish(source.title, count)
 
 
-def _arguments(path: Path) -> Mapping[str, Any]:
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"--config {path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(tree, dict):
-        raise RecipeError(f"--config {path}: found no names with values in it.")
-    return tree
+def _epochs(draft: Draft, count: float) -> str:
+    """A number of train.py's epochs, each of which shows part of the samples `--aug-repeats` times, in epochs here."""
+    number = count / _repeats(draft)
+    return f"{number:.10g} epoch{'s' * (number != 1)}"
 
 
-def _put_model(draft: Draft) -> None:
-    draft.put("model.name", draft["model"], "model")
-    if draft["pretrained"]:
-        draft.switch("model.pretrained", "pretrained")
-    _put_first_weights(draft)
-    # train.py hands this over in any case, and a few networks have another default.
-    draft.option("drop", "drop_rate", draft["drop"])
-    names = {"drop_path": "drop_path_rate", "drop_block": "drop_block_rate", "gp": "global_pool"}
-    names |= {"bn_momentum": "bn_momentum", "bn_eps": "bn_eps"}
-    for key, name in names.items():
-        if draft[key] is not None:
-            draft.option(key, name, draft[key])
-    if draft["drop_connect"] is not None:
-        _put_drop_connect(draft)
-    if draft["bn_tf"]:
-        draft.option("bn_tf", "bn_momentum", 0.01)
-        draft.option("bn_tf", "bn_eps", 1e-3)
-    for name, value in (draft["model_kwargs"] or {}).items():
-        draft.option("model_kwargs", name, value)
-    if draft["channels_last"]:
-        draft.switch("model.channels_last", "channels_last")
-    if draft["grad_checkpointing"]:
-        draft.put("model.activation_checkpointing", "full", "grad_checkpointing")
-    _put_compile(draft)
+def _repeats(draft: Draft) -> int:
+    return max(1, int(draft["aug_repeats"]))
 
 
-def _put_first_weights(draft: Draft) -> None:
-    for key in ("initial_checkpoint", "pretrained_path"):
-        if draft[key]:
-            draft.put("model.initialize_from", draft[key], key)
-            draft.nearly(
-                key, "a safetensors file, a run or a checkpoint of Paceline's: no file is opened that could run code"
-            )
-    if draft["pretrained_path"]:
-        draft.switch("model.initialize_partly", "pretrained_path")
-
-
-def _put_drop_connect(draft: Draft) -> None:
-    if draft["drop_path"] is not None:
-        draft.idle("drop_connect", "--drop-path says it")
-        return
-    draft.option("drop_connect", "drop_path_rate", draft["drop_connect"])
-    draft.nearly("drop_connect", "the old name of --drop-path; train.py of today does nothing with it")
-
-
-def _put_compile(draft: Draft) -> None:
-    if draft["torchcompile"]:
-        draft.switch("model.compile", "torchcompile")
-        draft.put("model.compile_backend", draft["torchcompile"], "torchcompile")
-        if draft["torchcompile_mode"]:
-            draft.put("model.compile_mode", draft["torchcompile_mode"], "torchcompile_mode")
+def _put_source(draft: Draft) -> None:
+    kind, _, name = str(draft["dataset"] or "").partition("/")
+    ours = _DATASETS.get((name if kind == "torch" else kind).lower())
+    draft.put("data.dataset", ours or "image_folder", *(["dataset"] if draft["dataset"] else []))
+    path_key = "data_dir" if draft["data_dir"] else "data"
+    path = draft[path_key]
+    if ours is None:
+        draft.refuse("dataset", "use image_folder, cifar10, webdataset, huggingface or a data set of yours")
+    elif ours == "huggingface":
+        draft.differ("dataset", "data.path must hold it, as `save_to_disk` writes it or as parquet")
+        path = path or name
+        if draft["target_key"]:
+            draft.put("data.label_column", draft["target_key"], "target_key")
+    if path:
+        draft.put("data.path", path, path_key)
     else:
-        draft.idle("torchcompile_mode", "said for --torchcompile")
+        draft.notices.append("the folder of the images is not given: add data.path")
+    if draft["train_split"] != "train":
+        draft.refuse("train_split", "training images are in PATH/train, or in PATH")
+    split = draft["val_split"]
+    if split and split not in _HELD_OUT:
+        draft.refuse("val_split", f"held-out images are in PATH/val or PATH/test; it is {', '.join(_HELD_OUT)}")
+    elif split == "validation" and "val_split" in draft.given:
+        draft.differ("val_split", "rename the folder PATH/validation to PATH/val")
+    if split:
+        draft.put("evaluate.every", _epochs(draft, draft["val_interval"]), "val_interval")
+    else:
+        draft.put("evaluate.every", "off", "val_split")
+
+
+def _put_channels(draft: Draft) -> None:
+    channels, key, mode = draft["in_chans"] or 3, "in_chans", draft["input_img_mode"]
+    if draft["input_size"]:
+        channels, *sides = draft["input_size"]
+        key = "input_size"
+        if len(sides) != 2 or sides[0] != sides[1]:
+            draft.refuse("input_size", "images are square: channels, and the same number twice")
+        else:
+            draft.put("data.image_size", sides[0], "input_size")
+    if channels not in (1, 3):
+        draft.refuse(key, "images have 1 or 3 channels")
+    elif mode and mode != {1: "L", 3: "RGB"}[channels]:
+        draft.refuse("input_img_mode", f"images of {channels} channels are read as {'RGB' if channels == 3 else 'L'}")
+    else:
+        draft.put("data.channels", channels, key, *(["input_img_mode"] if mode else []))
+
+
+def _put_augmentation(draft: Draft, settings: InputSettings) -> None:
+    repeats = draft["aug_repeats"]
+    if repeats and repeats != int(repeats):
+        draft.refuse("aug_repeats", "data.augment.repeats is a whole number")
+    if _repeats(draft) > 1:
+        how = "an epoch shows this many views of every sample: lengths in epochs are divided by it"
+        draft.put("data.augment.repeats", _repeats(draft), "aug_repeats", note=how)
+    if draft["no_aug"]:
+        crop = draft["crop_pct"] or settings.crop
+        if crop != 1:
+            draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
+        return
+    ours = draft.flat.get("data.interpolation")
+    training = draft["train_interpolation"] or ours
+    if training == ours:
+        draft.put("data.interpolation", ours, "interpolation", "train_interpolation")
+    elif training in (*_INTERPOLATIONS, "random"):
+        how = "drawn for each image" if training == "random" else training
+        draft.differ("train_interpolation", f"training images are resized {ours} too; in train.py, {how}")
+        draft.use("train_interpolation", "training images are resized as evaluation images", "listed")
+    else:
+        draft.refuse("train_interpolation", "images are resized bilinear or bicubic")
+    if draft["aa"]:
+        _put_policy(draft, str(draft["aa"]))
+    else:
+        _put_jitter(draft)
+    if draft["reprob"]:
+        draft.put("data.augment.erase", draft["reprob"], "reprob", "remode")
+        draft.put("data.augment.erase_scale", [0.02, 1 / 3], note="as timm erases")
+        draft.put("data.augment.erase_ratio", [0.3, 10 / 3], note="as timm erases")
+        if draft["remode"] != "const":
+            draft.differ("remode", "an erased rectangle becomes the mean instead of noise")
+
+
+def _put_jitter(draft: Draft) -> None:
+    strengths = list(draft["color_jitter"] or [])
+    strengths = strengths * 3 if len(strengths) == 1 else strengths
+    if not any(strengths):
+        return
+    if len(strengths) not in (3, 4):
+        draft.refuse("color_jitter", "it is one strength, or those of brightness, contrast, saturation and hue")
+        return
+    for name, strength in zip(("brightness", "contrast", "saturation", "hue"), strengths, strict=False):
+        draft.put(f"data.augment.jitter.{name}", strength, "color_jitter")
+    if draft["color_jitter_prob"] is not None:
+        draft.put("data.augment.jitter.probability", draft["color_jitter_prob"], "color_jitter_prob")
+
+
+def _put_policy(draft: Draft, policy: str) -> None:
+    kind, *parts = policy.split("-")
+    said = {match[1]: match[2] for part in parts if (match := re.match(r"([a-z]+)(.*)", part))}
+
+    def number(key: str, otherwise: float) -> float:
+        try:
+            found = float(said.get(key) or otherwise)
+        except ValueError:
+            return otherwise
+        return found if math.isfinite(found) else otherwise
+
+    if kind == "rand" and not any(key.startswith("t") or key == "w" for key in said):
+        strength = min(number("m", 10), number("mmax", 10))
+        draft.put("data.augment.policy", "randaugment", "aa")
+        draft.put("data.augment.operations", max(1, int(number("n", 2))), "aa")
+        thirtieths = min(30, round(_STRENGTH * strength))
+        draft.put("data.augment.magnitude", thirtieths, "aa", note=f"{strength:g} of 10, in 30ths")
+        spread = f" and a strength with a spread of {said['mstd']}" if "mstd" in said else ""
+        chance = f"a probability of {number('p', 0.5):g}"
+        draft.differ("aa", f"torchvision's operations, always applied; timm's have {chance}{spread}")
+    elif kind in ("original", "originalr", "v0", "v0r") and not parts:
+        draft.put("data.augment.policy", "autoaugment", "aa")
+        draft.put("data.augment.policy_dataset", "imagenet", "aa")
+        if kind != "original":
+            draft.differ("aa", "the policy published for ImageNet, which is `original`")
+    elif kind == "augmix" and said.keys() <= {"m", "mstd"}:
+        draft.put("data.augment.policy", "augmix", "aa")
+        draft.put("data.augment.severity", min(max(int(number("m", 3)), 1), 10), "aa")
+        draft.differ("aa", "torchvision's AugMix, which draws the strengths of its operations differently")
+    else:
+        draft.refuse("aa", "supported: rand-m…, original, v0 and augmix-m…, without sets, widths or depths")
+
+
+def _put_mixing(draft: Draft) -> None:
+    is_mixed = draft["mixup"] > 0 or draft["cutmix"] > 0
+    if is_mixed:
+        if draft["mixup_mode"] != "batch":
+            draft.refuse("mixup_mode", "data.mix draws once for a step: batch")
+        last, repeats = draft["mixup_off_epoch"], _repeats(draft)
+        if last and last % repeats:
+            draft.refuse("mixup_off_epoch", f"data.mix.epochs is whole, and an epoch here is {repeats} of train.py's")
+        elif last and last < draft["epochs"]:
+            draft.put("data.mix.epochs", last // repeats, "mixup_off_epoch")
+    # train.py looks at --bce-loss only where targets are mixed or smoothed.
+    if draft["bce_loss"] and (is_mixed or draft["smoothing"]):
+        draft.put("train.loss", "bce", "bce_loss")
+        if draft["bce_target_thresh"] is not None:
+            draft.put("train.target_threshold", draft["bce_target_thresh"], "bce_target_thresh")
+    else:
+        draft.put("train.loss", "cross_entropy", "bce_loss")
+
+
+def _put_optimizer(draft: Draft, batch: int) -> None:
+    rule = draft.flat.get("optimizer.name", "")
+    if str(draft["opt"]).lower() == "adam" and draft["weight_decay"]:
+        draft.refuse("opt", "adam decays through its gradient; supported: adamw, or adam without --weight-decay")
+    if draft["lr"]:
+        draft.put("optimizer.lr", draft["lr"], "lr")
+    else:
+        ratio = batch / draft["lr_base_size"]
+        by_root = any(part in str(draft["opt"]).lower() for part in ("ada", "lamb"))
+        if draft["lr_base_scale"] == "sqrt" or (not draft["lr_base_scale"] and by_root):
+            ratio **= 0.5
+        rate = float(f"{draft['lr_base'] * ratio:.12g}")
+        sources = ("lr_base", "lr_base_size", "lr_base_scale")
+        draft.put("optimizer.lr", rate, *sources, note=f"for {batch} samples a step")
+    draft.put("optimizer.decay_norm_and_bias", value=False, note="as train.py leaves out biases and norms")
+    if rule in _WITH_MOMENTUM:
+        draft.put("optimizer.momentum", draft["momentum"], "momentum")
+    for key in ("eps", "betas"):
+        value = draft[f"opt_{key}"]
+        if value not in NONE and f"optimizer.{key}" not in draft.flat:
+            draft.refuse(f"opt_{key}", f"{rule or draft['opt']} has no {key}")
+        elif value not in NONE:
+            draft.put(f"optimizer.{key}", value, f"opt_{key}")
+    own_clip = _OWN_CLIP if rule == "lamb" else None
+    for name, value in draft["opt_kwargs"].items():
+        if name == "max_grad_norm":
+            own_clip = value if rule == "lamb" else None
+        else:
+            draft.put(f"optimizer.{_OPT_KWARGS.get(name, f'options.{name}')}", value, "opt_kwargs")
+    _put_clipping(draft, own_clip)
+
+
+def _put_clipping(draft: Draft, own: float | None) -> None:
+    """Clip as --clip-grad says, and as timm's LAMB does by itself: to a norm of ``own``."""
+    asked, mode = draft["clip_grad"], draft["clip_mode"]
+    if not asked:
+        if own:
+            sources = ["opt_kwargs"] if own != _OWN_CLIP else []
+            draft.put("optimizer.clip_norm", own, *sources, note="of timm's LAMB")
+        return
+    key = {"norm": "clip_norm", "value": "clip_value", "agc": "clip_adaptive"}.get(mode)
+    if key is None:
+        draft.refuse("clip_mode", "supported: norm, value, agc")
+        return
+    if own and mode != "norm":
+        draft.differ("clip_mode", f"timm's LAMB also clips the whole gradient to a norm of {own:g}")
+    draft.put(f"optimizer.{key}", min(asked, own) if own and mode == "norm" else asked, "clip_grad", "clip_mode")
+
+
+def _put_schedule(draft: Draft) -> None:
+    name = str(draft["sched"]).lower()
+    if name in ("step", "multistep"):
+        _put_falls(draft, name)
+    elif name in ("", "none"):
+        draft.put("train.duration", _epochs(draft, draft["epochs"]), "epochs")
+    else:
+        _put_cycles(draft)
+    if name == "poly":
+        draft.put("schedule.power", draft["decay_rate"], "decay_rate")
+    _put_warmup(draft)
+
+
+def _put_warmup(draft: Draft) -> None:
+    length, first, peak = draft["warmup_epochs"], draft["warmup_lr"], draft.flat["optimizer.lr"]
+    if not length:
+        return
+    warmup = _epochs(draft, length)
+    draft.put("schedule.warmup", warmup, "warmup_epochs")
+    if not draft["warmup_prefix"] and length > draft["epochs"]:
+        draft.put_ending(draft.flat["train.duration"], warmup, "warmup_epochs")
+    if first > peak:
+        key = "warmup_lr" if "warmup_lr" in draft.given else "warmup_epochs"
+        draft.refuse(key, f"{first:g} is above the peak {peak:g}")
+    else:
+        draft.put("schedule.warmup_from", float(f"{first / peak:.12g}"), "warmup_lr", note=f"of the peak {peak:g}")
+    if not draft["sched_on_updates"]:
+        draft.differ("sched_on_updates", "the rate moves with every step here; in train.py, at the end of each epoch")
+
+
+def _put_cycles(draft: Draft) -> None:
+    """The run's length, and the restarts of a cosine."""
+    cycles, factor, length = draft["lr_cycle_limit"], draft["lr_cycle_mul"], draft["epochs"]
+    warmup = draft["warmup_epochs"]
+    sources, lasts = ["epochs"], length
+    if cycles > 1:
+        if draft["lr_cycle_decay"] != 1:
+            draft.refuse("lr_cycle_limit", f"each cycle's peak falls by {draft['lr_cycle_decay']:g} (--lr-cycle-decay)")
+        elif str(draft["sched"]).lower() == "poly":
+            draft.refuse("lr_cycle_limit", "a polynomial has no restarts")
+        elif not (1 <= factor <= _LONGEST and cycles <= _LONGEST):
+            draft.refuse("lr_cycle_limit", f"cycles and the factor on their length are at most {_LONGEST}")
+        else:
+            lasts = int(length * cycles) if factor == 1 else int(length * (factor**cycles - 1) / (factor - 1))
+        sources += ["lr_cycle_limit", "lr_cycle_mul", "lr_cycle_decay"]
+        draft.put("schedule.period", _epochs(draft, length), "epochs")
+        draft.put("schedule.period_factor", factor, "lr_cycle_mul")
+    if draft["warmup_prefix"] and warmup:
+        lasts += warmup
+        sources += ["warmup_prefix", "warmup_epochs"]
+    elif warmup:
+        done = min(warmup / length, 1.0)
+        draft.differ("warmup_prefix", f"the fall begins at the peak; in train.py, {done:.2%} of it is over by then")
+    draft.put("train.duration", _epochs(draft, lasts), *sources)
+
+
+def _put_falls(draft: Draft, name: str) -> None:
+    """The falls of `step`, a period apart, or of `multistep`, at milestones."""
+    warmup = draft["warmup_epochs"]
+    begin = warmup if draft["warmup_prefix"] else 0
+    lasts = draft["epochs"] + begin
+    draft.put("train.duration", _epochs(draft, lasts), "epochs", *(["warmup_prefix"] if begin else []))
+    every, by_step = draft["decay_epochs"], draft["sched_on_updates"]
+    if name == "step" and every <= 0:
+        draft.refuse("decay_epochs", "a period is above 0")
+        return
+    if name == "step" and (begin or not warmup) and (by_step or float(every).is_integer()):
+        draft.put("schedule.period", _epochs(draft, every), "decay_epochs")
+        draft.put("schedule.gamma", draft["decay_rate"], "decay_rate")
+        return
+    if name == "step":
+        # train.py counts its falls from the start, and moves the rate where an epoch ends.
+        source, note = "decay_epochs", "where each fall is in effect, counted from the start"
+        ends = [begin + every * number for number in range(1, min(_MILESTONES, math.floor(lasts / every)) + 1)]
+        falls = ends if by_step else [math.ceil(end - 1e-9) for end in ends]
+    else:
+        # timm's falls come one epoch, or one update, before the milestone.
+        source, note = "decay_milestones", "" if by_step else "timm falls an epoch before"
+        falls = [begin + end - (not by_step) for end in draft["decay_milestones"]]
+    within = [_epochs(draft, fall) for fall in falls if 0 < fall < lasts]
+    if not within and name == "multistep":
+        draft.put("schedule.name", "constant", "sched", note="no milestone is reached")
+        return
+    draft.put("schedule.milestones", within, source, note=note)
+    draft.put("schedule.gamma", draft["decay_rate"], "decay_rate")
 
 
 def _put_training(draft: Draft, processes: int) -> None:
     amp = next((key for key in ("amp", "native_amp", "apex_amp") if draft[key]), None)
+    precision = {"float16": "fp16", "bfloat16": "bf16"}.get(draft["amp_dtype"])
     if amp is None:
         draft.put("train.precision", "fp32", "amp")
-        draft.idle("amp_dtype", "said for --amp")
-        draft.nearly(
-            "amp", "train.py multiplies fp32 numbers in TF32 where a GPU can; train.float32_matmul=high does so here"
-        )
-    elif draft["amp_dtype"] in ("float16", "bfloat16"):
-        draft.put("train.precision", "fp16" if draft["amp_dtype"] == "float16" else "bf16", amp, "amp_dtype")
+        draft.differ("amp", "train.py multiplies fp32 numbers in TF32 on GPUs; train.float32_matmul=high does so here")
+    elif precision is None:
+        draft.refuse("amp_dtype", "supported: float16, bfloat16")
     else:
-        draft.refuse("amp_dtype", "it is float16 or bfloat16")
+        draft.put("train.precision", precision, amp, "amp_dtype")
     if draft["model_ema"]:
         draft.put("train.ema", draft["model_ema_decay"], "model_ema", "model_ema_decay")
-        draft.nearly("model_ema", "the average here follows faster at first, by (1 + t) / (10 + t) after t steps")
-        if draft["model_ema_warmup"]:
-            draft.put("train.ema", draft["model_ema_decay"], "model_ema", "model_ema_decay", "model_ema_warmup")
-    else:
-        draft.idle("model_ema_decay", "said for --model-ema")
-        draft.idle("model_ema_warmup", "said for --model-ema")
+        draft.differ("model_ema", "the average follows faster at first, by (1 + t) / (10 + t) after t steps")
     if processes > 1 and draft["dist_bn"] != "broadcast":
-        says = "BatchNorm's statistics are those of the first process when they are scored or saved, and no mean"
-        draft.nearly("dist_bn", says)
-    draft.use("dist_bn", "BatchNorm's statistics are those of the first process when they are scored or saved")
-
-
-def _put_running(draft: Draft) -> None:
-    steps = max(1, round(draft["log_interval"] / draft["grad_accum_steps"]))
-    draft.put_given("telemetry.log_every", f"{steps} steps", "log_interval")
-    if draft["log_wandb"]:
-        draft.put("telemetry.trackers", ["tensorboard", "wandb"], "log_wandb")
-    draft.put_given("data.workers", draft["workers"], "workers")
-    draft.put_given("evaluate.batch_size", draft["validation_batch_size"], "validation_batch_size")
-    draft.put_given("checkpoint.keep", draft["checkpoint_hist"], "checkpoint_hist", note="the newest, and the best")
-    if draft["recovery_interval"]:
-        steps = max(1, round(draft["recovery_interval"] / draft["grad_accum_steps"]))
-        draft.put("checkpoint.every", f"{steps} steps", "recovery_interval")
-    _put_device(draft)
-    _put_metric(draft)
-
-
-def _put_device(draft: Draft) -> None:
-    device = str(draft["device"]).partition(":")[0]
-    if device not in _DEVICES:
-        draft.refuse("device", f"it is {', '.join(_DEVICES)}")
-    elif device == "cuda":
-        # Its default, also in the files of those who train elsewhere.
-        draft.use("device", "parallel.device=auto, which takes a GPU where there is one")
-    else:
-        draft.put("parallel.device", device, "device")
-
-
-def _put_metric(draft: Draft) -> None:
-    metric = _METRICS.get(draft["eval_metric"])
-    if metric is None:
-        draft.refuse("eval_metric", f"it is {', '.join(_METRICS)}")
-    elif draft["val_split"]:
-        draft.put_given("evaluate.metric", metric, "eval_metric")
+        draft.differ("dist_bn", "the first process's BatchNorm statistics are evaluated and saved, not their mean")

@@ -88,12 +88,13 @@ def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
 
 
 def _shown_small(data: Data) -> Data:
-    sides = data.boxes.short_sides
+    sides = data.detection.short_sides
     if sides is None:
         return data
     shorter = tuple(sorted({min(each, _SHORT_SIDE) for each in sides}))
     return replace(
-        data, boxes=replace(data.boxes, short_sides=shorter, long_side=min(data.boxes.long_side, _LONG_SIDE))
+        data,
+        detection=replace(data.detection, short_sides=shorter, long_side=min(data.detection.long_side, _LONG_SIDE)),
     )
 
 

@@ -185,19 +185,19 @@ def test_by_order_is_as_it_was(folder: Path) -> None:
 def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept" / "photos.split"
     with pytest.raises(DataError, match=r"there is no folder '.*kept' for the split file .*: make it, or correct"):
-        opened(folder, split_file=str(file))
+        opened(folder, saved_split=str(file))
     file.parent.mkdir()
-    before = opened(folder, split_file=str(file))
+    before = opened(folder, saved_split=str(file))
     assert "keeps it from now on, written now: " in before.reasons["validation"]
     (tmp_path / "plain").write_text("")
     assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert names(before.validation) == names(opened(folder).validation)
     content = file.read_bytes()
-    assert opened(folder, split_file=str(file)).digest == before.digest
+    assert opened(folder, saved_split=str(file)).digest == before.digest
     insert_first(folder)
     add_a_class(folder)
     (folder / "cow" / "06.png").unlink()
-    after = opened(folder, split_file=str(file))
+    after = opened(folder, saved_split=str(file))
     assert file.read_bytes() == content
     assert names(before.validation) - {"cow/06.png"} <= names(after.validation)
     assert not names(before.train) & names(after.validation)
@@ -210,35 +210,35 @@ def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(("gone", "side"), [("validation", "held-out"), ("train", "training")])
 def test_a_split_whose_one_side_has_gone_is_refused(folder: Path, tmp_path: Path, gone: str, side: str) -> None:
     file = tmp_path / "a.split"
-    for name in names(getattr(opened(folder, split_file=str(file)), gone)):
+    for name in names(getattr(opened(folder, saved_split=str(file)), gone)):
         (folder / name).unlink()
     with pytest.raises(DataError, match=rf"is a {side} one by the split file .*: restore the images, or"):
-        opened(folder, split_file=str(file))
+        opened(folder, saved_split=str(file))
 
 
 def test_split_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "a.split"
-    opened(folder, split_file=str(file))
+    opened(folder, saved_split=str(file))
     with pytest.raises(RecipeError, match=r"validation_fraction=0.5, but the split file .* was written with 0.2"):
-        opened(folder, split_file=str(file), validation_fraction=0.5)
+        opened(folder, saved_split=str(file), validation_fraction=0.5)
     with pytest.raises(DataError, match=r"knows none of the 1,797 images, the first of which is 'digits\[0\]'"):
-        open_dataset(Data(dataset="digits", split_file=str(file)))
+        open_dataset(Data(dataset="digits", saved_split=str(file)))
     file.write_bytes(file.read_bytes().replace(b"validation\tant", b"train\tant", 1))
     with pytest.raises(DataError, match="has been changed since it was written"):
-        opened(folder, split_file=str(file))
+        opened(folder, saved_split=str(file))
     file.write_text("train\tx\n")
     with pytest.raises(DataError, match="is no split file of Paceline's"):
-        opened(folder, split_file=str(file))
+        opened(folder, saved_split=str(file))
     with pytest.raises(DataError, match="cannot be written"):
-        opened(folder, split_file="/proc/self/a.split")
+        opened(folder, saved_split="/proc/self/a.split")
 
 
 def test_names_of_any_bytes_survive_a_split_file(folder: Path, tmp_path: Path) -> None:
     for name in ("new\nline.png", "back\\slash\\n.png", "tab\t.png"):
         add(folder, f"ant/{name}")
     file = tmp_path / "odd.split"
-    before = opened(folder, split_file=str(file))
-    after = opened(folder, split_file=str(file))
+    before = opened(folder, saved_split=str(file))
+    after = opened(folder, saved_split=str(file))
     assert names(before.validation) == names(after.validation)
     assert "does not know" not in after.reasons["validation"]
 
@@ -251,7 +251,7 @@ def test_what_has_a_split_of_its_own_has_no_other(folder: Path) -> None:
         add(folder.parent / "own" / "val" / name, "x.png")
     found = opened(folder.parent / "own", split_by="name")
     assert (
-        found.reasons["split_by"] == found.reasons["split_file"] == "the data has a split of its own, the folder val/"
+        found.reasons["split_by"] == found.reasons["saved_split"] == "the data has a split of its own, the folder val/"
     )
     assert len(found.validation) == 3
 

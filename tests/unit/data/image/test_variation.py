@@ -24,7 +24,7 @@ ASKED: dict[str, tuple[Augment, Any]] = {
     ),
     "trivialaugment": (Augment(policy="trivialaugment"), v2.TrivialAugmentWide(interpolation=BILINEAR, fill=FILL)),
     "autoaugment": (
-        Augment(policy="autoaugment", learned_on="cifar10"),
+        Augment(policy="autoaugment", policy_dataset="cifar10"),
         v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10, interpolation=BILINEAR, fill=FILL),
     ),
     "augmix": (Augment(policy="augmix", severity=5), v2.AugMix(5, interpolation=BILINEAR, fill=FILL)),

@@ -1,4 +1,4 @@
-"""Are other trainers' command lines read as argparse reads them, and files of arguments too?"""
+"""Command lines and argument files of other trainers are read as argparse reads them."""
 
 from __future__ import annotations
 
@@ -9,96 +9,95 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.imports.command import read_source
-from paceline.recipe.imports.options import Table, options
+from paceline.recipe.imports.table import Table
 
-TABLE = Table(
-    "their trainer",
-    options(
-        "mapped",
-        (
-            ("data", "text", None, "a"),
-            ("-b --batch-size", "int", 128, "b"),
-            ("--lr", "float", None, "c"),
-            ("--lr-base", "float", 0.1, "c"),
-            ("--betas", "floats", None, "d"),
-            ("--amp", "switch", False, "e"),
-            ("--model-kwargs", "pairs", {}, "f"),
-            ("--decay-rate --dr", "float", 0.1, "g"),
-        ),
-    )
-    + options("listed", (("--output", "text", "", "h"),)),
-)
+ROWS = """
+data: {text: null, rule: a}
+-b --batch-size: {int: 128, least: 1, rule: b}
+--lr: {float: null, rule: c}
+--lr-base: {float: 0.1, rule: c}
+--betas: {floats: null, rule: d}
+--amp: {switch: false, rule: e}
+--model-kwargs: {pairs: {}, rule: f}
+--decay-rate --dr: {float: 0.1, rule: g}
+--output: {text: '', no_effect: h}
+"""
 
 
-def test_words_are_read_as_argparse_reads_them() -> None:
-    typed = "/data -b64 --lr=-1e-3 --betas 0.9 .95 --amp --model-kwargs size=3 kind=big pair=(1,2) --dr .5"
-    given = TABLE.read_words([*typed.split(), "--output", "${1:-x}"])
-    values = given.values
-    assert (values["data"], values["batch_size"], values["lr"], values["betas"]) == ("/data", 64, -1e-3, [0.9, 0.95])
-    assert (values["amp"], values["decay_rate"], values["lr_base"]) == (True, 0.5, 0.1)
-    assert values["model_kwargs"] == {"size": 3, "kind": "big", "pair": [1, 2]}
-    assert given.given == ("data", "batch_size", "lr", "betas", "amp", "model_kwargs", "decay_rate", "output")
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    path = tmp_path_factory.mktemp("table") / "their.yaml"
+    path.write_text(ROWS)
+    return Table("their trainer", path)
+
+
+def test_words_are_read_as_argparse_reads_them(table: Table) -> None:
+    typed = "-b64 --lr=-1e-3 --betas 0.9 .95 --amp --model-kwargs size=3 kind=big pair=(1,2) --dr .5"
+    given = table.read_words(["/data", *typed.split(), "--output", "${1:-x}"])
+    assert given == {
+        "data": "/data",
+        "batch_size": 64,
+        "lr": -1e-3,
+        "betas": [0.9, 0.95],
+        "amp": True,
+        "model_kwargs": {"size": 3, "kind": "big", "pair": [1, 2]},
+        "decay_rate": 0.5,
+        "output": "${1:-x}",
+    }
+    assert list(given)[:3] == ["data", "batch_size", "lr"]
 
 
 @pytest.mark.parametrize("word", ["--batch", "--ba", "--batch-size"])
-def test_a_beginning_that_is_only_one_options_is_that_option(word: str) -> None:
-    assert TABLE.read_words([word, "7"]).values["batch_size"] == 7
+def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) -> None:
+    assert table.read_words([word, "7"]) == {"batch_size": 7}
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--bacth-size", "3"], "has no option '--bacth-size' (Did you mean '--batch-size'?)"),
-        (["--l", "3"], "has no option '--l'"),
+        (["--l", "3"], "ambiguous option: --l could match --lr, --lr-base"),
         (["/data", "more"], "has no option 'more'"),
-        (["--lr", "fast"], "found --lr fast, but their trainer takes a number there"),
-        (["-b", "2.5"], "found --batch-size 2.5, but their trainer takes a whole number there"),
-        (["--lr", "nan"], "takes a number there"),
-        (["--lr"], "--lr of their trainer is given without a value"),
-        (["--lr", "$LR"], "what a shell fills in is not known here"),
-        (["/data", "$FLAGS"], "what a shell fills in is not known here"),
+        (["--lr", "fast"], "their trainer: --lr: found fast, but it takes a number"),
+        (["-b", "2.5"], "-b/--batch-size: found 2.5, but it takes a whole number"),
+        (["-b", "0"], "found 0, but it is at least 1"),
+        (["--lr", "nan"], "takes a number"),
+        (["--lr"], "--lr: expected one argument"),
+        (["--lr", "$LR"], "shell variables are not known here"),
+        (["/data", "$FLAGS"], "shell variables are not known here"),
         (["--model-kwargs", "size"], "takes KEY=VALUE"),
     ],
 )
-def test_what_does_not_fit_is_named(words: list[str], says: str) -> None:
+def test_what_does_not_fit_is_named(table: Table, words: list[str], says: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        TABLE.read_words(words)
+        table.read_words(words)
     assert says in str(caught.value)
 
 
-def test_a_file_of_arguments_gives_what_is_not_the_default() -> None:
-    given = TABLE.read_tree(
-        {"batch_size": 128, "lr": 0.5, "lr_base": 0.1, "betas": None, "amp": True, "world": 2}, ["world"]
-    )
-    assert given.given == ("lr", "amp")
-    assert given.values["batch_size"] == 128
+def test_a_file_of_arguments_gives_what_is_not_the_default(table: Table) -> None:
+    tree = {"batch_size": 128, "lr": 0.5, "lr_base": 0.1, "betas": None, "amp": True, "model_kwargs": {"a": "7"}}
+    assert table.read_tree({**tree, "world": 2}, ["world"]) == {"lr": 0.5, "amp": True, "model_kwargs": {"a": "7"}}
     with pytest.raises(RecipeError, match="no option 'wrold'"):
-        TABLE.read_tree({"wrold": 1})
+        table.read_tree({"wrold": 1})
 
 
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"amp": "yes"}, "takes true or false there"),
-        ({"lr": True}, "takes a number there"),
-        ({"lr": [1]}, "takes a number there"),
-        ({"batch_size": None}, "found batch_size: None, but their trainer takes a whole number there"),
-        ({"batch_size": 2.5}, "takes a whole number there"),
-        ({"data": 5}, "takes text there"),
-        ({"betas": ["x"]}, "takes a number there"),
-        ({"model_kwargs": ["x"]}, "takes names with values there"),
+        ({"amp": "yes"}, "it takes true or false"),
+        ({"lr": True}, "it takes a number"),
+        ({"lr": [1]}, "it takes one value"),
+        ({"batch_size": None}, "found batch_size: null, but it takes a value"),
+        ({"batch_size": 2.5}, "it takes a whole number"),
+        ({"betas": ["x"]}, "it takes a number"),
+        ({"model_kwargs": ["x"]}, "it takes KEY=VALUE"),
         ({3: 1}, "no option '3'"),
     ],
 )
-def test_a_files_values_must_be_of_their_kind(tree: dict[Any, Any], says: str) -> None:
+def test_a_files_values_must_be_of_their_kind(table: Table, tree: dict[Any, Any], says: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        TABLE.read_tree(tree)
+        table.read_tree(tree)
     assert says in str(caught.value)
-
-
-def test_words_are_laid_over_defaults_of_a_file() -> None:
-    given = TABLE.read_words(["--lr", "3"], {"lr": 1.0, "amp": True})
-    assert (given.values["lr"], given.values["amp"], given.given) == (3.0, True, ("lr", "amp"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Do presets and command lines of NVIDIA's ConvNets trainer become recipes? Does the guide say what the code does?"""
+"""Presets and command lines of NVIDIA's ConvNets trainer become recipes; the guide says what the code does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.imports.draft import Conversion, refusal
-from paceline.recipe.imports.nvidia import convert_nvidia, read_nvidia
-from paceline.recipe.imports.nvidia_options import LAUNCH, MAIN, ROWS
-from paceline.recipe.imports.nvidia_presets import MODELS, MODES, platforms
+from paceline.recipe.imports.nvidia import LAUNCH, PRESETS, convert_nvidia, read_nvidia
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 
@@ -21,7 +19,12 @@ ROOT = Path(__file__).parents[4]
 GUIDE = ROOT / "docs" / "guide" / "from-nvidia-convnets.md"
 THEIR_TABLE = ROOT.parent / "shared" / "tables" / "nvidia_convnets_options.csv"
 TRAINED = ("resnet50", "resnext101-32x4d", "se-resnext101-32x4d", "efficientnet-b0", "efficientnet-b4")
-PRESETS = [(model, *place) for model in TRAINED for place in platforms(model)]
+TRAINED_ON = [
+    (model, platform, precision)
+    for model in TRAINED
+    for platform, precisions in PRESETS["sizes"][PRESETS["models"][model]["sizes"]].items()
+    for precision in precisions
+]
 
 
 def convert(command: str, **rest: object) -> Conversion:
@@ -47,7 +50,7 @@ def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize(("model", "platform", "precision"), PRESETS)
+@pytest.mark.parametrize(("model", "platform", "precision"), TRAINED_ON)
 def test_a_preset_converts_loads_and_plans(model: str, platform: str, precision: str, tmp_path: Path) -> None:
     conversion = convert(launch(model, platform, precision))
     assert conversion.refused == ()
@@ -58,7 +61,7 @@ def test_a_preset_converts_loads_and_plans(model: str, platform: str, precision:
     assert str(loaded.recipe.train.duration) == ("250 epochs" if model.startswith(("res", "se-")) else "400 epochs")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PRESETS["modes"])
 def test_a_mode_trains_or_is_refused(mode: str, tmp_path: Path) -> None:
     conversion = convert(launch("resnet50", "DGXA100", "AMP", mode))
     if mode in ("evaluate", "benchmark_inference"):
@@ -73,7 +76,7 @@ def test_a_mode_trains_or_is_refused(mode: str, tmp_path: Path) -> None:
 
 
 def test_models_that_timm_does_not_have_are_refused() -> None:
-    for model in set(MODELS) - set(TRAINED):
+    for model in set(PRESETS["models"]) - set(TRAINED):
         conversion = convert(launch(model, "DGXA100", "AMP"))
         assert [each.option for each in conversion.refused] == ["--arch"], model
 
@@ -130,7 +133,7 @@ def test_beginnings_of_options_are_read_as_their_scripts_have_them(tmp_path: Pat
     )
     recipe = load(convert(command), tmp_path).recipe
     assert (recipe.optimizer.momentum, recipe.data.workers, str(recipe.train.until)) == (0.875, 5, "30 epochs")
-    with pytest.raises(RecipeError, match="what a shell fills in"):
+    with pytest.raises(RecipeError, match="shell variables are not known"):
         convert(f"{command} $FLAGS")
 
 
@@ -214,66 +217,27 @@ def guide_rows() -> list[tuple[str, str, str]]:
     return rows
 
 
-def test_the_guide_says_what_the_code_says() -> None:
-    assert guide_rows() == [(row.file, row.names, row.here) for row in ROWS]
-    assert len(ROWS) == 77
+READ = ("main.py", "resnet.py", "efficientnet.py", "model.py", "launch.py")
+OLDER = "--model-config"
 
 
-def test_every_option_of_theirs_is_in_exactly_one_class() -> None:
-    seen = Counter((row.file, row.names) for row in ROWS)
-    assert set(seen.values()) == {1}
-    assert all(row.place in ("mapped", "listed", "refused") and row.here for row in ROWS)
-    for table in (MAIN, LAUNCH):
-        keys = [option.key for option in table.options]
-        assert len(keys) == len(set(keys))
-
-
-def test_a_mapped_rows_keys_are_those_that_are_set() -> None:
-    """The keys that the guide names for an option are among those its conversion sets."""
-    samples = {"int": "7", "float": "0.7", "text": "x", "switch": ""}
-    chosen = {
-        "--interpolation": "bicubic",
-        "--lr-schedule": "cosine",
-        "--optimizer": "rmsprop",
-        "--memory-format": "nhwc",
-    }
-    chosen |= {
-        "--gpu-affinity": "socket_single",
-        "--augmentation": "autoaugment",
-        "--end-lr": "0.7 --lr-schedule cosine",
-    }
-    chosen |= {
-        "--nesterov": "--nesterov",
-        "--data-backend": "dali-cpu",
-        "--static-loss-scale": "7 --amp",
-        "--arch": "resnet50",
-    }
-    chosen |= {"--optimizer-batch-size": "512", "--rmsprop-alpha": "0.7 --optimizer rmsprop", "--topk": "7"}
-    chosen |= {"--rmsprop-eps": "0.7 --optimizer rmsprop", "--last_bn_0_init": "True"}
-    for row in ROWS:
-        if row.file not in ("main.py", "resnet.py", "model.py") or row.place != "mapped":
-            continue
-        option = MAIN.find(row.names.split()[0] if row.names.startswith("--") else row.names.split()[-1])
-        assert option is not None
-        typed = "/d" if row.names == "data" else f"{option.shown} {chosen.get(option.shown, samples[row.kind])}"
-        conversion = convert(f"main.py {typed}")
-        entry = next(each for each in conversion.entries if each.option == option.shown)
-        named = {key.split("=")[0] for key in re.findall(r"`((?:[a-z]+\.)[a-z_.]+(?:=[^`]*)?)`", row.here)} - {
-            "summary.json"
-        }
-        if row.names == "--prof":
-            named -= {"telemetry.profile.steps"}  # which goes on afterwards
-        if row.names == "--image-size":
-            named -= {"data.evaluation_size"}  # auto is the same
-        if row.names == "--data-backend":
-            named |= {"data.decode_on"}
-        assert entry.place == "mapped", row.names
-        for key in named or {row.here.strip("`")}:
-            assert any(each.startswith(key) for each in re.split(r", |: ", entry.says)), (row.names, entry.says)
+def test_the_guide_names_what_the_code_maps() -> None:
+    """The guide has a row for every option, and the keys that the table sets are in it."""
+    told: dict[str, str] = {}
+    for file, names, here in guide_rows():
+        if file in READ:
+            option = LAUNCH.find(names.split()[-1])
+            assert option is not None, names
+            told[option.key] = told.get(option.key, "") + here
+    assert told.keys() == LAUNCH.options.keys() - {OLDER.lstrip("-").replace("-", "_")}
+    for option in LAUNCH.options.values():
+        if option.fate in ("key", "if_changed", "if_given") and option.shown != OLDER:
+            key = option.target.removeprefix("model.options.").removesuffix(".init_scale")
+            assert key in told[option.key] or key.rpartition(".")[2] in told[option.key], option.shown
 
 
 @pytest.mark.skipif(not THEIR_TABLE.is_file(), reason="the table of their options is not on this machine")
-def test_the_rows_are_those_of_their_programs() -> None:
+def test_the_guides_rows_are_those_of_their_programs() -> None:
     with THEIR_TABLE.open(encoding="utf-8") as lines:
         theirs = [(Path(line["file"]).name, line["flags"]) for line in csv.DictReader(lines)]
-    assert Counter(theirs) == Counter((row.file, row.names) for row in ROWS)
+    assert Counter(theirs) == Counter((file, names) for file, names, _ in guide_rows())

@@ -1,4 +1,4 @@
-"""Does a converted recipe move rates and weights as timm itself does? Held to timm's own schedulers and optimizers."""
+"""A converted recipe moves rates and weights as timm's own schedulers and optimizers do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.optim.build import build_optimizer
 from paceline.optim.schedules import LearningRate
-from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
+from paceline.recipe.imports.timm import TIMM, InputSettings, convert_timm, read_timm
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.plan import DataFacts, MachineFacts, make_plan
 from paceline.recipe.schema import Recipe
@@ -28,7 +28,8 @@ def both(words: str) -> tuple[Namespace, Recipe]:
     conversion = convert_timm(source, given, InputSettings())
     assert conversion.refused == ()
     recipe = stored_recipe(conversion.tree, "the test")
-    return Namespace(**{**given.values, "lr": recipe.optimizer.lr}), recipe
+    defaults = {key: option.default for key, option in TIMM.options.items()}
+    return Namespace(**{**defaults, **given, "lr": recipe.optimizer.lr}), recipe
 
 
 def rates_of_timm(asked: Namespace) -> list[float]:

@@ -16,7 +16,7 @@ from paceline.trainer.fake_batch import with_stand_in_data
 
 @pytest.mark.parametrize(("sides", "shown_side"), [([640, 800], 128), ([64], 64)])
 def test_pictures_of_a_detector_are_shown_small(sides: list[int], shown_side: int) -> None:
-    overrides = {"model.name": "small_retinanet", "data.boxes.short_sides": sides}
+    overrides = {"model.name": "small_retinanet", "data.detection.short_sides": sides}
     recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", overrides).recipe)
     shown: set[tuple[int, ...]] = set()
 

@@ -1,0 +1,278 @@
+"""Options of another trainer: a table, and how words or a file of arguments set them.
+
+A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of these says what becomes of it:
+
+    key: KEY          the recipe's KEY gets its value, or its default
+    if_changed: KEY   the same, if its value is not the default
+    if_given: KEY     the same, if it was given: changes speed, place or records, but no result
+    rule: KEYS        converted by the importer's code; KEYS is for the reader
+    no_effect: WHY    has no equivalent and needs none
+    unsupported: WHY  would change the result, and nothing here does that
+
+Further fields: `values` maps its values to ours, or to several keys with theirs; other values are unsupported. `also`
+are keys that it sets besides, `as` names a conversion of the importer's, `otherwise` the importer's value for an option
+without one. `needs` and `unless` are conditions on other options, without or with which it has no effect: `amp`,
+`sched=step`, alternatives with `|`, several with blanks. `differs` says what is not identical here, `least` is the
+smallest number it takes, `bare` its value without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast, get_args
+
+import yaml
+
+from paceline.errors import RecipeError, did_you_mean
+from paceline.plain_yaml import BoundedLoader
+
+Fate = Literal["key", "if_changed", "if_given", "rule", "no_effect", "unsupported"]
+_SEVERAL = ("ints", "floats", "texts", "pairs")
+NONE: tuple[object, ...] = (None, "", [], {})
+"""Values of an option that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One row of a table: see the module's docstring.
+
+    Attributes:
+        names: As typed, with dashes; a positional argument has none.
+        kind: switch, int, float, text, text_or_bare, or several of them: ints, floats, texts, pairs (KEY=VALUE).
+        default: Value where it is not given.
+        fate: What becomes of it.
+        target: The recipe's key, or the reason.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    default: Any
+    fate: Fate
+    target: str
+    values: Mapping[Any, Any] | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+    conversion: str = ""
+    otherwise: str = ""
+    differs: str = ""
+    needs: str = ""
+    unless: str = ""
+    least: float = -math.inf
+    bare: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Its first long name."""
+        return next((name for name in self.names if name.startswith("--")), self.names[0])
+
+    @property
+    def key(self) -> str:
+        """Its name in a file of arguments."""
+        return _plain(self.shown)
+
+    def arguments(self) -> dict[str, Any]:
+        """What :meth:`argparse.ArgumentParser.add_argument` is given."""
+        if self.kind == "switch":
+            return {"action": "store_true", "default": argparse.SUPPRESS}
+        if self.kind == "text_or_bare":
+            return {"nargs": "?", "const": self.bare, "type": self.read}
+        return {"nargs": "*" if self.kind in _SEVERAL else None, "type": self.read}
+
+    def read(self, word: str) -> Any:
+        """The value of one word.
+
+        Raises:
+            argparse.ArgumentTypeError: If it is not of the option's kind.
+        """
+        if "$" in word and self.fate != "no_effect":
+            raise argparse.ArgumentTypeError(f"found {word}, but shell variables are not known here; write the value")
+        base = self.kind.removesuffix("s")
+        if base == "pair":
+            return _pair(word)
+        if base not in ("int", "float"):
+            return word
+        try:
+            number = float(word)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or (base == "int" and not number.is_integer()):
+            rule = "a whole number" if base == "int" else "a number"
+            raise argparse.ArgumentTypeError(f"found {word}, but it takes {rule}")
+        if number < self.least:
+            raise argparse.ArgumentTypeError(f"found {word}, but it is at least {self.least}")
+        return int(number) if base == "int" else number
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse that reports to our caller, without a usage message or an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{self.prog}: {message.removeprefix('argument ')}.")
+
+
+class Table:
+    """All options of a program.
+
+    Args:
+        program: Its name, for messages.
+        file: The table's file, in this folder unless it is a whole path.
+        without: Keys of options to leave out.
+    """
+
+    def __init__(self, program: str, file: str | Path, without: Iterable[str] = ()) -> None:
+        self.program = program
+        rows = yaml.safe_load((Path(__file__).parent / file).read_text(encoding="utf-8"))
+        options = (_option(names, row) for names, row in rows.items())
+        self.options = {option.key: option for option in options if option.key not in set(without)}
+        self._keys = {_plain(name): option.key for option in self.options.values() for name in option.names}
+
+    def find(self, name: str) -> Option | None:
+        """The option of a name, with or without its dashes, or None."""
+        key = self._keys.get(_plain(name))
+        return None if key is None else self.options[key]
+
+    def read_words(self, words: Sequence[str]) -> dict[str, Any]:
+        """The options that the words of a command set, by their keys. Read as argparse does.
+
+        Raises:
+            RecipeError: Naming every word that is not an option, or the first value that does not fit.
+        """
+        parser = _Parser(prog=self.program, add_help=False, argument_default=argparse.SUPPRESS)
+        for option in self.options.values():
+            if option.shown.startswith("-"):
+                parser.add_argument(*option.names, dest=option.key, **option.arguments())
+        found, extra = parser.parse_known_args(list(words))
+        positional, unknown = _split_extra(extra)
+        places = [option for option in self.options.values() if not option.shown.startswith("-")]
+        self._refuse([*unknown, *positional[len(places) :]])
+        given: dict[str, Any] = {}
+        for option, word in zip(places, positional, strict=False):
+            self._refuse([word] if "$" in word else [])
+            given[option.key] = word
+        for key, value in vars(found).items():
+            given[key] = dict(value) if self.options[key].kind == "pairs" else value
+        return given
+
+    def read_tree(self, tree: Mapping[str, Any], ignored: Iterable[str] = ()) -> dict[str, Any]:
+        """The options that a file of arguments sets to something else than their default, by their keys.
+
+        Args:
+            tree: Keys and values.
+            ignored: Keys that trainers write into such files and that are not options.
+
+        Raises:
+            RecipeError: Naming every key that is not an option, or the first value that does not fit.
+        """
+        known = {str(key): self.find(str(key)) for key in tree if str(key) not in set(ignored)}
+        self._refuse([key for key, option in known.items() if option is None])
+        words: list[str] = []
+        positional: dict[str, Any] = {}
+        for key, option in known.items():
+            assert option is not None
+            if option.shown.startswith("-"):
+                words += _as_words(option, tree[key])
+            elif tree[key] is not None:
+                positional[option.key] = str(tree[key])
+        given = positional | self.read_words(words)
+        return {key: value for key, value in given.items() if not _is_same(value, self.options[key].default)}
+
+    def _refuse(self, words: Sequence[str]) -> None:
+        """Refuse what is not an option."""
+        if not words:
+            return
+        names = [name for option in self.options.values() for name in option.names]
+        listed = "; ".join(
+            f"'{word}'{f' ({hint})' if (hint := did_you_mean(word, names).strip()) else ''}" for word in words
+        )
+        if any("$" in word for word in words):
+            raise RecipeError(f"found {listed}, but shell variables are not known here; write the command with values.")
+        raise RecipeError(
+            f"{self.program} has no {'options' if len(words) > 1 else 'option'} {listed}; remove it, and set our "
+            "equivalent in the recipe."
+        )
+
+
+def read_yaml(path: Path, option: str) -> Mapping[str, Any]:
+    """A file of names and values that an option names.
+
+    Raises:
+        RecipeError: If it is not one.
+    """
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{option} {path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{option} {path}: found no names with values in it.")
+    return tree
+
+
+def _option(names: str, row: Mapping[str, Any]) -> Option:
+    fields = dict(row)
+    kind = next(iter(fields))
+    default = fields.pop(kind)
+    fate = cast(Fate, next(name for name in get_args(Fate) if name in fields))
+    target, conversion = str(fields.pop(fate)), fields.pop("as", "")
+    return Option(
+        names=tuple(names.split()),
+        kind=kind,
+        default=default,
+        fate=fate,
+        target=target,
+        conversion=conversion,
+        **fields,
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    key, equals, text = word.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"found {word}, but it takes KEY=VALUE")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return key, text
+    return key, list(value) if isinstance(value, tuple) else value
+
+
+def _split_extra(extra: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words that no option took, as positional arguments and unknown options; the values of the latter are left out."""
+    positional: list[str] = []
+    unknown: list[str] = []
+    after_unknown = False
+    for word in extra:
+        if word.startswith("-"):
+            after_unknown = word != "--"
+            unknown += [word] if after_unknown else []
+        elif not after_unknown:
+            positional.append(word)
+    return positional, unknown
+
+
+def _as_words(option: Option, value: Any) -> list[str]:
+    """A value of a file of arguments, as one would type it."""
+    if option.kind == "switch":
+        if not isinstance(value, bool):
+            raise RecipeError(f"found {option.key}: {value!r}, but it takes true or false.")
+        return [option.shown] if value else []
+    if option.kind in _SEVERAL:
+        pairs = [f"{key}={each!r}" for key, each in value.items()] if isinstance(value, dict) else None
+        several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        return [option.shown, *(pairs if pairs is not None else map(str, several))]
+    if value is None and option.default not in NONE:
+        raise RecipeError(f"found {option.key}: null, but it takes a value.")
+    if isinstance(value, dict | list):
+        raise RecipeError(f"found {option.key}: {value!r}, but it takes one value.")
+    return [] if value is None else [f"{option.shown}={value}"]
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return bool(value == default) or (value in NONE and default in NONE)
