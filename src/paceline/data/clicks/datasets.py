@@ -13,7 +13,8 @@ from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import LeftOut, visible
 from paceline.recipe.clicks import Clicks
 from paceline.recipe.data import Data
-from paceline.references import is_reference, load_reference
+from paceline.references import is_reference
+from paceline.registry import installed, load
 
 _ROWS_PER_VALUE, _SMALLEST_TABLE = 8, 1024
 # Of Criteo's Kaggle Display Advertising Challenge, as DLRM's authors count them.
@@ -34,12 +35,12 @@ def open_clicks(data: Data) -> ClickDataset:
     opener = _OPENERS.get(data.dataset)
     if opener is not None:
         return opener(data)
-    if not is_reference(data.dataset):
+    if not is_reference(data.dataset) and data.dataset not in installed("datasets"):
         raise DataError(
             f"data.dataset is {data.dataset!r}, which holds no clicks; known are {', '.join(_OPENERS)} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
         )
-    found = load_reference(data.dataset, DataError)(data)
+    found = load("datasets", data.dataset, DataError)(data)
     if not isinstance(found, ClickDataset):
         raise DataError(f"data.dataset={data.dataset} gave a {type(found).__name__}, not a ClickDataset.")
     return found
