@@ -1,4 +1,4 @@
-"""Which click data set does the recipe name?"""
+"""Click data sets by their names in recipes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.data.clicks.criteo import CATEGORIES, DENSE
 from paceline.data.clicks.source import ClickDataset
-from paceline.data.clicks.stored import StoredClicks, StoredSource, stored
+from paceline.data.clicks.stored import StoredSource, stored
 from paceline.data.clicks.synthetic import open_synthetic
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import LeftOut, visible
@@ -58,60 +58,41 @@ def open_criteo(data: Data) -> ClickDataset:
     root = Path(data.path)
     if not root.exists():
         raise DataError(f"data.path={data.path} does not exist.")
-    if (root / "train").is_dir() or (root / "val").is_dir():
-        return _two_splits(data, root)
     left_out = LeftOut()
-    whole = stored(root, data.clicks.cache, left_out, max_broken=data.max_broken)
-    held_out = round(len(whole.rows) * data.validation_fraction)
-    tables, reasons = criteo_tables(data.clicks, whole.distinct)
-    kept = len(whole.rows) - held_out
+    if (root / "train").is_dir() or (root / "val").is_dir():
+        for split in ("train", "val"):
+            if not (root / split).is_dir():
+                raise DataError(
+                    f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
+                )
+        for entry in visible(root):
+            if entry.name not in ("train", "val"):
+                left_out.add("files and folders beside train/ and val/", entry.name)
+        parts = [root / "train", root / "val"]
+    else:
+        parts = [root]
+    splits = [stored(each, data.clicks.cache, left_out, max_broken=data.max_broken) for each in parts]
+    train, val = splits[0], splits[-1]
+    tables, reasons = criteo_tables(data.clicks, train.distinct)
+    kept, first = len(train.rows), 0
+    if train is val:
+        kept = first = kept - round(kept * data.validation_fraction)
+    else:
+        reasons["data.validation_fraction"] = "the data have a split of their own"
     if kept == 0:
-        raise DataError(f"data.path={data.path} leaves no line to train on, of {len(whole.rows)}.")
+        raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.")
+    wrong = [each for split in splits for each in split.wrong]
     return ClickDataset(
         name=data.dataset,
-        train=StoredSource(whole, tables, 0, kept),
-        validation=StoredSource(whole, tables, kept, len(whole.rows)),
+        train=StoredSource(train, tables, 0, kept),
+        validation=StoredSource(val, tables, first, len(val.rows)),
         dense_features=DENSE,
         tables=tables,
-        digest=whole.digest,
-        facts=_wrong_lines(whole),
+        digest=" ".join(each.digest for each in splits),
+        facts={"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {},
         reasons=reasons,
         left_out=left_out.told(),
     )
-
-
-def _two_splits(data: Data, root: Path) -> ClickDataset:
-    for split in ("train", "val"):
-        if not (root / split).is_dir():
-            raise DataError(
-                f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
-            )
-    left_out = LeftOut()
-    for entry in visible(root):
-        if entry.name not in ("train", "val"):
-            left_out.add("files and folders beside train/ and val/", entry.name)
-    train, val = (
-        stored(root / each, data.clicks.cache, left_out, max_broken=data.max_broken) for each in ("train", "val")
-    )
-    if not len(train.rows):
-        raise DataError(f"'{root / 'train'}' holds no line to train on.")
-    tables, reasons = criteo_tables(data.clicks, train.distinct)
-    return ClickDataset(
-        name=data.dataset,
-        train=StoredSource(train, tables, 0, len(train.rows)),
-        validation=StoredSource(val, tables, 0, len(val.rows)),
-        dense_features=DENSE,
-        tables=tables,
-        digest=f"{train.digest} {val.digest}",
-        facts=_wrong_lines(train, val),
-        reasons={**reasons, "data.validation_fraction": "the data have a split of their own"},
-        left_out=left_out.told(),
-    )
-
-
-def _wrong_lines(*splits: StoredClicks) -> dict[str, int | str]:
-    wrong = [each for split in splits for each in split.wrong]
-    return {"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {}
 
 
 def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
