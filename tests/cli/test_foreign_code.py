@@ -157,8 +157,14 @@ def test_wherever_the_recipe_lies(
     done = paceline_here("estimate", source)
     assert (done.code, "model.name=naming:make" in done.err) == (2, True)
     assert not (here / "ran").exists()
+    (folder / ("other.yaml" if where == "checkpoint" else "recipe.yaml")).write_text(
+        "optimizer: {name: 'naming:make'}\ndata: {dataset: digits}\n"
+    )
+    done = paceline_here("estimate", source)
+    assert (done.code, "optimizer.name=naming:make" in done.err) == (2, True)
+    assert not (here / "ran").exists()
     # What an override names is the user's own.
-    assert paceline_here("train", source, "--plan-only", "model.name=small_resnet").code == 0
+    assert paceline_here("train", source, "--plan-only", "optimizer.name=sgd").code == 0
 
 
 def test_code_that_is_trusted_or_trained_is_run(

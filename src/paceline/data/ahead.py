@@ -1,12 +1,11 @@
-"""How are batches made before they are asked for, by threads, and still come in their order?"""
+"""Batches that threads make ahead, in order."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from typing import TypeVar
 
 from paceline.machine import available_cores
@@ -50,35 +49,15 @@ def made_ahead(
         for piece in pieces:  # map() would take a StopIteration out of ``make`` for the end
             yield make(piece)
         return
+    coming, waiting = iter(pieces), deque[Future[Made]]()
     with ThreadPoolExecutor(threads, thread_name_prefix="reader") as pool:
-
-        def begin(piece: Piece) -> Future[Made]:
-            return pool.submit(make, piece)
-
-        # Closed before the pool is, which waits for all that was not given up.
-        with closing(begun_ahead(begin, pieces, ahead=threads * prefetch, give_up=Future.cancel)) as stream:
-            for begun in stream:
-                yield begun.result()
-
-
-def begun_ahead(
-    begin: Callable[[Piece], Made], pieces: Iterable[Piece], *, ahead: int, give_up: Callable[[Made], object]
-) -> Generator[Made, None, None]:
-    """Yield what ``begin`` gives of each piece, in their order, and have so many of the next ones begun.
-
-    Args:
-        begin: Has something made of a piece elsewhere.
-        pieces: What of; consumed lazily.
-        ahead: How many are begun beside the one that is waited for.
-        give_up: Is told what was begun for nothing, if the stream is left.
-    """
-    coming, waiting = iter(pieces), deque[Made]()
-    try:
-        while True:
-            waiting.extend(begin(each) for each in itertools.islice(coming, 1 + ahead - len(waiting)))
-            if not waiting:
-                return
-            yield waiting.popleft()
-    finally:
-        for each in waiting:
-            give_up(each)
+        try:
+            while True:
+                missing = 1 + threads * prefetch - len(waiting)
+                waiting.extend(pool.submit(make, each) for each in itertools.islice(coming, missing))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:  # before the pool is closed, which waits for all that was not cancelled
+            for each in waiting:
+                each.cancel()

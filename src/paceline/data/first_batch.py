@@ -1,4 +1,4 @@
-"""How does the first batch come early? All loader processes read parts of it, before any of them reads another.
+"""The first batch, read in parts by all loader processes before any of them reads another.
 
 Each loader process reads a whole micro-batch. Left to that, the first comes when one process has read all of it alone,
 and on few cores not before the others have read theirs as well.
@@ -32,10 +32,13 @@ class PartOfSlice(SampleSlice):
 def first_in_parts(slices: Iterable[SampleSlice], parts: int) -> Iterator[SampleSlice]:
     """The slices, the first of them in as many parts as can have a sample, but no more than ``parts``."""
     for number, piece in enumerate(slices):
-        if number == 0:
-            yield from _parts_of(piece, min(parts, len(piece.ids)))
-        else:
+        count = min(parts, len(piece.ids))
+        if number > 0 or count < 2:
             yield piece
+            continue
+        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name != "ids"}
+        for part, ids in enumerate(np.array_split(piece.ids, count)):
+            yield PartOfSlice(**same, ids=ids, whole=piece, completes=part == count - 1)
 
 
 def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
@@ -50,15 +53,6 @@ def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
         if part.completes:
             yield _join(waiting, part.whole)
             waiting = []
-
-
-def _parts_of(whole: SampleSlice, parts: int) -> Iterator[SampleSlice]:
-    if parts < 2:
-        yield whole
-        return
-    for number, ids in enumerate(np.array_split(whole.ids, parts)):
-        same = {each.name: getattr(whole, each.name) for each in fields(whole) if each.name != "ids"}
-        yield PartOfSlice(**same, ids=ids, whole=whole, completes=number == parts - 1)
 
 
 def _join(parts: list[Batch], whole: SampleSlice) -> Batch:

@@ -1,4 +1,4 @@
-"""Has this machine what the loader processes of a run will ask of it: shared memory, file descriptors, cores?
+"""What the loader processes of a run will need of this machine: shared memory, file descriptors, cores.
 
 Found out before anything is started. Otherwise a full /dev/shm ends a worker with a bus error, and a table of file
 descriptors that is full ends the run, after minutes and with words that name neither.
@@ -42,11 +42,6 @@ class Loading:
     evaluation_batch_bytes: int = 0
 
     @property
-    def splits(self) -> int:
-        """How many splits have loader processes."""
-        return (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
-
-    @property
     def least_bytes(self) -> int:
         """Of shared memory, if each loader process holds one training batch, or one of evaluation where none trains."""
         return self.processes * self.workers * (self.train_batch_bytes or self.evaluation_batch_bytes)
@@ -61,7 +56,13 @@ class Loading:
     def descriptors(self) -> int:
         """That one rank needs for all its batches, beside those it has in use."""
         each = _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_PER_BATCH * self.prefetch
-        return self.splits * self.workers * each + _DESCRIPTORS_BESIDE
+        splits = (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
+        return splits * self.workers * each + _DESCRIPTORS_BESIDE
+
+    def __str__(self) -> str:
+        count = self.processes * self.workers
+        said = f"data.workers={self.workers}, data.prefetch={self.prefetch}"
+        return f"{count} loader process{'es' * (count > 1)} ({said})"
 
 
 @dataclass(frozen=True)
@@ -99,24 +100,24 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
         return "", ""  # a system that keeps it elsewhere
     if not os.access(path, os.W_OK):
         return (
-            f"{_workers(loading)} (data.workers={loading.workers}) hand over batches in shared memory, and {path} "
+            f"{loading} hand over batches in shared memory, and {path} "
             "cannot be written to: mount it so that it can, or set data.workers=0."
         ), ""
     free = found.f_bavail * found.f_frsize
-    who = f"{_workers(loading)} (data.workers={loading.workers})"
     size = "batch.micro_size" if loading.train_batch_bytes else "evaluate.batch_size"
     change = (
-        f"give it more (docker run --shm-size={_rounded_up(loading.most_bytes)}; in Kubernetes an emptyDir of medium "
-        f"Memory at {path}), or lower data.workers, data.prefetch or {size}."
+        # With half as much again, as Docker writes it.
+        f"give it more (docker run --shm-size={max(1, -(-3 * loading.most_bytes // 2**31))}g; in Kubernetes an "
+        f"emptyDir of medium Memory at {path}), or lower data.workers, data.prefetch or {size}."
     )
     if loading.least_bytes > free:
         return (
-            f"a batch from each of {who} takes {format_bytes(loading.least_bytes)} of shared memory, and {path} has "
-            f"{format_bytes(free)} free: {change}"
+            f"a batch from each of {loading} takes {format_bytes(loading.least_bytes)} of shared memory, and {path} "
+            f"has {format_bytes(free)} free: {change}"
         ), ""
     if loading.most_bytes > free:
         return "", (
-            f"the batches that {who} keep ready (data.prefetch={loading.prefetch}) can take "
+            f"the batches that {loading} keep ready can take "
             f"{format_bytes(loading.most_bytes)} of shared memory, and {path} has {format_bytes(free)} free; when none "
             f"is left, the run ends: {change}"
         )
@@ -138,7 +139,7 @@ def _descriptors(loading: Loading) -> str:
     allowed = highest in (-1, resource.RLIM_INFINITY) or highest >= needed
     change = f"run 'ulimit -n {needed}' first" if allowed else f"have the limit raised to {needed} (ulimit -Hn)"
     return (
-        f"{_workers(loading)} (data.workers={loading.workers}, data.prefetch={loading.prefetch}) may need {needed} "
+        f"{loading} may need {needed} "
         f"open files in a process, and {limit} are allowed: {change}, or lower data.workers or data.prefetch."
     )
 
@@ -153,13 +154,3 @@ def _cores(loading: Loading) -> str:
         f"{asked} loader processes (data.workers={loading.workers}) are asked for, and {cores} core{'s' * (cores > 1)} "
         "may be used; more processes than cores read no more images: lower data.workers, or leave it to auto."
     )
-
-
-def _workers(loading: Loading) -> str:
-    count = loading.processes * loading.workers
-    return f"{count} loader process{'es' * (count > 1)}"
-
-
-def _rounded_up(count: int) -> str:
-    """A size as Docker writes it, with half as much again."""
-    return f"{max(1, -(-3 * count // (2 * 2**30)))}g"

@@ -1,4 +1,4 @@
-"""How does a task of one's own become a stream of batches with one function?"""
+"""A stream of batches that one function makes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.data.prefetch import as_they_are, pinned, to_device
 from paceline.data.slices import SampleSlice
 from paceline.world import World
 
-Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested]]
+Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested] | Batch]
 """Makes inputs and targets of the samples ``slice.ids``, which are numbered from 0 among those for training, or among
-those held out; the second argument says which."""
+those held out; the second argument says which. A batch instead, where some samples may be broken."""
 
 
 class SimplePipeline:
@@ -85,9 +85,9 @@ class SimplePipeline:
 
     def _batch(self, part: SampleSlice, *, training: bool) -> Batch:
         try:
-            inputs, targets = self._read(part, training)
+            read = self._read(part, training)
         except Exception as error:
             of = "training" if training else "held-out"
             error.add_note(f"(while a batch of these {of} samples was made: {', '.join(map(str, part.ids))})")
             raise
-        return pinned(Batch(inputs, targets, part.ids, part), self._placement)
+        return pinned(read if isinstance(read, Batch) else Batch(*read, part.ids, part), self._placement)

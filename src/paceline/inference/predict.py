@@ -29,8 +29,9 @@ from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
+from paceline.registry import built_in
 from paceline.tasks.averaging import CROPS, shown_for_crops
-from paceline.tasks.build import TASKS, build_task, task_name
+from paceline.tasks.build import build_task, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.world import World
@@ -140,7 +141,7 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
     def make(recipe: Recipe) -> Task:
         tree, where = saved.described("recipe"), str(saved.path)
         trained = saved.described("data").get("task")
-        if recipe.task in TASKS and trained not in (None, task_name(build_task(recipe))):
+        if recipe.task in built_in("tasks") and trained not in (None, task_name(build_task(recipe))):
             # Given in Python, so that the recipe does not name it.
             if not is_reference(trained):
                 raise RecipeError(

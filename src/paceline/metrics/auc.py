@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-class ScoredPart(NamedTuple):
-    """What one process scored.
-
-    Attributes:
-        scores: Logarithms of the odds, float32 [N].
-        labels: 0 or 1, uint8 [N].
-    """
-
-    scores: NDArray[np.float32]
-    labels: NDArray[np.uint8]
+ScoredPart = tuple[NDArray[np.float32], NDArray[np.uint8]]
+"""Scores of one process, logarithms of the odds [N], and labels, 0 or 1 [N]."""
 
 
 class RankedScores:
@@ -48,13 +39,13 @@ class RankedScores:
     def part(self) -> ScoredPart:
         """What this process has; waits for the device."""
         if not self._scores:
-            return ScoredPart(np.empty(0, dtype=np.float32), np.empty(0, dtype=np.uint8))
-        return ScoredPart(torch.cat(self._scores).cpu().numpy(), torch.cat(self._labels).cpu().numpy())
+            return np.empty(0, dtype=np.float32), np.empty(0, dtype=np.uint8)
+        return torch.cat(self._scores).cpu().numpy(), torch.cat(self._labels).cpu().numpy()
 
     def results(self, parts: Sequence[ScoredPart]) -> dict[str, float]:
         """The metrics over all processes; no numbers where all labels are the same."""
-        scores = np.concatenate([part.scores for part in parts])
-        labels = np.concatenate([part.labels for part in parts]).astype(bool)
+        scores = np.concatenate([scores for scores, _ in parts])
+        labels = np.concatenate([labels for _, labels in parts]).astype(bool)
         return {"auc": area_under_curve(scores, labels), "normalized_entropy": normalized_entropy(scores, labels)}
 
 

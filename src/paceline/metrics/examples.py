@@ -1,4 +1,4 @@
-"""Which few samples of an evaluation are worth looking at? Chosen on the device, by any number of processes alike."""
+"""The few samples of an evaluation to look at, chosen on the device and alike by any number of processes."""
 
 from __future__ import annotations
 
@@ -89,10 +89,15 @@ class Examples:
             "probability": answers.probability,
             "label_probability": answers.label_probability,
         }
+
+        def shown(chosen: Tensor) -> Tensor | None:
+            pictures = self._pictures(inputs[chosen])
+            return None if pictures is None else thumbnails(pictures)
+
         for is_mistake, best in self._kinds.items():
             goodness = answers.probability.nan_to_num(0.0) if is_mistake else drawn
             score = torch.where(is_wrong == is_mistake, goodness, nobody)
-            best.add({"score": score, **columns}, lambda chosen: self._shown(inputs[chosen]))
+            best.add({"score": score, **columns}, shown)
 
     def candidates(self) -> list[Candidate]:
         """What this process has to offer; waits for the device."""
@@ -107,10 +112,6 @@ class Examples:
     def picture(self, candidate: Candidate) -> NDArray[np.uint8] | None:
         """The thumbnail of one of this process's candidates, uint8 [H, W, C]; None where there is none."""
         return self._kinds[candidate.is_mistake].picture(candidate.sample)
-
-    def _shown(self, inputs: Tensor) -> Tensor | None:
-        pictures = self._pictures(inputs)
-        return None if pictures is None else thumbnails(pictures)
 
 
 class _Best:
@@ -134,7 +135,13 @@ class _Best:
             }
         if self._columns:
             taken = {name: torch.cat([self._columns[name], column]) for name, column in taken.items()}
-            shown = None if shown is None or self._pictures is None else _together(self._pictures, shown)
+            if shown is None or self._pictures is None:
+                shown = None
+            else:  # of any two sizes; smaller ones lie at the upper left
+                both = (self._pictures, shown)
+                height, width = (max(each.shape[axis] for each in both) for axis in (2, 3))
+                padded = [F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in both]
+                shown = torch.cat(padded)
         chosen = _order(taken)[: self._count]
         self._columns = {name: column[chosen] for name, column in taken.items()}
         self._pictures = None if shown is None else shown[chosen]
@@ -174,9 +181,3 @@ def thumbnails(pictures: Tensor) -> Tensor:
     size = (max(1, round(height * shrink)), max(1, round(width * shrink)))
     small = F.interpolate(pictures.float(), size=size, mode="bilinear", antialias=True)
     return small.round_().clamp_(0, 255).to(torch.uint8)
-
-
-def _together(one: Tensor, other: Tensor) -> Tensor:
-    """Concatenate pictures of any two sizes; smaller ones lie at the upper left."""
-    height, width = max(one.shape[2], other.shape[2]), max(one.shape[3], other.shape[3])
-    return torch.cat([F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in (one, other)])

@@ -1,4 +1,4 @@
-"""How does a network get low-rank adapters, and what of it is trained then?
+"""Low-rank adapters, and what of a network with them is trained.
 
 Beside a layer's weight W, which stays as it is, two small matrices A and B are trained: the layer computes with
 W + alpha / rank * B A. B begins at zero, so that the network begins as it was. The layers are peft's, which is
@@ -11,7 +11,6 @@ import fnmatch
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,7 +76,8 @@ def classifier_name(network: nn.Module) -> str:
         ModelError: If it has neither.
     """
     said: object = getattr(network, "get_classifier", lambda: None)()
-    names = [name for name, module in network.named_modules() if name and module is said and _has_parameters(module)]
+    has_parameters = isinstance(said, nn.Module) and next(said.parameters(), None) is not None
+    names = [name for name, module in network.named_modules() if name and module is said and has_parameters]
     names = names or [name for name, module in network.named_modules() if name and isinstance(module, nn.Linear)]
     if not names:
         raise ModelError("model.adapters: this network has no linear classifier that could be trained beside them.")
@@ -88,10 +88,6 @@ def _is_transposed(module: nn.Module) -> bool:
     """Whether it is a linear layer whose weight is [in, out]: GPT-2's, as Transformers has it."""
     library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and isinstance(module, library.Conv1D)
-
-
-def _has_parameters(module: object) -> bool:
-    return isinstance(module, nn.Module) and next(module.parameters(), None) is not None
 
 
 def described(network: nn.Module) -> str:
@@ -109,7 +105,21 @@ def described(network: nn.Module) -> str:
 
 
 def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
-    able = list(_layers(network))
+    """The names of the layers that get adapters, in the order of the patterns."""
+    head = classifier_name(network)
+    # Its own forward pass takes the weights of its layers and never calls them.
+    inside = tuple(f"{name}." for name, module in network.named_modules() if isinstance(module, nn.MultiheadAttention))
+    able = [
+        name
+        for name, module in network.named_modules()
+        if name not in ("", head)
+        and not name.startswith(inside)
+        and (
+            isinstance(module, nn.Linear)
+            or (isinstance(module, nn.Conv2d) and module.groups == 1)
+            or _is_transposed(module)
+        )
+    ]
     found: dict[str, None] = {}
     for pattern in adapters.targets:
         matched = fnmatch.filter(able, pattern)
@@ -121,21 +131,3 @@ def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
             )
         found |= dict.fromkeys(matched)
     return list(found)
-
-
-def _layers(network: nn.Module) -> Mapping[str, nn.Module]:
-    head = classifier_name(network)
-    # Its own forward pass takes the weights of its layers and never calls them.
-    inside = [f"{name}." for name, module in network.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if (
-            isinstance(module, nn.Linear)
-            or (isinstance(module, nn.Conv2d) and module.groups == 1)
-            or _is_transposed(module)
-        )
-        and name
-        and name != head
-        and not name.startswith(tuple(inside))
-    }

@@ -1,4 +1,4 @@
-"""How much does a detector find, where its tensors have shapes and no numbers?
+"""What a detector finds, where its tensors have shapes and no numbers.
 
 What torchvision's detectors compute depends on what they find: which anchors lie on an object, which proposals are
 kept. They are run as they are, and only what asks for numbers is answered: with as many as they take where there is
@@ -85,15 +85,6 @@ def _chosen(count: Count, func: Any, args: tuple[Any, ...]) -> Tensor:
     return found
 
 
-def _kept(_: Count, __: Any, args: tuple[Any, ...]) -> Tensor:
-    """Of overlapping boxes all: how many stay is cut to a setting's number afterwards."""
-    return torch.empty(len(args[0]), dtype=torch.int64, device=args[0].device)
-
-
-def _one_kind(_: Count, __: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    return args[0].new_empty(1), args[0].new_empty(0), args[0].new_empty(0)
-
-
 def _number(_: Count, __: Any, args: tuple[Any, ...]) -> float | int | bool:
     if args[0].dtype == torch.bool:
         return False  # no box is wrong
@@ -107,8 +98,9 @@ _ANSWERS: dict[str, Callable[[Count, Any, tuple[Any, ...]], Any]] = {
     "aten::index_put": _chosen,
     "aten::index_put_": _chosen,
     "aten::_index_put_impl_": _chosen,
-    "torchvision::nms": _kept,
-    "aten::_unique2": _one_kind,
+    # Of overlapping boxes all: how many stay is cut to a setting's number afterwards.
+    "torchvision::nms": lambda _, __, args: torch.empty(len(args[0]), dtype=torch.int64, device=args[0].device),
+    "aten::_unique2": lambda _, __, args: tuple(args[0].new_empty(size) for size in (1, 0, 0)),
     "aten::_local_scalar_dense": _number,
 }
 

@@ -1,9 +1,8 @@
-"""Which network does a name stand for, and does it fit the data?"""
+"""Networks for images by their names in recipes."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.models.factories import call_factory, named_factory
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.recipe.model import Model
-from paceline.references import is_reference, load_reference
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -24,7 +23,6 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "lecture_net": lecture_net,
 }
 _TORCHVISION = "torchvision:"
-_SIZES = ("num_classes", "in_channels")
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
@@ -39,22 +37,13 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
         ModelError: If the name is unknown (the nearest ones are named), the options are not the factory's, or
             published weights are asked for and cannot be had.
     """
+    if factory := named_factory(model, OWN_MODELS):
+        return call_factory(model, factory, num_classes=num_classes, in_channels=in_channels)
+    make = _torchvision if model.name.startswith(_TORCHVISION) else _timm
     try:
-        network = _factory(model)(num_classes=num_classes, in_channels=in_channels)
+        return make(model, num_classes=num_classes, in_channels=in_channels)
     except TypeError as error:
-        if model.name in OWN_MODELS:
-            known = [name for name in inspect.signature(OWN_MODELS[model.name]).parameters if name not in _SIZES]
-            wrong = [name for name in model.options if name not in known]
-            hint = did_you_mean(wrong[0], known) if wrong else ""
-            raise ModelError(
-                f"model.options {wrong} are unknown to {model.name}.{hint} It has {', '.join(known)}."
-            ) from error
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
-    if not isinstance(network, nn.Module):
-        raise ModelError(
-            f"model.name={model.name}: the factory returned a {type(network).__name__}, not a torch.nn.Module."
-        )
-    return network
 
 
 @torch.no_grad()
@@ -119,31 +108,6 @@ def parameter_count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
-def _factory(model: Model) -> Callable[..., nn.Module]:
-    if model.name in OWN_MODELS:
-        _refuse_pretrained(model, "it has no published weights")
-        return lambda **sizes: OWN_MODELS[model.name](**sizes, **model.options)
-    if model.name.startswith(_TORCHVISION):
-        return lambda **sizes: _torchvision(model, **sizes)
-    if is_reference(model.name):
-        _refuse_pretrained(model, "a model of one's own loads its weights itself, or through model.initialize_from")
-        return lambda **sizes: _own(model, **sizes)
-    return lambda **sizes: _timm(model, **sizes)
-
-
-def _refuse_pretrained(model: Model, reason: str) -> None:
-    if model.pretrained:
-        raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {reason}.")
-
-
-def _own(model: Model, **sizes: int) -> nn.Module:
-    factory = load_reference(model.name, ModelError)
-    parameters = inspect.signature(factory).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    network: nn.Module = factory(**{k: v for k, v in sizes.items() if takes_all or k in parameters}, **model.options)
-    return network
-
-
 def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     import timm
 
@@ -181,8 +145,9 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         raise ModelError(f"unknown torchvision model '{name}'.{did_you_mean(name, known)}")
+    network: nn.Module
     if not model.pretrained:
-        network: nn.Module = torchvision.models.get_model(name, num_classes=num_classes, **model.options)
+        network = torchvision.models.get_model(name, num_classes=num_classes, **model.options)
     else:
         try:
             network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
@@ -220,18 +185,11 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
     if not stems or stems[0][1].in_channels != 3:
         raise ModelError(f"model.name={name} cannot take {in_channels} channels; set data.channels=3.")
     path, stem = stems[0]
-    options: dict[str, Any] = {
-        "kernel_size": stem.kernel_size,
-        "stride": stem.stride,
-        "padding": stem.padding,
-        "dilation": stem.dilation,
-        "groups": stem.groups,
-        "padding_mode": stem.padding_mode,
-        "bias": stem.bias is not None,
-    }
     if in_channels % stem.groups:
         raise ModelError(
             f"model.name={name} takes its channels in {stem.groups} groups, which {in_channels} cannot form; set "
             "data.channels=3."
         )
-    _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options))
+    same = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    options: dict[str, Any] = {each: getattr(stem, each) for each in same}
+    _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))

@@ -1,4 +1,4 @@
-"""Which network does a recipe name for click data, and how large are its tables?"""
+"""Networks for click data by their names in recipes, and the size of their tables."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.dlrm import Dlrm
+from paceline.models.factories import call_factory, named_factory
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import table_state_numbers
-from paceline.references import is_reference, load_reference
 from paceline.units import format_bytes
 
 CLICK_MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": Dlrm}
-_SIZES = ("dense_features", "table_rows")
 _FP32_BYTES = 4
 
 
@@ -31,38 +30,16 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.
     """
-    if model.pretrained:
+    factory = named_factory(model, CLICK_MODELS)
+    if factory is None:
         raise ModelError(
-            f"model.pretrained=true has no effect with model.name={model.name}: it has no published weights."
-        )
-    if model.name not in CLICK_MODELS and not is_reference(model.name):
-        raise ModelError(
-            f"model.name={model.name} is no network for click data.{did_you_mean(model.name, CLICK_MODELS)} It is "
+            f"model.name={model.name} is not a network for click data.{did_you_mean(model.name, CLICK_MODELS)} It is "
             f"{', '.join(CLICK_MODELS)}, or package.module:factory of your own."
         )
-    factory = CLICK_MODELS.get(model.name) or load_reference(model.name, ModelError)
-    _check_options(model)
     try:
-        network = factory(dense_features=dense_features, table_rows=tuple(table_rows), **model.options)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return call_factory(model, factory, dense_features=dense_features, table_rows=tuple(table_rows))
+    except RuntimeError as error:  # torch's, of sizes that cannot be
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
-    if not isinstance(network, nn.Module):
-        raise ModelError(
-            f"model.name={model.name}: the factory returned a {type(network).__name__}, not a torch.nn.Module."
-        )
-    return network
-
-
-def _check_options(model: Model) -> None:
-    if model.name not in CLICK_MODELS:
-        return
-    known = [name for name in inspect.signature(CLICK_MODELS[model.name]).parameters if name not in _SIZES]
-    wrong = [name for name in model.options if name not in known]
-    if wrong:
-        raise ModelError(
-            f"model.options {wrong} are unknown to {model.name}.{did_you_mean(wrong[0], known)} It has "
-            f"{', '.join(known)}."
-        )
 
 
 def describe_tables(recipe: Recipe, rows: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which forward passes does a compiled network compile, and is anything compiled that was not to be?"""
+"""A compiled network: which forward passes are compiled, and what was compiled that was not planned."""
 
 from __future__ import annotations
 
@@ -92,11 +92,8 @@ class CompileLog:
 
         reasons = {each.compile_id: each.recompile_reason for each in get_compilation_metrics()}
         # What is compiled for the first time is somebody else's, and no news.
-        return [_in_short(reason) for compiled in unplanned if (reason := reasons.get(compiled))]
-
-
-def _in_short(reason: str) -> str:
-    return " ".join(reason.splitlines()[0].split("  #")[0].split())[:300]
+        found = (reason for compiled in unplanned if (reason := reasons.get(compiled)))
+        return [" ".join(reason.splitlines()[0].split("  #")[0].split())[:300] for reason in found]
 
 
 class CompiledNetwork(nn.Module):

@@ -1,4 +1,4 @@
-"""How does a name become a detector?"""
+"""Detectors by their names in recipes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.models.factories import named_factory
 from paceline.models.small_detectors import small_fasterrcnn, small_maskrcnn, small_retinanet
 from paceline.recipe.boxes import Boxes
 from paceline.recipe.model import Model
-from paceline.references import is_reference, load_reference
+from paceline.references import is_reference
 
 OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
     "small_fasterrcnn": small_fasterrcnn,
@@ -47,8 +48,18 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
             f"model.options.{taken[0]} has no effect: set data.detection.short_sides and "
             "data.detection.long_side, which say how large pictures are shown."
         )
+    factory = named_factory(model, OWN_DETECTORS)
+    if factory is None and not model.name.startswith(_TORCHVISION):
+        known = detector_names()
+        raise ModelError(
+            f"unknown detector '{model.name}'.{did_you_mean(model.name, known)} Detectors: {', '.join(known)}, or "
+            "package.module:factory of your own."
+        )
     try:
-        network = _factory(model)(num_classes + 1)
+        if factory is None:
+            network = _torchvision(model, num_classes + 1)
+        else:
+            network = factory(num_classes=num_classes + 1, **model.options)
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
     if not isinstance(network, nn.Module) or not hasattr(network, "transform"):
@@ -74,31 +85,10 @@ def says_masks(name: str) -> bool:
     return "mask" in name.lower()
 
 
-def _factory(model: Model) -> Callable[[int], Any]:
-    if model.name in OWN_DETECTORS:
-        _refuse_pretrained(model, "it has no published weights")
-        return lambda classes: OWN_DETECTORS[model.name](classes, **model.options)
-    if model.name.startswith(_TORCHVISION):
-        return lambda classes: _torchvision(model, classes)
-    if is_reference(model.name):
-        _refuse_pretrained(model, "a model of one's own loads its weights itself, or through model.initialize_from")
-        return lambda classes: load_reference(model.name, ModelError)(num_classes=classes, **model.options)
-    known = detector_names()
-    raise ModelError(
-        f"unknown detector '{model.name}'.{did_you_mean(model.name, known)} Detectors: {', '.join(known)}, or "
-        "package.module:factory of your own."
-    )
-
-
 def _published() -> list[str]:
     from torchvision.models import detection, list_models
 
     return [name for name in list_models(module=detection) if name.startswith(_FAMILIES)]
-
-
-def _refuse_pretrained(model: Model, reason: str) -> None:
-    if model.pretrained:
-        raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {reason}.")
 
 
 def _torchvision(model: Model, classes: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""How does BatchNorm normalise by small groups of samples inside a large micro-batch?
+"""BatchNorm that normalises by small groups of samples inside a large micro-batch.
 
 Ghost batch normalisation (Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741): each group has
 statistics of its own, as if it were a micro-batch, so that a large batch keeps the noise of a small one.
@@ -70,10 +70,9 @@ def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> int:
         )
     classes: dict[type[Any], type[Any]] = {}
     for _, module in norms:
-        classes.setdefault(type(module), _ghost_class(type(module), samples))
-        module.__class__ = classes[type(module)]
+        kind = type(module)
+        if kind not in classes:
+            said = {"_ghost_samples": samples, "__module__": kind.__module__}
+            classes[kind] = type(kind.__name__, (_Ghosts, kind), said)
+        module.__class__ = classes[kind]
     return len(norms)
-
-
-def _ghost_class(norm: type[nn.Module], samples: int) -> type[nn.Module]:
-    return type(norm.__name__, (_Ghosts, norm), {"_ghost_samples": samples, "__module__": norm.__module__})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.errors import ModelError
+from paceline.models.factories import check_options
 
 
 def lecture_net(num_classes: int, in_channels: int = 3, *, channels: int = 128) -> nn.Sequential:
@@ -24,8 +24,7 @@ def lecture_net(num_classes: int, in_channels: int = 3, *, channels: int = 128) 
 
     Source: pytorch.org/tutorials, "Training a classifier"; CS C182 at Berkeley, autumn 2024, lecture 19 for its width.
     """
-    if channels < 1:
-        raise ModelError(f"model.options.channels={channels}: lecture_net needs at least one; change it.")
+    check_options("lecture_net", [("channels", channels, channels >= 1, "at least 1")])
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 5),
         nn.ReLU(),

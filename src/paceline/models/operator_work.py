@@ -1,4 +1,4 @@
-"""What does one operator do: how much arithmetic, and how many bytes must it read and write?
+"""The arithmetic of one operator, and the bytes that it must read and write.
 
 Arithmetic is that of matrix products, convolutions and attention, a multiplication and an addition for each term, as
 MFU counts it; all other operators are counted by their bytes. Bytes are the least that an operator by itself can
@@ -255,108 +255,69 @@ def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         yield OperatorWork(each.flops, 0, 0, "weight")
 
 
-def _packets(*names: str) -> dict[Any, None]:
+def _packets(names: str) -> dict[Any, None]:
     """Operators of these names, of those that this torch has."""
-    return {getattr(_aten, name): None for name in names if hasattr(_aten, name)}
+    return {getattr(_aten, name): None for name in names.split() if hasattr(_aten, name)}
 
 
+_ATTENTION = """
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable
+    """
+_CONVOLUTIONS = "convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution"
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_packets("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_scaled_mm"), _matmul(0)),
-    **dict.fromkeys(_packets("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), _matmul(1)),
+    **dict.fromkeys(_packets("mm bmm mv dot vdot _int_mm _scaled_mm"), _matmul(0)),
+    **dict.fromkeys(_packets("addmm addmv baddbmm addbmm _addmm_activation"), _matmul(1)),
     **dict.fromkeys(_packets("linear"), _linear),
-    **dict.fromkeys(
-        _packets("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution"),
-        _convolution,
-    ),
-    **dict.fromkeys(_packets("convolution_backward", "convolution_backward_overrideable"), _convolution_backward),
-    **dict.fromkeys(
-        _packets(
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
-        _attention,
-    ),
-    **dict.fromkeys(
-        _packets(
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-            "_scaled_dot_product_flash_attention_backward",
-            "_scaled_dot_product_efficient_attention_backward",
-            "_scaled_dot_product_cudnn_attention_backward",
-            "_scaled_dot_product_fused_attention_overrideable_backward",
-        ),
-        _attention_backward,
-    ),
-    **dict.fromkeys(_packets("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
-    **dict.fromkeys(_packets("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward"), _recurrent_backward),
+    **dict.fromkeys(_packets(_CONVOLUTIONS), _convolution),
+    **dict.fromkeys(_packets("convolution_backward convolution_backward_overrideable"), _convolution_backward),
+    **dict.fromkeys(_packets(_ATTENTION), _attention),
+    **dict.fromkeys(_packets(" ".join(f"{name}_backward" for name in _ATTENTION.split())), _attention_backward),
+    **dict.fromkeys(_packets("mkldnn_rnn_layer _cudnn_rnn miopen_rnn"), _recurrent),
+    **dict.fromkeys(_packets("mkldnn_rnn_layer_backward _cudnn_rnn_backward"), _recurrent_backward),
 }
 
 # Without a byte moved: a tensor seen otherwise, or made room for.
 _FREE = _packets(
-    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "detach", "alias"),
-    *(
-        "_unsafe_view",
-        "_reshape_alias",
-        "lift",
-        "lift_fresh",
-        "resize_",
-        "as_strided_",
-        "set_",
-        "requires_grad_",
-        "sym_size",
-    ),
-    *(
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "is_same_size",
-        "_local_scalar_dense",
-        "item",
-        "_linalg_check_errors",
-        "record_stream",
-    ),
-    *("transpose_", "t_", "squeeze_", "unsqueeze_", "swapaxes_", "unsafe_split", "unsafe_chunk"),
-    "unsafe_split_with_sizes",
+    """
+    empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach alias _unsafe_view _reshape_alias
+    lift lift_fresh resize_ as_strided_ set_ requires_grad_ sym_size sym_stride sym_numel sym_storage_offset
+    is_same_size _local_scalar_dense item _linalg_check_errors record_stream transpose_ t_ squeeze_ unsqueeze_
+    swapaxes_ unsafe_split unsafe_chunk unsafe_split_with_sizes
+    """
 )
 # What the first argument held before is not read.
 _WRITING = _packets(
-    *("copy_", "zero_", "fill_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "_foreach_copy_"),
-    *("_foreach_zero_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_full"),
-    *("new_ones", "bernoulli"),
+    """
+    copy_ zero_ fill_ uniform_ normal_ bernoulli_ random_ exponential_ _foreach_copy_ _foreach_zero_ zeros_like
+    ones_like full_like rand_like randn_like new_zeros new_full new_ones bernoulli
+    """
 )
 # Of the first argument only what is picked is read.
-_PICKING = _packets("embedding", "index", "index_select", "gather", "take", "_unsafe_index")
+_PICKING = _packets("embedding index index_select gather take _unsafe_index")
 _OF_WEIGHTS = _packets("embedding_dense_backward")
-_MOVING_NAMES = frozenset(
-    (
-        *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "batch_norm", "cudnn_batch_norm"),
-        *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "batch_norm_stats", "batch_norm_elemt"),
-        *("miopen_batch_norm", "batch_norm_backward_reduce", "batch_norm_backward_elemt", "batch_norm_gather_stats"),
-        *("_softmax", "_log_softmax", "_safe_softmax", "nll_loss_forward", "nll_loss2d_forward", "nll_loss"),
-        *("nll_loss2d", "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"),
-        *("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d", "native_dropout", "_softmax_data"),
-        *("embedding", "embedding_dense", "_embedding_bag", "_embedding_bag_dense", "constant_pad_nd", "cat", "stack"),
-        *("reflection_pad2d", "replication_pad2d", "reflection_pad1d", "replication_pad1d", "clone", "_to_copy"),
-        *("copy", "index", "index_put", "_unsafe_index_put", "index_select", "index_add", "gather", "scatter"),
-        *("scatter_add", "masked_scatter", "slice", "select", "diagonal", "unfold", "as_strided_scatter", "fill"),
-        *("zero", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "rand_like", "rand"),
-        *("randn", "randint", "randperm", "randn_like", "uniform", "normal", "bernoulli", "random", "scalar_tensor"),
-        *("new_zeros", "new_ones", "new_full", "sum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin"),
-        *("max", "min", "argmax", "argmin", "linalg_vector_norm", "norm", "prod", "any", "all", "cumsum", "cumprod"),
-        *("logsumexp", "topk", "sort", "roll", "flip", "repeat", "tril", "triu", "linspace", "eye", "nonzero"),
-        *("im2col", "col2im", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"),
-        *("_weight_norm_interface", "_prelu_kernel", "glu", "rrelu_with_noise", "grid_sampler_2d", "equal", "bincount"),
-        *("slice_scatter", "select_scatter", "select_backward", "slice_backward", "split_with_sizes_copy", "one_hot"),
-        *("_fused_dropout", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "count_nonzero", "nan_to_num", "histc"),
-        *("multi_margin_loss", "multilabel_margin_loss_forward", "lerp", "where", "isfinite", "isnan", "unique_dim"),
-        *("_softmax_backward_data", "_log_softmax_backward_data", "masked_fill", "_unsafe_index", "masked_scatter"),
-        *("hardswish", "hardtanh", "hardsigmoid", "silu", "gelu", "elu", "leaky_relu", "mish", "softplus", "celu"),
-        *("relu6", "log_sigmoid", "log_sigmoid_forward", "selu", "softshrink", "hardshrink", "threshold"),
-        *("binary_cross_entropy_with_logits", "binary_cross_entropy", "mse_loss", "smooth_l1_loss", "huber_loss"),
-        *("l1_loss", "kl_div", "soft_margin_loss", "_ctc_loss"),
-        *("scaled_dot_product_mask", "cross_entropy_loss", "_foreach_norm", "repeat_interleave", "searchsorted"),
-    )
-)
-_MOVING = _packets(*sorted(_MOVING_NAMES))
+_MOVES = """
+    native_batch_norm _native_batch_norm_legit _batch_norm_with_update batch_norm cudnn_batch_norm native_layer_norm
+    native_group_norm _fused_rms_norm batch_norm_stats batch_norm_elemt miopen_batch_norm batch_norm_backward_reduce
+    batch_norm_backward_elemt batch_norm_gather_stats _softmax _log_softmax _safe_softmax nll_loss_forward
+    nll_loss2d_forward nll_loss nll_loss2d max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d
+    max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d native_dropout _softmax_data embedding embedding_dense
+    _embedding_bag _embedding_bag_dense constant_pad_nd cat stack reflection_pad2d replication_pad2d reflection_pad1d
+    replication_pad1d clone _to_copy copy index index_put _unsafe_index_put index_select index_add gather scatter
+    scatter_add masked_scatter slice select diagonal unfold as_strided_scatter fill zero zeros ones full arange
+    zeros_like ones_like full_like rand_like rand randn randint randperm randn_like uniform normal bernoulli random
+    scalar_tensor new_zeros new_ones new_full sum mean var var_mean std std_mean amax amin max min argmax argmin
+    linalg_vector_norm norm prod any all cumsum cumprod logsumexp topk sort roll flip repeat tril triu linspace eye
+    nonzero im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle _weight_norm_interface
+    _prelu_kernel glu rrelu_with_noise grid_sampler_2d equal bincount slice_scatter select_scatter select_backward
+    slice_backward split_with_sizes_copy one_hot _fused_dropout _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    count_nonzero nan_to_num histc multi_margin_loss multilabel_margin_loss_forward lerp where isfinite isnan
+    unique_dim _softmax_backward_data _log_softmax_backward_data masked_fill _unsafe_index hardswish hardtanh
+    hardsigmoid silu gelu elu leaky_relu mish softplus celu relu6 log_sigmoid log_sigmoid_forward selu softshrink
+    hardshrink threshold binary_cross_entropy_with_logits binary_cross_entropy mse_loss smooth_l1_loss huber_loss
+    l1_loss kl_div soft_margin_loss _ctc_loss scaled_dot_product_mask cross_entropy_loss _foreach_norm
+    repeat_interleave searchsorted
+    """
+_MOVING_NAMES = frozenset(_MOVES.split())
+_MOVING = _packets(_MOVES)

@@ -1,4 +1,4 @@
-"""Which activations are kept for the backward pass, and which are computed once more?
+"""Activations that are computed again in the backward pass.
 
 A network is cut into its repeated blocks. Each keeps its input, and computes the rest again when the backward pass
 comes to it (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016); a selective one keeps the results of
@@ -63,10 +63,15 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
         block = network.get_submodule(path)
         _check(block, path, how, compiled=compiled)
         # One for all blocks of a kind: so they are compiled as one kind too.
-        classes.setdefault(type(block), _recomputed_class(type(block), how))
-        block.__class__ = classes[type(block)]
-        if how == "selective":
-            _keep_results_whole(block)
+        kind = type(block)
+        if kind not in classes:
+            said = {"_recompute": how, "__module__": kind.__module__}
+            classes[kind] = type(kind.__name__, (_Recomputed, kind), said)
+        block.__class__ = classes[kind]
+        # Activations must not write over what they are given: it may be a result that is kept.
+        for module in block.modules() if how == "selective" else ():
+            if getattr(module, "inplace", False) is True:
+                module.inplace = False  # type: ignore[assignment]  # a flag, not a module
     return paths
 
 
@@ -77,7 +82,11 @@ def blocks_of(network: nn.Module) -> list[str]:
         patterns = matcher(coarse=False).get("blocks", ())
         listed = [patterns] if isinstance(patterns, str) else [each[0] for each in patterns or ()]
         numbered = [each for each in listed if r"\d" in each]
-        named = [path for path, module in network.named_modules() if _is_block(module) and _matches(path, numbered)]
+        named = [
+            path
+            for path, module in network.named_modules()
+            if _is_block(module) and any(re.fullmatch(each.removeprefix("^"), path) for each in numbered)
+        ]
         if named:
             return _outermost(named)
     found = (
@@ -88,10 +97,6 @@ def blocks_of(network: nn.Module) -> list[str]:
         if _is_block(block)
     )
     return _outermost(sorted(found, key=lambda each: each.count(".")))
-
-
-def _matches(path: str, patterns: list[str]) -> bool:
-    return any(re.fullmatch(each.removeprefix("^"), path) for each in patterns)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -117,17 +122,6 @@ def _check(block: nn.Module, path: str, how: Recompute, *, compiled: bool) -> No
             f"{said}whose running statistics a compiled block would take in twice; set model.compile=false, or leave "
             "it out: a compiled network keeps less anyway."
         )
-
-
-def _keep_results_whole(block: nn.Module) -> None:
-    """Let activations write beside what they are given: it may be a result that is kept. The numbers are the same."""
-    for module in block.modules():
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]  # a flag, not a module
-
-
-def _recomputed_class(block: type[nn.Module], how: Recompute) -> type[nn.Module]:
-    return type(block.__name__, (_Recomputed, block), {"_recompute": how, "__module__": block.__module__})
 
 
 def _selective() -> Any:

@@ -1,4 +1,4 @@
-"""Which networks find objects in small pictures? Detectors of less than a million parameters, of torchvision's parts.
+"""Detectors for small pictures, of less than a million parameters, made of torchvision's parts.
 
 The parts are torchvision's: Mask R-CNN (He et al. 2017), Faster R-CNN (Ren et al. 2015) and RetinaNet (Lin et al.
 2017), each on a feature pyramid (Lin et al. 2017). Ours are a narrow residual backbone with GroupNorm, which trains
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.errors import ModelError
+from paceline.models.factories import check_options
 
 _GROUP = 8  # channels that GroupNorm looks at together
 _RATIOS = (0.5, 1.0, 2.0)
@@ -133,11 +133,13 @@ def small_retinanet(
 
 
 def _backbone(width: int, levels: int, channels: int) -> SmallPyramid:
-    if not _GROUP <= width <= _WIDEST or width % _GROUP:
-        raise ModelError(f"model.options.width={width}: it must be a multiple of {_GROUP} up to {_WIDEST}; change it.")
-    for name, found, most in (("levels", levels, _MOST_LEVELS), ("channels", channels, _WIDEST)):
-        if not 1 <= found <= most:
-            raise ModelError(f"model.options.{name}={found}: it must be from 1 to {most}; change it.")
+    is_wide = _GROUP <= width <= _WIDEST and width % _GROUP == 0
+    rules = (
+        ("width", width, is_wide, f"as a multiple of {_GROUP} up to {_WIDEST}"),
+        ("levels", levels, 1 <= levels <= _MOST_LEVELS, f"from 1 to {_MOST_LEVELS}"),
+        ("channels", channels, 1 <= channels <= _WIDEST, f"from 1 to {_WIDEST}"),
+    )
+    check_options("a small detector", rules)
     return SmallPyramid(width=width, levels=levels, channels=channels)
 
 

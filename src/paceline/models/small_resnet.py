@@ -1,4 +1,4 @@
-"""Which network do the digits and CIFAR-10 recipes train? A residual net for images of 8 to 32 pixels.
+"""The network of the digits and CIFAR-10 recipes: a residual net for images of 8 to 32 pixels.
 
 A basic-block ResNet (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016) in the shape of
 Page's "How to Train Your ResNet" (2018): a stage changes the width with one plain convolution, then refines
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.errors import ModelError
+from paceline.models.factories import check_options
 
 _SMALLEST_POOLED_SIDE = 4
 _MOST_STAGES, _DEEPEST, _WIDEST = 12, 1000, 16_384
@@ -113,14 +113,6 @@ def small_resnet(
     Raises:
         ModelError: If an option is out of range.
     """
-    _check_options(width=width, stages=stages, depth=depth, dropout=dropout)
-    widths = [width * 2**index for index in range(stages + 1)]
-    model = SmallResNet(num_classes, in_channels, widths=widths, depth=depth, dropout=dropout)
-    _initialize(model, zero_init_residual=zero_init_residual)
-    return model
-
-
-def _check_options(*, width: int, stages: int, depth: int, dropout: float) -> None:
     rules = (
         ("width", width, width >= 1, "at least 1"),
         ("stages", stages, 1 <= stages <= _MOST_STAGES, f"from 1 to {_MOST_STAGES}"),
@@ -128,9 +120,11 @@ def _check_options(*, width: int, stages: int, depth: int, dropout: float) -> No
         ("depth", depth, 0 <= depth <= _DEEPEST, f"from 0 to {_DEEPEST}"),
         ("dropout", dropout, 0 <= dropout < 1, "in [0, 1)"),
     )
-    for name, value, holds, rule in rules:
-        if not holds:
-            raise ModelError(f"model.options.{name}={value}: small_resnet needs {name} {rule}; change it.")
+    check_options("small_resnet", rules)
+    widths = [width * 2**index for index in range(stages + 1)]
+    model = SmallResNet(num_classes, in_channels, widths=widths, depth=depth, dropout=dropout)
+    _initialize(model, zero_init_residual=zero_init_residual)
+    return model
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which network do the CIFAR-10 speed runs train? A whitening layer and three blocks of convolutions.
+"""The network of the CIFAR-10 speed runs: a whitening layer and three blocks of convolutions.
 
 In the shape of the public records' (Page, "How to Train Your ResNet", 2018; Jordan, arXiv:2404.00498, 2024):
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.errors import ModelError
+from paceline.models.factories import check_options
 from paceline.models.whitening import Whitening
 
 _SMALLEST_POOLED_SIDE = 4
@@ -99,27 +99,21 @@ def speed_net(
     Raises:
         ModelError: If an option is out of range.
     """
-    _check_options(widths=widths, depth=depth, patch=patch, activation=activation)
+    are_widths = (
+        isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and 1 <= w <= _WIDEST for w in widths)
+    )
+    rules = (
+        ("widths", widths, are_widths, f"as a list of whole numbers from 1 to {_WIDEST}"),
+        ("depth", depth, depth in (1, 2, 3), "of 1, 2 or 3"),
+        ("patch", patch, patch in (1, 2, 3), "of 1, 2 or 3"),
+        ("activation", activation, activation in _ACTIVATIONS, "of " + " or ".join(_ACTIVATIONS)),
+    )
+    check_options("speed_net", rules)
     whitening = Whitening(in_channels, patch)
     blocks = [Block(n, m, depth=depth, activation=activation) for n, m in pairwise((whitening.out_channels, *widths))]
     model = SpeedNet(num_classes, whitening, blocks, 1 / widths[-1] if logit_scale is None else logit_scale)
     _initialize(model, unit_head=logit_scale is None)
     return model
-
-
-def _check_options(*, widths: Sequence[int], depth: int, patch: int, activation: str) -> None:
-    are_widths = (
-        isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and 1 <= w <= _WIDEST for w in widths)
-    )
-    rules = (
-        ("widths", widths, are_widths, f"a list of whole numbers from 1 to {_WIDEST}"),
-        ("depth", depth, depth in (1, 2, 3), "1, 2 or 3"),
-        ("patch", patch, patch in (1, 2, 3), "1, 2 or 3"),
-        ("activation", activation, activation in _ACTIVATIONS, " or ".join(_ACTIVATIONS)),
-    )
-    for name, value, holds, rule in rules:
-        if not holds:
-            raise ModelError(f"model.options.{name}={value}: speed_net needs {name} to be {rule}; change it.")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which parameters are trained only after a while, or for a while, and how does a step come to train them?
+"""Parameters that are trained only after a while, or for a while.
 
 Before and after, a parameter needs no gradient: nothing is computed for it, the optimizer neither moves it nor lets it
 decay, and before it has no state for it. What is trained is a function of the step alone.

@@ -1,9 +1,9 @@
-"""How does a network begin from another one's weights, and which of its parameters stay as they are?"""
+"""Beginning from another network's weights, and parameters that are not trained."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -129,17 +129,12 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     if not model.unfreeze:
         return {}
     frozen = frozen_names([name for name, _ in network.named_parameters()], frozen_patterns(network, model))
-    late: dict[str, list[str]] = {}
-    for pattern in model.unfreeze:
-        matched = fnmatch.filter(sorted(frozen), pattern)
-        if not matched:
-            raise ModelError(
-                f"model.unfreeze: no frozen parameter's name matches '{pattern}'; it is for those that "
-                f"model.frozen={list(model.frozen)} keeps from being trained."
-            )
-        for name in matched:
-            late.setdefault(name, []).append(pattern)
-    return late
+    return _matched(
+        "model.unfreeze: no frozen",
+        sorted(frozen),
+        model.unfreeze,
+        f"it is for those that model.frozen={list(model.frozen)} keeps from being trained.",
+    )
 
 
 def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
@@ -149,19 +144,23 @@ def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]
         ModelError: If a pattern matches no parameter that is trained, or one that ``model.unfreeze`` has trained late.
     """
     names = [name for name, each in network.named_parameters() if each.requires_grad]
-    passing: dict[str, list[str]] = {}
-    for pattern in model.freeze_after:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise ModelError(
-                f"model.freeze_after: no trained parameter's name matches '{pattern}'. The last ones are "
-                f"{', '.join(names[-_NAMED:])}; a pattern may have * and ?."
-            )
-        for name in matched:
-            passing.setdefault(name, []).append(pattern)
+    hint = f"the last ones are {', '.join(names[-_NAMED:])}; a pattern may have * and ?."
+    passing = _matched("model.freeze_after: no trained", names, model.freeze_after, hint)
     if both := sorted(passing.keys() & late_parameters(network, model).keys()):
         raise ModelError(f"model.freeze_after and model.unfreeze both mean {_some(both)}; use one of them for each.")
     return passing
+
+
+def _matched(said: str, names: Sequence[str], patterns: Iterable[str], hint: str) -> dict[str, list[str]]:
+    """Names, each with the patterns that match it; refuses a pattern that matches none."""
+    found: dict[str, list[str]] = {}
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ModelError(f"{said} parameter's name matches '{pattern}'; {hint}")
+        for name in matched:
+            found.setdefault(name, []).append(pattern)
+    return found
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What do our own language models compute? One pre-norm transformer: GPT looks back only, BERT both ways.
+"""Our own language models: one pre-norm transformer. GPT looks back only, BERT both ways.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), whose architecture the options can
 express exactly; Devlin et al., "BERT" (2018). Rotary positions: Su et al., "RoFormer" (2021). RMSNorm: Zhang and
@@ -7,9 +7,10 @@ Sennrich (2019). SwiGLU: Shazeer, "GLU Variants Improve Transformer" (2020).
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -208,6 +209,15 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=residual if small else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> Transformer:  # by name
+    """Build a transformer; options are those of :class:`Shape`."""
+    return Transformer(Shape(vocabulary=vocabulary, context=context, causal=causal, **options))
+
+
+# Shows which options there are.
+transformer.__signature__ = inspect.signature(Shape)  # type: ignore[attr-defined]
 
 
 def _norm(shape: Shape) -> nn.Module:

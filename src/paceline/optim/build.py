@@ -1,9 +1,8 @@
-"""Which update rule moves the weights, and what is it set to at each step?"""
+"""The optimizer of a recipe, and its settings at each step."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+import inspect
 from functools import partial
 from typing import Any
 
@@ -19,77 +18,90 @@ from paceline.optim.tables import has_sparse_gradients, paired
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline.registry import built_in, load
+
+# The recipe's settings that each of our names takes, as arguments of its class.
+_SETTINGS = {
+    "sgd": ("momentum", "nesterov"),
+    "adamw": ("betas", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps"),
+    "lamb": ("betas", "eps"),
+    "lars": ("momentum", "nesterov", "trust_coeff", "eps"),
+    "lion": ("betas",),
+    "muon": ("momentum", "nesterov", "betas"),
+}
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Build torch's own optimizer, or timm's of those that torch lacks.
+    """Build torch's own optimizer, timm's of those that torch lacks, or one that another package registers.
 
     Those of torch that can be are fused on CUDA; on the CPU they are its default, which matches a plain loop's bits.
 
     Raises:
-        RecipeError: If ``optimizer.options`` are not the class's.
+        RecipeError: If ``optimizer.options`` are not the class's, or what is named does not give an optimizer.
         ModelError: If groups are asked for that the network does not have.
     """
-    make, options = _choose(optimizer)
-    # torch's fused SGD knows neither tensors that are spread over processes nor sparse gradients.
+    groups = parameter_groups(model, optimizer)
+    options = _settings(optimizer)
+    # torch's fused SGD supports neither tensors that are spread over processes nor sparse gradients.
     spread = any(hasattr(each, "to_local") for each in model.parameters()) or has_sparse_gradients(model)
     if device.type == "cuda" and (optimizer.name == "adamw" or (optimizer.name == "sgd" and not spread)):
         options["fused"] = True
-    groups = parameter_groups(model, optimizer)
+    if optimizer.moves_rest_by_sgd:
+        make: Any = filters_and_rest
+    else:
+        named = "timm.optim:RMSpropTF" if optimizer.eps_inside_sqrt else optimizer.name
+        make = load("optimizers", named, RecipeError)
+        make = eager(make) if inspect.isclass(make) and issubclass(make, torch.optim.Optimizer) else make
+    others = partial(make, lr=optimizer.lr, **options | optimizer.options)
     try:
-        others = partial(make, lr=optimizer.lr, **options | optimizer.options)
-        return others(groups) if optimizer.tables == "same" else paired(model, optimizer, groups, others)
+        built = others(groups) if optimizer.tables == "same" else paired(model, optimizer, groups, others)
     except (TypeError, ValueError) as error:
-        if not optimizer.options:
+        if not optimizer.options and optimizer.name in built_in("optimizers"):
             raise
         raise RecipeError(
             f"optimizer.options {optimizer.options} do not fit optimizer.name={optimizer.name}: {error}."
         ) from error
+    if not isinstance(built, torch.optim.Optimizer):
+        raise RecipeError(
+            f"optimizer.name={optimizer.name} gave a {type(built).__name__}, not a torch.optim.Optimizer."
+        )
+    return built
 
 
-def _choose(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """The class, and its keyword arguments."""
-    momentum: dict[str, Any] = {"momentum": asked.momentum}
-    nesterov = momentum | {"nesterov": asked.nesterov}
-    moments = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
-    match asked.name:
-        case "sgd":
-            return eager(torch.optim.SGD), nesterov
-        case "adamw":
-            return eager(torch.optim.AdamW), moments
-        case "rmsprop":
-            make = _of_timm("RMSpropTF") if asked.eps_inside_sqrt else eager(torch.optim.RMSprop)
-            return make, momentum | {"alpha": asked.alpha, "eps": moments["eps"]}
-        case "adafactor":
-            return eager(torch.optim.Adafactor), {}
-        case "lamb":
-            # Its own clipping is off: optimizer.clip_norm is the one place for that.
-            return _of_timm("Lamb"), moments | {"max_grad_norm": None}
-        case "lars":
-            return _of_timm("Lars"), nesterov | {"trust_coeff": asked.trust_coefficient, "eps": moments["eps"]}
-        case "lion":
-            return _of_timm("Lion"), {"betas": moments["betas"]}
-        case "muon" if asked.moves_rest_by_sgd:
-            steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
-            return filters_and_rest, {
-                "nesterov": asked.nesterov,
-                "filters": momentum | steps,
-                "rest": {"momentum": asked.rest_momentum},
-            }
-        case "muon":
-            return _of_timm("Muon"), nesterov | {"betas": moments["betas"]}
-
-
-def _of_timm(name: str) -> Callable[..., torch.optim.Optimizer]:
-    made: type[torch.optim.Optimizer] = getattr(importlib.import_module("timm.optim"), name)
-    return eager(made)
+def _settings(asked: Optimizer) -> dict[str, Any]:
+    """The recipe's settings as keyword arguments of the class."""
+    if asked.moves_rest_by_sgd:
+        steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
+        filters, rest = {"momentum": asked.momentum} | steps, {"momentum": asked.rest_momentum}
+        return {"nesterov": asked.nesterov, "filters": filters, "rest": rest}
+    settings = {
+        "momentum": asked.momentum,
+        "nesterov": asked.nesterov,
+        "betas": asked.moment_decay,
+        "alpha": asked.alpha,
+        "eps": asked.denominator_eps,
+        "trust_coeff": asked.trust_coefficient,
+    }
+    found = {name: settings[name] for name in _SETTINGS.get(asked.name, ())}
+    # LAMB's own clipping is off: optimizer.clip_norm is the one place for that.
+    return found | {"max_grad_norm": None} if asked.name == "lamb" else found
 
 
 def build_courses(recipe: Recipe, plan: Plan) -> Courses:
-    """All that the schedule moves, with the plan's numbers."""
+    """All that the schedule moves, with the plan's numbers.
+
+    Raises:
+        RecipeError: If the momentum of another package's optimizer is to move: where it starts is not known.
+    """
     asked, schedule = recipe.optimizer, recipe.schedule
-    start = asked.moment_decay[0] if asked.name in ("adamw", "lamb", "lion") else asked.momentum
     moves = schedule.momentum.name != "constant" and asked.name != "adafactor"
+    if moves and asked.name not in built_in("optimizers"):
+        raise RecipeError(
+            f"schedule.momentum.name={schedule.momentum.name} does not go with optimizer.name={asked.name}, whose "
+            "momentum is in its own options; leave it out."
+        )
+    start = asked.moment_decay[0] if asked.name in ("adamw", "lamb", "lion") else asked.momentum
     return Courses(
         learning_rate=LearningRate.of(schedule, plan),
         momentum=(schedule.momentum, start) if moves else None,
@@ -101,10 +113,8 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None
     """Give every group the step's values."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)
-        if settings.momentum is not None:
-            if not group.get("momentum_moves", True):
-                pass
-            elif "momentum" in group:
+        if settings.momentum is not None and group.get("momentum_moves", True):
+            if "momentum" in group:
                 group["momentum"] = settings.momentum
             elif "betas" in group:
                 group["betas"] = (settings.momentum, *group["betas"][1:])

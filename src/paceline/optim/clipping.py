@@ -1,4 +1,4 @@
-"""How is a gradient kept from being too large?"""
+"""Gradient clipping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ class Clipping:
         """Clip; the gradient's L2 norm before that, where it was measured, stays on the device."""
         if self._norm is not None:
             return _whole(nn.utils.clip_grad_norm_(self._parameters, self._norm))
-        norm = self._measured() if measure else None
+        norm = None
+        if measure:
+            gradients = [each.grad for each in self._parameters if each.grad is not None]
+            # A sparse gradient may have a row several times, as often as a batch used it: what counts is their sum.
+            dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+            norm = _whole(nn.utils.get_total_norm(dense))
         if self._value is not None:
             nn.utils.clip_grad_value_(self._parameters, self._value)
         if self._adaptive is not None:
@@ -42,11 +47,6 @@ class Clipping:
             clip: Any = agc.adaptive_clip_grad
             clip(self._hidden, self._adaptive)
         return norm
-
-    def _measured(self) -> torch.Tensor:
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        # A sparse gradient may have a row several times, as many as a batch used it: what counts is their sum.
-        return _whole(nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:

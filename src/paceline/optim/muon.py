@@ -1,4 +1,4 @@
-"""How do filters move by orthogonal steps, and everything else by plain SGD?
+"""Orthogonal steps for filters, and plain SGD for everything else.
 
 Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): a filter bank is a matrix, a row
 for each output; its momentum is replaced by the nearest matrix whose singular values are all alike, found by a few
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.optim.eager import EagerOptimizer, eager
-from paceline.optim.parameter_groups import is_filter
-from paceline.optim.tables import Groups, Paired
+from paceline.optim.parameter_groups import Groups, is_filter, split_groups
+from paceline.optim.tables import Paired
 
 # Jordan et al. 2024: chosen so that small singular values grow fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -107,20 +107,15 @@ def filters_and_rest(
     Raises:
         ModelError: If the network has no filters.
     """
-    split: dict[bool, Groups] = {True: [], False: []}
-    for group in groups:
-        for which, found in split.items():
-            params = [each for each in group["params"] if is_filter(each) == which]
-            if params:
-                found.append({**group, "params": params})
-    if not split[True]:
+    banks, others = split_groups(groups, is_filter)
+    if not banks:
         raise ModelError(
             "optimizer.name=muon with optimizer.rest=sgd moves filters (parameters of three dimensions or more) by "
             "orthogonal steps, and this network trains none; use optimizer.rest=adamw, which moves matrices so."
         )
-    orthogonal = OrthogonalSteps(split[True], lr=lr, nesterov=nesterov, **filters)
-    if not split[False]:
+    orthogonal = OrthogonalSteps(banks, lr=lr, nesterov=nesterov, **filters)
+    if not others:
         return orthogonal
-    for group in split[False]:
+    for group in others:
         group["momentum_moves"] = False  # schedule.momentum is about that of the orthogonal steps
-    return Paired(orthogonal, eager(torch.optim.SGD)(split[False], lr=lr, nesterov=nesterov, **rest))
+    return Paired(orthogonal, eager(torch.optim.SGD)(others, lr=lr, nesterov=nesterov, **rest))

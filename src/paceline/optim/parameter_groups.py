@@ -1,10 +1,10 @@
-"""Which parameters get which learning rate and weight decay?"""
+"""The learning rate and weight decay of each parameter."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -33,11 +33,13 @@ class Treatment:
     decay_moves: bool = True
 
 
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch's optimizers take them."""
 _Span = tuple[Treatment, int, int | None]
 """How a parameter is treated, after how many steps that begins, and after how many it ends."""
 
 
-def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
     """Sort trainable parameters into groups for torch's optimizers; groups have at least one.
 
     Beside torch's own keys a group has ``lr_factor``, and ``decay_moves``: whether its weight decay is scheduled.
@@ -54,6 +56,16 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
         {"params": parameters, "weight_decay": decay, "lr_factor": factor, "decay_moves": moves}
         for (decay, factor, moves), parameters in sorted(groups.items(), key=lambda item: -item[0][0])
     ]
+
+
+def split_groups(groups: Groups, is_first: Callable[[Tensor], bool]) -> tuple[Groups, Groups]:
+    """Groups of the parameters for which something holds, and of all others; none is empty."""
+    split: tuple[Groups, Groups] = ([], [])
+    for group in groups:
+        for found, wanted in zip(split, (True, False), strict=True):
+            if params := [each for each in group["params"] if is_first(each) == wanted]:
+                found.append({**group, "params": params})
+    return split
 
 
 def is_filter(parameter: Tensor) -> bool:
@@ -103,7 +115,12 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
     class tokens).
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    _check_patterns(trainable, optimizer)
+    for pattern in optimizer.groups:
+        if not fnmatch.filter(trainable, pattern):
+            raise ModelError(
+                f"optimizer.groups: no trainable parameter's name matches '{pattern}'. The last ones are "
+                f"{', '.join(list(trainable)[-4:])}; a pattern may have * and ?."
+            )
     exempt = list(exempt_from_decay(model))
     factors = _layer_factors(model, optimizer.layer_decay)
     found = {}
@@ -114,16 +131,17 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
         is_rest = optimizer.moves_rest_by_sgd and not is_filter(parameter)
         is_scaled = optimizer.unit_filters and not is_rest  # before every step, which undoes any decay
         decays = not is_free and not is_scaled and optimizer.weight_decay > 0
-        treatment = Treatment(
+        usual = Treatment(
             source=_source(optimizer, decays=decays, is_rest=is_rest),
             lr_factor=factors.get(name, 1.0) * (optimizer.rest_lr_factor if is_rest else 1.0),
             weight_decay=optimizer.weight_decay if decays else 0.0,
             decay_moves=decays,
         )
-        found[name] = _as_asked(name, treatment, optimizer)
+        asked = next((each for each in optimizer.groups if fnmatch.fnmatchcase(name, each)), None)
+        found[name] = usual if asked is None else _as_asked(asked, usual, optimizer)
         if is_scaled and found[name].weight_decay > 0:
             raise ModelError(
-                f"optimizer.groups: '{found[name].source}' gives the filter {name} weight decay, which "
+                f"optimizer.groups: '{asked}' gives the filter {name} weight decay, which "
                 "optimizer.unit_filters=true undoes before every step; leave one of them out."
             )
     return found
@@ -137,26 +155,14 @@ def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
     return "all but filters, by sgd" if what == "all" and is_rest else f"{what}, by sgd" if is_rest else "filters"
 
 
-def _as_asked(name: str, usual: Treatment, optimizer: Optimizer) -> Treatment:
-    for pattern, asked in optimizer.groups.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            return Treatment(
-                source=pattern,
-                lr_factor=usual.lr_factor * asked.lr_factor,
-                weight_decay=usual.weight_decay if asked.weight_decay == "auto" else asked.weight_decay,
-                decay_moves=usual.decay_moves and asked.weight_decay == "auto",
-            )
-    return usual
-
-
-def _check_patterns(trainable: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    for pattern in optimizer.groups:
-        if not fnmatch.filter(trainable, pattern):
-            some = ", ".join(list(trainable)[-4:])
-            raise ModelError(
-                f"optimizer.groups: no trainable parameter's name matches '{pattern}'. The last ones are {some}; a "
-                "pattern may have * and ?."
-            )
+def _as_asked(pattern: str, usual: Treatment, optimizer: Optimizer) -> Treatment:
+    asked = optimizer.groups[pattern]
+    return Treatment(
+        source=pattern,
+        lr_factor=usual.lr_factor * asked.lr_factor,
+        weight_decay=usual.weight_decay if asked.weight_decay == "auto" else asked.weight_decay,
+        decay_moves=usual.decay_moves and asked.weight_decay == "auto",
+    )
 
 
 def _layer_factors(model: nn.Module, layer_decay: float | None) -> Mapping[str, float]:

@@ -1,15 +1,18 @@
-"""Which learning rate, momentum and weight decay at which step? Pure functions: nothing to save or resume wrongly."""
+"""Learning rate, momentum and weight decay at each step: pure functions, with nothing to save or resume wrongly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 
+from paceline.errors import RecipeError
 from paceline.recipe.plan import LearningRatePoint, Plan
 from paceline.recipe.rates import resolve_anneal
 from paceline.recipe.schedule import Course, Schedule
+from paceline.registry import load
 
 # Boundaries of phases to be told; a rate that falls every epoch has as many.
 _TOLD = 12
@@ -97,34 +100,24 @@ class LearningRate:
         return self._from_peak(step)
 
     def _from_peak(self, step: int) -> float:
-        if self.name == "one_cycle":
-            low, height = self._in_cycle(step)
-            return low + (self.peak - low) * height
-        if step < self.warmup_steps:
+        # The rise of one_cycle is a part of its shape.
+        if step < self.warmup_steps and self.name != "one_cycle":
             return self._warming(step)
-        done = step - self.warmup_steps
-        x = min(done / max(1, self.total_steps - self.warmup_steps), 1.0)
-        match self.name:
-            case "linear":
-                return self.peak + (self.end - self.peak) * x
-            case "cosine":
-                return self._towards_end(_cosine(x if self.period is None else self._place_in_period(done)))
-            case "polynomial":
-                return self._towards_end((1 - x) ** self.power)
-            case "exponential":
-                if self.period is None:
-                    return float(self.peak * (self.end / self.peak) ** x)
-                return float(self.peak * self.gamma ** (done / self.period))
-            case "step":
-                passed = sum(step >= milestone for milestone in self.milestones)
-                return self.peak * self.gamma ** (passed if self.period is None else done // self.period)
-            case "trapezoid":
-                return self._towards_end(_fall(self.anneal, self._place_in_decay(step)))
-        return self.peak
+        rate: float = self._shape(self, step)
+        return rate
+
+    @cached_property
+    def _shape(self) -> Callable[[LearningRate, int], float]:
+        shape: Callable[[LearningRate, int], float] = load("schedules", self.name, RecipeError)
+        return shape
+
+    def progress(self, step: int) -> float:
+        """The part of the run after the warm-up that is done before a step, from 0 to 1."""
+        return min((step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps), 1.0)
 
     def height(self, step: int) -> float:
         """How high above the end of its phase the rate of a one_cycle is, as a share of the way to the peak."""
-        return self._in_cycle(step)[1]
+        return self.in_cycle(step)[1]
 
     def phases(self) -> tuple[LearningRatePoint, ...]:
         """The rate at each phase boundary, for the plan."""
@@ -156,10 +149,11 @@ class LearningRate:
                 return self.first
         return self.first + (self.peak - self.first) * step / self.warmup_steps
 
-    def _towards_end(self, height: float) -> float:
+    def towards_end(self, height: float) -> float:
+        """The rate at a height between the end, 0, and the peak, 1."""
         return self.end + (self.peak - self.end) * height
 
-    def _place_in_period(self, done: int) -> float:
+    def place_in_period(self, done: int) -> float:
         """Where in its period, from 0 to 1, the step is that comes after ``done`` others."""
         assert self.period is not None
         if self.period_factor - 1 < _NO_FACTOR:
@@ -178,11 +172,7 @@ class LearningRate:
             yield math.ceil(end)
             length *= self.period_factor if self.name == "cosine" and self.period_factor - 1 >= _NO_FACTOR else 1
 
-    def _place_in_decay(self, step: int) -> float:
-        begin = self.total_steps - self.decay_steps
-        return min(max(step - begin, 0) / max(self.decay_steps, 1), 1.0)
-
-    def _in_cycle(self, step: int) -> tuple[float, float]:
+    def in_cycle(self, step: int) -> tuple[float, float]:
         """The rate at the low end of the step's phase, and how far the rate is from there to the peak."""
         top, last = self.warmup_steps - 1, self.total_steps - 1
         if step <= top:
@@ -204,6 +194,52 @@ def _fall(shape: str, x: float) -> float:
         case "sqrt":
             return 1 - math.sqrt(x)
     return 1 - x
+
+
+def constant(rate: LearningRate, step: int) -> float:
+    """The peak."""
+    return rate.peak
+
+
+def linear(rate: LearningRate, step: int) -> float:
+    """A straight line from the peak to the end."""
+    return rate.peak + (rate.end - rate.peak) * rate.progress(step)
+
+
+def cosine(rate: LearningRate, step: int) -> float:
+    """Half a cosine from the peak to the end, over the run or over each period."""
+    x = rate.progress(step) if rate.period is None else rate.place_in_period(step - rate.warmup_steps)
+    return rate.towards_end(_cosine(x))
+
+
+def polynomial(rate: LearningRate, step: int) -> float:
+    """A power of what is left of the run."""
+    return rate.towards_end((1 - rate.progress(step)) ** rate.power)
+
+
+def exponential(rate: LearningRate, step: int) -> float:
+    """A factor in each period, or the same factor in each step to the end."""
+    if rate.period is None:
+        return float(rate.peak * (rate.end / rate.peak) ** rate.progress(step))
+    return float(rate.peak * rate.gamma ** ((step - rate.warmup_steps) / rate.period))
+
+
+def step(rate: LearningRate, step: int) -> float:
+    """A factor at each milestone, or after each period."""
+    passed = sum(step >= milestone for milestone in rate.milestones)
+    return rate.peak * rate.gamma ** (passed if rate.period is None else (step - rate.warmup_steps) // rate.period)
+
+
+def trapezoid(rate: LearningRate, step: int) -> float:
+    """The peak, and a fall in the last steps."""
+    done = max(step - (rate.total_steps - rate.decay_steps), 0) / max(rate.decay_steps, 1)
+    return rate.towards_end(_fall(rate.anneal, min(done, 1.0)))
+
+
+def one_cycle(rate: LearningRate, step: int) -> float:
+    """A rise to the peak, and a fall to the end."""
+    low, height = rate.in_cycle(step)
+    return low + (rate.peak - low) * height
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What moves embedding tables, of which a step uses few rows, and when may their gradients be sparse?"""
+"""Optimizers of embedding tables, of which a step uses few rows; and the rules for sparse gradients."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError, RecipeError
 from paceline.optim.eager import EagerOptimizer, eager
+from paceline.optim.parameter_groups import Groups, split_groups
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
-
-Groups = list[dict[str, Any]]
 
 
 def tables_of(network: nn.Module) -> dict[str, Tensor]:
@@ -112,23 +111,18 @@ def paired(
         groups: All parameters' (:func:`~paceline.optim.parameter_groups.parameter_groups`).
         make: Makes the optimizer of all else.
     """
-    tables = {id(each) for each in tables_of(network).values()}
-    split: dict[bool, Groups] = {True: [], False: []}
-    for group in groups:
-        for is_table, found in split.items():
-            params = [each for each in group["params"] if (id(each) in tables) == is_table]
-            if params:
-                found.append({**group, "params": params})
+    numbers = {id(each) for each in tables_of(network).values()}
+    tables, others = split_groups(groups, lambda each: id(each) in numbers)
     if asked.tables == "rowwise_adagrad":
-        of_tables: torch.optim.Optimizer = RowwiseAdagrad(split[True], lr=asked.lr)
+        of_tables: torch.optim.Optimizer = RowwiseAdagrad(tables, lr=asked.lr)
     else:
         kept = ("params", "lr_factor")
-        plain = [{key: value for key, value in group.items() if key in kept} for group in split[True]]
+        plain = [{key: value for key, value in group.items() if key in kept} for group in tables]
         of_tables = eager(torch.optim.SparseAdam)(plain, lr=asked.lr)
     for group in of_tables.param_groups:
         # Neither rule decays.
         group |= {"weight_decay": 0.0, "decay_moves": False}
-    return Paired(of_tables, make(split[False])) if split[False] else of_tables
+    return Paired(of_tables, make(others)) if others else of_tables
 
 
 def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: str) -> None:
@@ -175,8 +169,12 @@ def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, st
         found[what] = "use parallel.strategy=ddp"
     elif strategy == "ddp" and device != "cpu":
         found[f"parallel.strategy=ddp on {device}, whose collectives add up no sparse tensors,"] = "use one process"
-    if asked.tables == "same":
-        found |= _rules_without_sparse(asked)
+    # Rules that move every row in every step.
+    if asked.tables == "same" and (asked.name != "sgd" or asked.momentum):
+        name = f"optimizer.name={asked.name}" + f" with momentum {asked.momentum:g}" * (asked.name == "sgd")
+        found[name] = "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"
+    elif asked.tables == "same" and asked.weight_decay > 0 and asked.decay_norm_and_bias:
+        found["optimizer.decay_norm_and_bias=true"] = leave
     clips = (f"clip_{kind}" for kind in ("norm", "value", "adaptive"))
     found |= {f"optimizer.{clip}": leave for clip in clips if getattr(asked, clip) is not None}
     switched = {
@@ -189,13 +187,3 @@ def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, st
     if recipe.train.precision in ("fp16", "fp8"):
         found[f"train.precision={recipe.train.precision}"] = "use bf16 or fp32"
     return found
-
-
-def _rules_without_sparse(asked: Optimizer) -> dict[str, str]:
-    """Rules that move every row in every step."""
-    if asked.name != "sgd" or asked.momentum:
-        name = f"optimizer.name={asked.name}" + f" with momentum {asked.momentum:g}" * (asked.name == "sgd")
-        return {name: "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"}
-    if asked.weight_decay > 0 and asked.decay_norm_and_bias:
-        return {"optimizer.decay_norm_and_bias=true": "leave it out"}
-    return {}

@@ -20,9 +20,10 @@ from paceline.files import odd_kind
 from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
-from paceline.recipe.named_code import is_stored, refuse_foreign_code
+from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
 from paceline.recipe.renamed import with_new_names
 from paceline.recipe.schema import Recipe
+from paceline.registry import why_unknown
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
@@ -81,7 +82,11 @@ def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
     tree = layers.merge(tree, asked, notices)
     recipe = _validate(tree, str(source))
     for where, foreign in stored.items():
-        refuse_foreign_code(foreign, recipe, str(where), trusted=False)
+        refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
+    if why := why_unknown("optimizers", recipe.optimizer.name):
+        raise RecipeError(f"{source}: optimizer.name: {why}.")
+    if why := why_unknown("schedules", recipe.schedule.name):
+        raise RecipeError(f"{source}: schedule.name: {why}.")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(asked), "override")
     # Stored with the run, paths must mean the same from everywhere.

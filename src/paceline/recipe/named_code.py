@@ -16,14 +16,16 @@ from paceline.references import is_code_trusted, is_reference
 
 CODE_KEYS = ("task", "model.name", "data.dataset")
 """The keys that take ``package.module:name``."""
+TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name")
+"""Those of them that only training imports."""
 
 _RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
 _BESIDE_RECIPE = ("checkpoints", "config.json", "model.safetensors")
 
 
 def named_code(recipe: Recipe) -> list[str]:
-    """The references of a recipe: a task, a model or a dataset of the user's own."""
-    return [name for key in CODE_KEYS if is_reference(name := _used(recipe, key))]
+    """The references of a recipe to the user's own code."""
+    return [name for key in (*CODE_KEYS, *TRAINING_CODE_KEYS) if is_reference(name := _used(recipe, key))]
 
 
 def is_stored(path: Path, source: str | Path) -> bool:
@@ -34,7 +36,9 @@ def is_stored(path: Path, source: str | Path) -> bool:
     return any((path.parent / name).exists() for name in beside)
 
 
-def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool) -> None:
+def refuse_foreign_code(
+    tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool, keys: tuple[str, ...] = CODE_KEYS
+) -> None:
     """Refuse code that a stored recipe names, unless the user trusts it or an override names something else.
 
     Args:
@@ -42,13 +46,14 @@ def refuse_foreign_code(tree: Mapping[str, Any], recipe: Recipe, where: str, *, 
         recipe: The recipe with the user's overrides.
         where: The file, for the message.
         trusted: Whether the user has said that the file may name code.
+        keys: The keys that will be used.
 
     Raises:
         RecipeError: Naming the key and what it would import.
     """
     if trusted or is_code_trusted():
         return
-    for key in CODE_KEYS:
+    for key in keys:
         stored = _stored(tree, key)
         if isinstance(stored, str) and is_reference(stored) and stored == _used(recipe, key):
             raise RecipeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from paceline.recipe.fields import (
     Applies,
     Auto,
     Belongs,
+    Names,
     NonNegativeFloat,
     Off,
     OpenFraction,
@@ -20,6 +22,7 @@ from paceline.recipe.fields import (
     PositiveInt,
     Switch,
 )
+from paceline.registry import built_in
 
 # What each optimizer's authors use, where it is not what most do.
 _BETAS = {"lion": (0.9, 0.99), "muon": (0.9, 0.95)}
@@ -44,10 +47,11 @@ class ParameterGroup:
 class Optimizer:
     """The update rule."""
 
-    name: Literal["sgd", "adamw", "rmsprop", "adafactor", "lamb", "lars", "lion", "muon"] = "sgd"
+    name: Annotated[str, Names(tuple(built_in("optimizers")))] = "sgd"
     """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
     (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
-    (Jordan et al. 2024; what is no matrix by `rest`)."""
+    (Jordan et al. 2024; what is not a matrix by `rest`); a name that an installed package registers, or
+    `package.module:factory` of your own, called with parameter groups, `lr` and `options`."""
     lr: PositiveFloat = 0.1
     """Peak learning rate, for the global batch as given: it is never scaled silently."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -113,6 +117,7 @@ class Optimizer:
                 f"found lr_scaling={self.lr_scaling} without lr_reference_batch, but the rule needs the batch that lr "
                 "is meant for"
             )
+        self._check_own_rule()
         if self.eps == 0 and self.name != "lars":
             raise ValueError("found eps=0, but only lars divides by norms that are not 0; give a number above 0")
         self._check_rest()
@@ -124,6 +129,18 @@ class Optimizer:
         if len(clips) > 1:
             raise ValueError(f"found {' and '.join(clips)}, but gradients are clipped in one way")
         return self
+
+    def _check_own_rule(self) -> None:
+        """Refuse settings that an optimizer of another package is not given."""
+        if self.name in built_in("optimizers"):
+            return
+        usual = dataclasses.fields(self)
+        names = {"momentum", "nesterov", "betas", "alpha", "eps", "eps_inside_sqrt", "trust_coefficient", "rest"}
+        if changed := [each.name for each in usual if each.name in names and getattr(self, each.name) != each.default]:
+            raise ValueError(
+                f"found {' and '.join(changed)} with name={self.name}, but an optimizer of another package is given lr "
+                "and options only; set them in options"
+            )
 
     def _check_rest(self) -> None:
         if not self.moves_rest_by_sgd:

@@ -7,7 +7,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Applies, Auto, Fraction, Length, NonNegativeFloat, Off, PositiveFloat
+from paceline.recipe.fields import (
+    STRICT,
+    Applies,
+    Auto,
+    Fraction,
+    Length,
+    Names,
+    NonNegativeFloat,
+    Off,
+    PositiveFloat,
+)
+from paceline.registry import built_in
 from paceline.units import Duration
 
 
@@ -26,12 +37,11 @@ class Course:
 class Schedule:
     """The learning rate, and what else moves with the step: pure functions, with nothing to save."""
 
-    name: Literal["constant", "step", "linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid"] = (
-        "cosine"
-    )
-    """Shape after the warm-up. `step` falls at milestones; `cosine` may restart (Loshchilov and Hutter 2016);
-    `one_cycle` rises through its warm-up and falls to the end (Smith and Topin 2017); `trapezoid` stays at the peak and
-    falls during `decay` (Zhai et al. 2021)."""
+    name: Annotated[str, Names(tuple(built_in("schedules")))] = "cosine"
+    """Shape after the warm-up: `constant`, `step`, `linear`, `cosine`, `polynomial`, `exponential`, `one_cycle` or
+    `trapezoid`; a name that an installed package registers, or `package.module:shape` of your own. `step` falls at
+    milestones; `cosine` may restart (Loshchilov and Hutter 2016); `one_cycle` rises through its warm-up and falls to
+    the end (Smith and Topin 2017); `trapezoid` stays at the peak and falls during `decay` (Zhai et al. 2021)."""
     warmup: Length = Duration(0, "steps")
     """Rise to the peak at the beginning (Goyal et al. 2017)."""
     warmup_shape: Annotated[

@@ -15,17 +15,16 @@ from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.training import Batch, Train
+from paceline.registry import built_in
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     """Everything asked of a run. Sections have the names of the rooms that act on them."""
 
-    task: Annotated[
-        str, Names(("image_classification", "distillation", "language_modeling", "recommendation", "detection"))
-    ] = "image_classification"
+    task: Annotated[str, Names(tuple(built_in("tasks")))] = "image_classification"
     """`image_classification`, `distillation` (the same with a teacher), `language_modeling`, `recommendation`,
-    `detection`, or `package.module:factory` of one's own."""
+    `detection`, a name that an installed package registers, or `package.module:factory` of your own."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(whole)] = 0
     """Keys the initial weights, the order of samples, augmentation and dropout."""
     model: Model = Model()

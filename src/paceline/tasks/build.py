@@ -1,25 +1,16 @@
-"""Which task does a recipe name?"""
+"""Tasks by their names in recipes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.errors import RecipeError, did_you_mean
+from paceline import registry
+from paceline.errors import RecipeError
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference, load_reference
 from paceline.storage.addresses import is_address
 from paceline.storage.local_copies import local_path
 from paceline.tasks.task import Task
-
-# By reference, since each brings libraries that the others do not need.
-TASKS = {
-    "image_classification": "paceline.tasks.image_classification:ImageClassification",
-    "distillation": "paceline.tasks.distillation:Distillation",
-    "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
-    "recommendation": "paceline.tasks.recommendation:Recommendation",
-    "detection": "paceline.tasks.detection:Detection",
-}
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -30,17 +21,9 @@ def build_task(recipe: Recipe) -> Task:
         StorageError: If the data lie at an address and cannot be copied.
     """
     recipe = with_local_data(recipe)
-    if recipe.task in TASKS:
-        built: Task = load_reference(TASKS[recipe.task], RecipeError)(recipe)
-        return built
-    if not is_reference(recipe.task):
-        raise RecipeError(
-            f"unknown task '{recipe.task}'.{did_you_mean(recipe.task, TASKS)} Tasks: {', '.join(TASKS)}, or "
-            "package.module:factory of your own."
-        )
-    task = load_reference(recipe.task, RecipeError)(recipe)
+    task = registry.load("tasks", recipe.task, RecipeError)(recipe)
     if not isinstance(task, Task):
-        raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, which is no paceline.Task.")
+        raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, not a paceline.Task.")
     return task
 
 

@@ -87,11 +87,22 @@ class Detection(Task):
         )
 
     def data_facts(self, world: World) -> DataFacts:
-        """Open the pictures."""
+        """Open the pictures.
+
+        Raises:
+            RecipeError: If something is asked for that detectors cannot do.
+        """
         found = self.dataset
-        self._check_wishes()
-        self._threads, why = self._choose_threads(world)
-        is_generated = found.name == "shapes"
+        if self.recipe.parallel.strategy == "fsdp":
+            raise RecipeError(f"parallel.strategy=fsdp {_NOT_SHARDED}; use parallel.strategy=ddp.")
+        if self.recipe.model.compile:
+            raise RecipeError(
+                f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
+            )
+        is_generated, workers = found.name == "shapes", self.recipe.data.workers
+        self._threads, why = reading_threads(workers, world)
+        if workers == "auto" and is_generated:
+            self._threads, why = 0, "nothing is read"
         content, content_told = content_of_pictures(found)
         return DataFacts(
             train_samples=len(found.train),
@@ -198,25 +209,6 @@ class Detection(Task):
                 torch.manual_seed(seed_of(self.recipe.seed, sample))
                 losses.append(_total(model([image], [learned_from(target)])))
         return torch.stack(losses)
-
-    def _check_wishes(self) -> None:
-        """Refuse what detectors cannot do.
-
-        Raises:
-            RecipeError: With what to use instead.
-        """
-        if self.recipe.parallel.strategy == "fsdp":
-            raise RecipeError(f"parallel.strategy=fsdp {_NOT_SHARDED}; use parallel.strategy=ddp.")
-        if self.recipe.model.compile:
-            raise RecipeError(
-                f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
-            )
-
-    def _choose_threads(self, world: World) -> tuple[int, str]:
-        asked = self.recipe.data.workers
-        if asked == "auto" and self.dataset.name == "shapes":
-            return 0, "nothing is read"
-        return reading_threads(asked, world)
 
     def _unused(self, *, is_generated: bool) -> dict[str, str]:
         found = all_but(_USED, "pictures with boxes are shown as data.detection says")

@@ -53,8 +53,9 @@ class Distillation(ImageClassification):
             )
         saved = self._saved_teacher(source)
         network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
+        own_scale = (torch.tensor(self.dataset.mean), torch.tensor(self.dataset.std))
         network = lay_out(network, channels_last=placement.channels_last)
-        self._teacher = _SeenAsTrained(network, self._own_scale(), saved)
+        self._teacher = _seen_as_trained(network, own_scale, saved)
 
     def data_facts(self, world: World) -> DataFacts:
         """The dataset's, and which teacher it is: a run that goes on must have the same."""
@@ -103,25 +104,19 @@ class Distillation(ImageClassification):
         load_trained(network, saved)
         return network
 
-    def _own_scale(self) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.dataset.mean), torch.tensor(self.dataset.std)
 
-
-class _SeenAsTrained:
+def _seen_as_trained(
+    network: nn.Module, student: tuple[Tensor, Tensor], saved: SavedWeights
+) -> Callable[[Tensor], Tensor]:
     """A teacher that is shown images normalised as it was trained, whatever the student's are."""
-
-    def __init__(self, network: nn.Module, student: tuple[Tensor, Tensor], saved: SavedWeights) -> None:
-        self._network = network
-        (mean, std), data = student, saved.described("data")
-        own_mean, own_std = torch.tensor(data["mean"]), torch.tensor(data["std"])
-        self._is_same = torch.equal(mean, own_mean) and torch.equal(std, own_std)
-        device = next(network.parameters()).device
-        self._scale = (std / own_std).view(1, -1, 1, 1).to(device)
-        self._shift = ((mean - own_mean) / own_std).view(1, -1, 1, 1).to(device)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        answers: Tensor = self._network(images if self._is_same else images * self._scale + self._shift)
-        return answers
+    (mean, std), data = student, saved.described("data")
+    own_mean, own_std = torch.tensor(data["mean"]), torch.tensor(data["std"])
+    if torch.equal(mean, own_mean) and torch.equal(std, own_std):
+        return network
+    device = next(network.parameters()).device
+    scale = (std / own_std).view(1, -1, 1, 1).to(device)
+    shift = ((mean - own_mean) / own_std).view(1, -1, 1, 1).to(device)
+    return lambda images: network(images * scale + shift)
 
 
 def _divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:

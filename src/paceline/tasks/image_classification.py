@@ -85,7 +85,12 @@ class ImageClassification(Task):
         data, found = self.recipe.data, self.dataset
         # Refuses an augmentation that images of this size cannot have.
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
-        _check_growth(data.progressive, found.image_size)
+        start = data.progressive.start_size
+        if start is not None and start >= found.image_size:
+            raise RecipeError(
+                f"data.progressive.start_size={start}, but images grow from it to data.image_size={found.image_size}; "
+                "give a smaller one, or off."
+            )
         self._backend, backend_reason = choose_backend(self._shown(), found, world.local_world_size)
         self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
         reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
@@ -103,6 +108,7 @@ class ImageClassification(Task):
         empty = len(found.classes) - len(np.unique(found.train.labels))
         if empty:
             reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
+        shapes = {} if self._shapes is None else distinct(self._shapes)
         content, content_told = content_of(found)
         reasons |= {"data.content_digest": content_told} if content_told else {}
         self._choose_metrics(reasons)
@@ -118,7 +124,7 @@ class ImageClassification(Task):
                 "image_size": found.image_size,
                 **_sizes_by_epoch(data.progressive, found.image_size),
                 "evaluation_size": evaluation_size(data, found),
-                **self._shapes_found(),
+                **({"evaluation_shapes": {f"{h}x{w}": count for (h, w), count in shapes.items()}} if shapes else {}),
                 **found.selection,
                 **({} if found.holdout is None else {"holdout_samples": len(found.holdout)}),
                 "channels": found.channels,
@@ -248,12 +254,6 @@ class ImageClassification(Task):
         is_square = self._may_be_rectangles and self._shapes is None
         return replace(data, evaluation_shape="square") if is_square else data
 
-    def _shapes_found(self) -> dict[str, dict[str, int]]:
-        """How many held-out images have which shape, for the plan; empty if all are squares."""
-        if self._shapes is None:
-            return {}
-        return {"evaluation_shapes": {f"{h}x{w}": count for (h, w), count in distinct(self._shapes).items()}}
-
     def _choose_metrics(self, reasons: dict[str, str]) -> None:
         top_k, classes = self.recipe.evaluate.top_k, len(self.dataset.classes)
         if top_k < classes:
@@ -272,14 +272,6 @@ class ImageClassification(Task):
             workers=self._workers,
             placement=placement,
             progress=progress,
-        )
-
-
-def _check_growth(progressive: Progressive, image_size: int) -> None:
-    if progressive.start_size is not None and progressive.start_size >= image_size:
-        raise RecipeError(
-            f"data.progressive.start_size={progressive.start_size}, but images grow from it to data.image_size="
-            f"{image_size}; give a smaller one, or off."
         )
 
 

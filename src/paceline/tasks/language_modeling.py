@@ -33,7 +33,6 @@ from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-_ROWS = {"chunked": chunked_rows, "single": single_rows}
 _LOSS = Metric(name="loss", per="tokens")
 _PERPLEXITY = Metric(name="perplexity", is_collected=True)
 _CAUSAL = (_LOSS, Metric(name="bits_per_byte", scale=1 / math.log(2), of="loss", per="bytes"), _PERPLEXITY)
@@ -49,6 +48,7 @@ class LanguageModeling(Task):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
+        self._train_lengths: SampleLengths | None = None
         self._is_masked = recipe.data.text.objective == "masked"
         self.metrics = _MASKED if self._is_masked else _CAUSAL
         self.headline = "masked_accuracy" if self._is_masked else "bits_per_byte"
@@ -105,19 +105,17 @@ class LanguageModeling(Task):
     def sample_weights(self) -> SampleWeights:
         """What is asked of each training sample, in tokens."""
         table = self.train_rows
-        return self._hidden(table) if self._is_masked else table.targets
+        return masked_count(table.tokens, self.recipe.data.text.mask_fraction) if self._is_masked else table.targets
 
     def sample_lengths(self) -> SampleLengths:
         """Tokens of each training sample."""
+        if self._train_lengths is None:
+            self._train_lengths = self._lengths(self.train_rows)
         return self._train_lengths
 
     def evaluation_lengths(self) -> SampleLengths:
         """Tokens of each held-out sample."""
         return self._lengths(self.evaluation_rows)
-
-    @cached_property
-    def _train_lengths(self) -> SampleLengths:
-        return self._lengths(self.train_rows)
 
     def description(self) -> dict[str, Any]:
         """The tokenizer, and what else prediction needs."""
@@ -155,7 +153,7 @@ class LanguageModeling(Task):
     def check_network(self, network: nn.Module) -> None:
         """See whether the network keeps documents apart, where rows hold some that know nothing of one another."""
         asked = self.recipe.data.text
-        if self._needs_documents(self.train_rows) and not takes_documents(network, asked.context):
+        if (self.train_rows.separate or self._is_masked) and not takes_documents(network, asked.context):
             raise ModelError(
                 f"model.name={self.recipe.model.name} cannot be told which tokens belong to which document, which "
                 f"data.text.rows={asked.rows} with data.text.objective={asked.objective} asks for; choose another "
@@ -188,14 +186,12 @@ class LanguageModeling(Task):
         """Perplexity, which is no mean: e to the power of one."""
         return () if self._is_masked else (Perplexity(),)
 
-    def _needs_documents(self, table: RowTable) -> bool:
-        return table.separate or self._is_masked
-
     def _rows(self, corpus: TokenCorpus, seed: int) -> RowTable:
         text = self.recipe.data.text
         if text.rows == "packed":
             return packed_rows(corpus.lengths, text.context, seed)
-        return _ROWS[text.rows](corpus.lengths, text.context)
+        cut = chunked_rows if text.rows == "chunked" else single_rows
+        return cut(corpus.lengths, text.context)
 
     def _lengths(self, table: RowTable) -> SampleLengths:
         text = self.recipe.data.text
@@ -203,23 +199,17 @@ class LanguageModeling(Task):
         return SampleLengths(tokens=table.tokens, multiple=text.pad_multiple, width=width, most=text.context)
 
     def _split(self, corpus: TokenCorpus, table: RowTable, seed: int) -> TextSplit:
-        return TextSplit(corpus=corpus, table=table, lengths=self._lengths(table), masking=self._masking(seed))
-
-    def _hidden(self, table: RowTable) -> SampleWeights:
-        return masked_count(table.tokens, self.recipe.data.text.mask_fraction)
-
-    def _masking(self, seed: int) -> Masking | None:
-        if not self._is_masked:
-            return None
-        text, tokenizer = self.recipe.data.text, self.dataset.tokenizer
-        assert tokenizer.mask is not None
-        return Masking(
-            seed=seed,
-            fraction=text.mask_fraction,
-            mask=tokenizer.mask,
-            vocabulary=tokenizer.vocabulary,
-            context=text.context,
-        )
+        masking, text, tokenizer = None, self.recipe.data.text, self.dataset.tokenizer
+        if self._is_masked:
+            assert tokenizer.mask is not None
+            masking = Masking(
+                seed=seed,
+                fraction=text.mask_fraction,
+                mask=tokenizer.mask,
+                vocabulary=tokenizer.vocabulary,
+                context=text.context,
+            )
+        return TextSplit(corpus=corpus, table=table, lengths=self._lengths(table), masking=masking)
 
 
 class Perplexity:

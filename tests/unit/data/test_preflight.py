@@ -58,7 +58,7 @@ def test_shared_memory_for_all_that_is_kept_ready(sixteen_mib: Path) -> None:
     assert look_at_machine(fits, sixteen_mib).warnings == ()
     (warning,) = look_at_machine(replace(fits, prefetch=3), sixteen_mib).warnings
     assert warning == (
-        "the batches that 1 loader process (data.workers=1) keep ready (data.prefetch=3) can take 24.0 MiB of shared "
+        "the batches that 1 loader process (data.workers=1, data.prefetch=3) keep ready can take 24.0 MiB of shared "
         f"memory, and {sixteen_mib} has 16.0 MiB free; when none is left, the run ends: give it "
         f"more (docker run --shm-size=1g; in Kubernetes an emptyDir of medium Memory at {sixteen_mib}), or lower "
         "data.workers, data.prefetch or batch.micro_size."
@@ -72,7 +72,7 @@ def test_shared_memory_for_one_batch_each(sixteen_mib: Path) -> None:
     assert look_at_machine(loading, sixteen_mib).refusal == ""
     refusal = look_at_machine(replace(loading, train_batch_bytes=8 * MIB + 1), sixteen_mib).refusal
     assert refusal.startswith(
-        "a batch from each of 2 loader processes (data.workers=1) takes 16.0 MiB of shared memory"
+        "a batch from each of 2 loader processes (data.workers=1, data.prefetch=1) takes 16.0 MiB of shared memory"
     )
     assert "or lower data.workers, data.prefetch or batch.micro_size." in refusal
 
@@ -81,7 +81,9 @@ def test_batches_that_are_only_scored(sixteen_mib: Path) -> None:
     scoring = Loading(processes=1, workers=2, prefetch=2, train_batch_bytes=0, evaluation_batch_bytes=4 * MIB)
     assert look_at_machine(scoring, sixteen_mib).warnings == ()
     refusal = look_at_machine(replace(scoring, evaluation_batch_bytes=9 * MIB), sixteen_mib).refusal
-    assert refusal.startswith("a batch from each of 2 loader processes (data.workers=2) takes 18.0 MiB of shared ")
+    assert refusal.startswith(
+        "a batch from each of 2 loader processes (data.workers=2, data.prefetch=2) takes 18.0 MiB of "
+    )
     assert refusal.endswith("or lower data.workers, data.prefetch or evaluate.batch_size.")
     assert scoring.descriptors < replace(scoring, train_batch_bytes=1).descriptors
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from paceline.metrics.auc import RankedScores, ScoredPart, area_under_curve, normalized_entropy
+from paceline.metrics.auc import RankedScores, area_under_curve, normalized_entropy
 
 
 def collected(scores: np.ndarray, labels: np.ndarray, owners: np.ndarray, ranks: int) -> dict[str, float]:
@@ -67,6 +67,6 @@ def test_a_score_that_is_no_number_has_no_place() -> None:
 
 def test_a_process_without_samples_adds_nothing() -> None:
     part = RankedScores().part()
-    other = ScoredPart(np.array([1, 0], dtype=np.float32), np.array([1, 0], dtype=np.uint8))
+    other = (np.array([1, 0], dtype=np.float32), np.array([1, 0], dtype=np.uint8))
     assert RankedScores().results([part, other, part])["auc"] == 1.0
     assert math.isnan(RankedScores().results([part])["auc"])

@@ -11,9 +11,10 @@ import torch
 
 import paceline
 from paceline.recipe.load import load_recipe
+from paceline.registry import built_in
 from paceline.report.audit import audit_run
 from paceline.studies.memory.estimate import Asked, estimate
-from paceline.tasks.build import TASKS, build_task
+from paceline.tasks.build import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 _SHORT = {
@@ -62,7 +63,7 @@ def _threads() -> Iterator[None]:
 
 
 def test_the_table_names_every_task() -> None:
-    assert {*TINY, *VARIANTS} == set(TASKS)
+    assert {*TINY, *VARIANTS} == set(built_in("tasks"))
     for task, (name, _) in TINY.items():
         assert load_recipe(name).recipe.task == task
 

@@ -16,7 +16,7 @@ import torch
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.batched import shrunk
-from paceline.data.image.source import BrokenImageError, Image, SampleSource, as_array, unrepeated
+from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
 from paceline.data.image.store import ImageStore, StoreShape, dense
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.image.variation import Variation, asks_for_variation
@@ -151,15 +151,20 @@ def hold_images(
         images = np.zeros((len(samples), size, size, view.channels), dtype=np.uint8)
         for sample in samples:
             try:
-                images[sample - start] = _as_seen(source.read(sample), view)
+                image = source.read(sample)
+                if image.shape[:2] != (size, size):
+                    seen = evaluation_image(image, size, view.evaluation_crop, view.interpolation)
+                    image = seen.permute(1, 2, 0).numpy()
+                images[sample - start] = image
             except BrokenImageError as error:
                 broken[sample] = BrokenSample(sample, error.path, error.reason)
-        _put(store, start, images)
+        store.put(start, torch.from_numpy(images).permute(0, 3, 1, 2))
         return samples.stop
 
     if array is not None and array.shape[1:3] == (size, size):
         for start in range(0, count, _LOADED_AT_ONCE):
-            _put(store, start, array[start : start + _LOADED_AT_ONCE].copy())  # torch takes only what can be written
+            copy = array[start : start + _LOADED_AT_ONCE].copy()  # torch takes only what can be written
+            store.put(start, torch.from_numpy(copy).permute(0, 3, 1, 2))
         return store, {}
     # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -167,17 +172,6 @@ def hold_images(
             if progress is not None:
                 progress(stop, count)
     return store, broken
-
-
-def _as_seen(image: Image, view: View) -> Image:
-    if image.shape[:2] == (view.image_size, view.image_size):
-        return image
-    seen = evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)
-    return seen.permute(1, 2, 0).numpy()
-
-
-def _put(store: ImageStore, first: int, images: Image) -> None:
-    store.put(first, torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
 def _grouped(slices: Iterable[SampleSlice]) -> Iterator[list[SampleSlice]]:

@@ -32,16 +32,13 @@ class SyntheticBackend:
         for piece in slices:
             count = len(piece.ids)
             if count not in self._noise:
-                self._noise[count] = self._make(count)
+                shape = (count, self._view.channels, self._view.image_size, self._view.image_size)
+                length = int(np.prod(shape))
+                words = np.random.Philox(key=_KEY).random_raw(-(-length // 8))
+                self._noise[count] = torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))
             targets = torch.from_numpy(self._labels[piece.ids])
             yield Batch(self._noise[count], targets, piece.ids, piece)
 
     def close(self) -> None:
         """Release the noise."""
         self._noise.clear()
-
-    def _make(self, count: int) -> torch.Tensor:
-        shape = (count, self._view.channels, self._view.image_size, self._view.image_size)
-        length = int(np.prod(shape))
-        words = np.random.Philox(key=_KEY).random_raw(-(-length // 8))
-        return torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))

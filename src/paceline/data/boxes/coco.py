@@ -1,4 +1,4 @@
-"""How are COCO's annotations read? As JSON, into arrays; nothing is run, and what is malformed is named.
+"""COCO's annotations, read from JSON into arrays; nothing is run, and what is malformed is named.
 
 The format is COCO's own (Lin et al. 2014): `images`, `categories` and `annotations`, whose boxes are left, top, width
 and height, and whose masks are polygons or run lengths.
@@ -106,7 +106,14 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     if not root.is_dir():
         raise DataError(f"data.path={path} is no folder; give the one that holds annotations/ and train2017/.")
     if masks:
-        _check_masks()
+        try:
+            # Where masks are drawn, in the middle of training, it would be too late to find out.
+            importlib.import_module("pycocotools.mask")
+        except ImportError:
+            raise DataError(
+                "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or "
+                "set data.detection.masks=false."
+            ) from None
     digest = hashlib.sha256()
     train_folder, train_file = _split(root, "train")
     train, classes = read_annotations(train_file, masks=masks, note=digest.update)
@@ -210,29 +217,26 @@ def _images(entries: list[Any], fault: _Faults) -> dict[int, tuple[str, int, int
     found: dict[int, tuple[str, int, int]] = {}
     names: set[str] = set()
     for position, each in enumerate(entries):
-        if not _is_image(each):
+        tree: dict[str, Any] = each if isinstance(each, dict) else {}
+        number: Any = tree.get("id")
+        name: Any = tree.get("file_name")
+        sides: list[Any] = [tree.get("height"), tree.get("width")]
+        have_sides = all(type(side) is int and 1 <= side <= _MOST for side in sides)
+        if type(number) is not int or not _is_file_name(name) or not have_sides:
             fault(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
             continue
-        number, name = each["id"], each["file_name"]
         if number in found:
             fault(f"images[{position}] has the id {_shown(number)}, which another one has")
         elif name in names:
             fault(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
         elif Path(name).is_absolute() or ".." in Path(name).parts:
             fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
-        found[number] = (name, each["height"], each["width"])
+        found[number] = (name, sides[0], sides[1])
         names.add(name)
     return dict(sorted(found.items()))
 
 
-def _is_image(each: Any) -> bool:
-    if not isinstance(each, dict) or type(each.get("id")) is not int:
-        return False
-    name, sides = each.get("file_name"), [each.get("height"), each.get("width")]
-    return _is_file_name(name) and all(type(side) is int and 1 <= side <= _MOST for side in sides)
-
-
-def _is_file_name(name: Any) -> bool:
+def _is_file_name(name: object) -> bool:
     """Whether a file can be called so: not nothing, without a zero byte, and no half of a surrogate pair."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
@@ -274,8 +278,10 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
         return f"has the image_id {_shown(image)}, which no image has"
     if type(kind) is not int or kind not in classes:
         return f"has the category_id {_shown(kind)}, which no category has"
-    box = each.get("bbox")
-    if not _is_box(box):
+    box: Any = each.get("bbox")
+    # NaN is not below anything.
+    is_box = isinstance(box, list) and len(box) == 4 and all(type(n) in (int, float) and abs(n) <= _MOST for n in box)
+    if not is_box or min(box[2:]) < 0:
         return f"has the bbox {_shown(box)}, which must be left, top, width and height; the last two not negative"
     if crowd not in (0, 1):
         return f"has the iscrowd {_shown(crowd)}, which must be 0 or 1"
@@ -285,13 +291,6 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     if said is not None:
         return f"has the segmentation {_shown(outline)}: {said} (data.detection.masks=false reads no masks)"
     return None
-
-
-def _is_box(box: Any) -> bool:
-    if not isinstance(box, list) or len(box) != 4:
-        return False
-    # NaN is not below anything.
-    return all(type(each) in (int, float) and abs(each) <= _MOST for each in box) and min(box[2:]) >= 0
 
 
 def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:
@@ -358,17 +357,6 @@ def _tell_unnamed(folder: Path, found: Annotations, left_out: LeftOut) -> None:
     for name in files_below(folder, left_out) if folder.is_dir() else ():
         if name not in named:
             left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
-
-
-def _check_masks() -> None:
-    try:
-        # Where masks are drawn, in the middle of training, it would be too late to find out.
-        importlib.import_module("pycocotools.mask")
-    except ImportError:
-        raise DataError(
-            "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or set "
-            "data.detection.masks=false."
-        ) from None
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How do pictures of many sizes become the stream of batches that a detector trains on?
+"""Batches of pictures of many sizes, with their objects.
 
 A batch's inputs are a list of pictures, float [3, H, W] between 0 and 1, and its targets a list of dicts: ``boxes``
 float [M, 4], ``labels`` int64 [M], ``crowd`` bool [M] and, where they are read, ``masks`` uint8 [M, H, W].
@@ -9,9 +9,8 @@ others. What is drawn for a sample happens on the device (`showing.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,22 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.ahead import begun_ahead
-from paceline.data.batch import Batch, BrokenSample, Progress
+from paceline.data.ahead import made_ahead
+from paceline.data.batch import Batch, BrokenSample
 from paceline.data.boxes.objects import BoxDataset, BoxSource, Objects
 from paceline.data.boxes.showing import Target, TrainingView, with_something
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Placement
-from paceline.data.prefetch import pinned, to_device
+from paceline.data.prefetch import to_device
+from paceline.data.simple import SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.recipe.boxes import Boxes
-from paceline.world import World
 
 Read = tuple[Tensor, Target] | BrokenSample
 
 
-class BoxPipeline:
+class BoxPipeline(SimplePipeline):
     """Training and evaluation batches of pictures with boxes.
 
     Args:
@@ -60,72 +58,37 @@ class BoxPipeline:
     ) -> None:
         self._sources: dict[bool, BoxSource] = {True: dataset.train, False: dataset.validation}
         self._masks = masks
-        self._placement = placement
         self._view = TrainingView(boxes, seed)
-        self._ahead = threads * prefetch
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader") if threads else None
-        self._moving: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def start(self, *, training: bool, evaluation: bool) -> None:
-        """Threads begin with the first batch."""
-
-    def load(self, report: Progress) -> None:
-        """Nothing is held in memory."""
-
-    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
-        batches = self._batches(geometry.stream(first, last, world), training=True)
-        return to_device(batches, as_floats, self._placement, self._finish, self._moving)
-
-    def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter what ``moving`` gives where a training step waits for a batch that is being brought to the device."""
-        self._moving = moving
-
-    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        """This process's part of the held-out pictures, as large as they are."""
-        slices = evaluation_slices(len(self._sources[False]), batch_size, world)
-        fill = partial(with_something, device=self._placement.device)
-        return to_device(self._batches(slices, training=False), as_floats, self._placement, fill)
+        held_out = len(dataset.validation)
+        super().__init__(
+            self._pictures, evaluation_samples=held_out, placement=placement, threads=threads, prefetch=prefetch
+        )
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """The sample's file, or its set and number."""
         return self._sources[training].path(sample_id)
 
-    def close(self) -> None:
-        """Stop the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _finish(self, batch: Batch) -> Batch:
-        return with_something(self._view(batch), self._placement.device)
-
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
-        read = partial(self._read, training=training)
-        if self._pool is None:
-            for piece in slices:
-                yield self._batch(piece, map(read, piece.ids.tolist()))
-            return
-        pool = self._pool
+        read = partial(self._batch, training=training)
+        batches = made_ahead(read, slices, threads=self._threads, prefetch=self._prefetch)
 
-        def begin(piece: SampleSlice) -> tuple[SampleSlice, list[Future[Read]]]:
-            return piece, [pool.submit(read, sample) for sample in piece.ids.tolist()]
+        def finish(batch: Batch) -> Batch:
+            return with_something(self._view(batch) if training else batch, self._placement.device)
 
-        for piece, samples in begun_ahead(begin, slices, ahead=self._ahead, give_up=_cancel):
-            yield self._batch(piece, (each.result() for each in samples))
+        return to_device(batches, as_floats, self._placement, finish, self._moving if training else nullcontext)
 
-    def _batch(self, piece: SampleSlice, samples: Iterable[Read]) -> Batch:
-        found = list(samples)
+    def _pictures(self, part: SampleSlice, training: bool) -> Batch:
+        found = [self._picture(sample, training=training) for sample in part.ids.tolist()]
         whole = [each for each in found if not isinstance(each, BrokenSample)]
-        batch = Batch(
+        return Batch(
             inputs=[image for image, _ in whole],
             targets=[target for _, target in whole],
-            ids=piece.ids[np.array([not isinstance(each, BrokenSample) for each in found], dtype=bool)],
-            slice=piece,
+            ids=part.ids[np.array([not isinstance(each, BrokenSample) for each in found], dtype=bool)],
+            slice=part,
             broken=tuple(each for each in found if isinstance(each, BrokenSample)),
         )
-        return pinned(batch, self._placement)
 
-    def _read(self, sample: int, *, training: bool) -> Read:
+    def _picture(self, sample: int, *, training: bool) -> Read:
         source = self._sources[training]
         try:
             pixels = source.image(sample)
@@ -139,11 +102,6 @@ class BoxPipeline:
         except BrokenImageError as error:
             return BrokenSample(sample, error.path, error.reason)
         return as_tensor(pixels), target_of(objects.learnable(height, width) if training else objects)
-
-
-def _cancel(begun: tuple[SampleSlice, list[Future[Read]]]) -> None:
-    for each in begun[1]:
-        each.cancel()
 
 
 def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How is Criteo's text read? Each line has a label, 13 numbers and 26 categories, between tabs.
+"""Criteo's text: each line has a label, 13 numbers and 26 categories, between tabs.
 
 All but the label may be missing. Of a number x the logarithm of 1 + x is taken, of one below 0, or missing, that of 1,
 as DLRM's authors do. A category is 32 bits in hexadecimal, and becomes a row of its feature's table by a hash that is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ DENSE, CATEGORIES = 13, 26
 _FIELDS = 1 + DENSE + CATEGORIES
 ENDINGS = ("tsv", "txt", "gz")
 _LINES_AT_ONCE = 16_384
-_LONGEST = 8  # hexadecimal digits
-_IN_NUMBERS = b"-0123456789"  # Python would also take blanks, underscores and a plus
+# Python itself would also take blanks, underscores and a plus.
+_NUMBER, _CATEGORY = rb"(?:-?0*[0-9]{1,18})?", rb"[0-9a-fA-F]{0,8}"
+_LINE = re.compile(rb"[01]" + (rb"\t" + _NUMBER) * DENSE + (rb"\t" + _CATEGORY) * CATEGORIES)
 
 ROW = np.dtype([("label", "<u4"), ("missing", "<u4"), ("dense", "<f4", (DENSE,)), ("categories", "<u4", (CATEGORIES,))])
 """A sample as it is stored: its missing categories are bits of `missing`, the first feature's the lowest."""
@@ -101,13 +103,37 @@ def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = Tr
     """
     if first == 1 and lines:
         lines = [lines[0].removeprefix(codecs.BOM_UTF8), *lines[1:]]
-    split = [line.rstrip(b"\r\n").split(b"\t") for line in lines]
-    if not has_label:
-        split = [[b"0", *fields] for fields in split]
-    try:
-        return _parsed(split), []
-    except ValueError:
-        return _one_by_one(split, path, first)
+    good, wrong = [], []
+    for number, line in enumerate(lines, start=first):
+        whole = line.rstrip(b"\r\n") if has_label else b"0\t" + line.rstrip(b"\r\n")
+        if _LINE.fullmatch(whole):
+            good.append(whole.split(b"\t"))
+        else:
+            wrong.append(WrongLine(path, number, _fault(whole.split(b"\t"))))
+    rows = np.zeros(len(good), dtype=ROW)
+    rows["label"] = [fields[0] == b"1" for fields in good]
+    numbers = [[int(field or b"0") for field in fields[1 : 1 + DENSE]] for fields in good]
+    categories = [[int(field or b"0", 16) for field in fields[1 + DENSE :]] for fields in good]
+    missing = [[not field for field in fields[1 + DENSE :]] for fields in good]
+    # log(1 + x), 0 for what is missing or below 0.
+    rows["dense"] = np.log1p(np.maximum(np.array(numbers, dtype=np.int64).reshape(-1, DENSE), 0).astype(np.float64))
+    rows["categories"] = np.array(categories, dtype=np.uint32).reshape(-1, CATEGORIES)
+    bits = np.array(missing, dtype=np.uint32).reshape(-1, CATEGORIES) << np.arange(CATEGORIES, dtype=np.uint32)
+    rows["missing"] = bits.sum(axis=1, dtype=np.uint32)
+    return rows, wrong
+
+
+def _fault(fields: list[bytes]) -> str:
+    """What is wrong with a line that is not Criteo's."""
+    if len(fields) != _FIELDS:
+        return f"found {len(fields)} fields between tabs, but there must be {_FIELDS}"
+    if fields[0] not in (b"0", b"1"):
+        return f"found the label {_shown(fields[0])}, but it must be 0 or 1"
+    for field in fields[1 : 1 + DENSE]:
+        if not re.fullmatch(_NUMBER, field):
+            return f"found {_shown(field)} among the {DENSE} numbers, but each must be a whole one of up to 18 digits"
+    field = next(field for field in fields[1 + DENSE :] if not re.fullmatch(_CATEGORY, field))
+    return f"found {_shown(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
 
 
 def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
@@ -116,8 +142,12 @@ def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
     """
     values = rows["categories"].astype(np.uint64)
     features = np.arange(1, CATEGORIES + 1, dtype=np.uint64)
-    hashed = _mixed(values + (features << np.uint64(32)))
-    found = (1 + hashed % (np.asarray(tables, dtype=np.uint64) - np.uint64(1))).astype(np.int64)
+    # SplitMix64's finaliser (Steele, Lea and Flood 2014): 64 bits to 64 bits, the same on every machine for ever.
+    words = (values + (features << np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words = words ^ (words >> np.uint64(31))
+    found = (1 + words % (np.asarray(tables, dtype=np.uint64) - np.uint64(1))).astype(np.int64)
     found[missing_of(rows)] = 0
     return found
 
@@ -127,100 +157,10 @@ def missing_of(rows: Rows) -> NDArray[np.bool_]:
     return (rows["missing"][:, None] >> np.arange(CATEGORIES, dtype=np.uint32)) & np.uint32(1) > 0
 
 
-def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea and Flood 2014): 64 bits to 64 bits, the same on every machine for ever."""
-    words = words * np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
 def opened(path: Path) -> gzip.GzipFile | BinaryIO:
     """A file of lines, packed or not; raises DataError if it is a pipe or a device."""
     refuse_odd_kinds(path)
     return gzip.open(path) if has_ending(path.name, ("gz",)) else open(path, "rb")
-
-
-def _one_by_one(split: list[list[bytes]], path: str, first: int) -> tuple[Rows, list[WrongLine]]:
-    good, wrong = [], []
-    for number, fields in enumerate(split, start=first):
-        try:
-            good.append(_parsed([fields]))
-        except ValueError as error:
-            wrong.append(WrongLine(path, number, str(error)))
-    return np.concatenate(good) if good else np.empty(0, dtype=ROW), wrong
-
-
-def _parsed(split: list[list[bytes]]) -> Rows:
-    """Lines as samples.
-
-    Raises:
-        ValueError: If any is wrong; of a single one it says why.
-    """
-    for fields in split:
-        if len(fields) != _FIELDS:
-            raise ValueError(f"found {len(fields)} fields between tabs, but there must be {_FIELDS}")
-    rows = np.zeros(len(split), dtype=ROW)
-    rows["label"] = _labels([fields[0] for fields in split])
-    numbers = [field for fields in split for field in fields[1 : 1 + DENSE]]
-    rows["dense"] = _numbers(numbers).reshape(-1, DENSE)
-    categories = [field for fields in split for field in fields[1 + DENSE :]]
-    values, missing = _hexadecimal(categories)
-    rows["categories"] = values.reshape(-1, CATEGORIES)
-    bits = missing.reshape(-1, CATEGORIES).astype(np.uint32) << np.arange(CATEGORIES, dtype=np.uint32)
-    rows["missing"] = bits.sum(axis=1, dtype=np.uint32)
-    return rows
-
-
-def _labels(fields: list[bytes]) -> NDArray[np.uint32]:
-    found = np.array([field == b"1" for field in fields], dtype=np.uint32)
-    wrong = next((field for field in fields if field not in (b"0", b"1")), None)
-    if wrong is not None:
-        raise ValueError(f"found the label {_shown(wrong)}, but it must be 0 or 1")
-    return found
-
-
-def _numbers(fields: list[bytes]) -> NDArray[np.float32]:
-    """log(1 + x), 0 for what is missing or below 0."""
-    try:
-        if b"".join(fields).translate(None, _IN_NUMBERS):
-            raise ValueError
-        values = np.array([int(field) if field else 0 for field in fields], dtype=np.int64)
-    except (ValueError, OverflowError):
-        wrong = next(field for field in fields if field and not _is_whole(field))
-        raise ValueError(f"found {_shown(wrong)} among the {DENSE} numbers, but each must be a whole one") from None
-    return np.log1p(np.maximum(values, 0).astype(np.float64)).astype(np.float32)
-
-
-def _is_whole(field: bytes) -> bool:
-    try:
-        return not field.translate(None, _IN_NUMBERS) and abs(int(field)) < 2**63
-    except ValueError:
-        return False
-
-
-def _hexadecimal(fields: list[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-    """Values, and which of them are missing."""
-    # Python would also take a sign, blanks and underscores.
-    if not b"".join(fields).isalnum() or max(map(len, fields)) > _LONGEST:
-        wrong = next((field for field in fields if field and not _is_category(field)), None)
-        if wrong is not None:
-            raise _no_category(wrong)
-    try:
-        values = [int(field, 16) if field else 0 for field in fields]
-    except ValueError:
-        raise _no_category(next(field for field in fields if field and not _is_category(field))) from None
-    return np.array(values, dtype=np.uint32), np.array([not field for field in fields], dtype=bool)
-
-
-def _is_category(field: bytes) -> bool:
-    return len(field) <= _LONGEST and all(digit in b"0123456789abcdefABCDEF" for digit in field)
-
-
-def _no_category(field: bytes) -> ValueError:
-    return ValueError(
-        f"found {_shown(field)} among the {CATEGORIES} categories, but each must be up to {_LONGEST} hexadecimal digits"
-    )
 
 
 def _shown(field: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Which click data set does the recipe name?"""
+"""Click data sets by their names in recipes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 from paceline.data.clicks.criteo import CATEGORIES, DENSE
 from paceline.data.clicks.source import ClickDataset
-from paceline.data.clicks.stored import StoredClicks, StoredSource, stored
+from paceline.data.clicks.stored import StoredSource, stored
 from paceline.data.clicks.synthetic import open_synthetic
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import LeftOut, visible
 from paceline.recipe.clicks import Clicks
 from paceline.recipe.data import Data
-from paceline.references import is_reference, load_reference
+from paceline.references import is_reference
+from paceline.registry import installed, load
 
 _ROWS_PER_VALUE, _SMALLEST_TABLE = 8, 1024
 # Of Criteo's Kaggle Display Advertising Challenge, as DLRM's authors count them.
@@ -34,12 +35,12 @@ def open_clicks(data: Data) -> ClickDataset:
     opener = _OPENERS.get(data.dataset)
     if opener is not None:
         return opener(data)
-    if not is_reference(data.dataset):
+    if not is_reference(data.dataset) and data.dataset not in installed("datasets"):
         raise DataError(
             f"data.dataset is {data.dataset!r}, which holds no clicks; known are {', '.join(_OPENERS)} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
         )
-    found = load_reference(data.dataset, DataError)(data)
+    found = load("datasets", data.dataset, DataError)(data)
     if not isinstance(found, ClickDataset):
         raise DataError(f"data.dataset={data.dataset} gave a {type(found).__name__}, not a ClickDataset.")
     return found
@@ -57,61 +58,41 @@ def open_criteo(data: Data) -> ClickDataset:
     root = Path(data.path)
     if not root.exists():
         raise DataError(f"data.path={data.path} does not exist.")
-    if (root / "train").is_dir() or (root / "val").is_dir():
-        return _two_splits(data, root)
     left_out = LeftOut()
-    whole = stored(root, data.recommendation.cache, left_out, max_broken=data.max_broken)
-    held_out = round(len(whole.rows) * data.validation_fraction)
-    tables, reasons = criteo_tables(data.recommendation, whole.distinct)
-    kept = len(whole.rows) - held_out
+    if (root / "train").is_dir() or (root / "val").is_dir():
+        for split in ("train", "val"):
+            if not (root / split).is_dir():
+                raise DataError(
+                    f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
+                )
+        for entry in visible(root):
+            if entry.name not in ("train", "val"):
+                left_out.add("files and folders beside train/ and val/", entry.name)
+        parts = [root / "train", root / "val"]
+    else:
+        parts = [root]
+    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.max_broken) for each in parts]
+    train, val = splits[0], splits[-1]
+    tables, reasons = criteo_tables(data.recommendation, train.distinct)
+    kept, first = len(train.rows), 0
+    if train is val:
+        kept = first = kept - round(kept * data.validation_fraction)
+    else:
+        reasons["data.validation_fraction"] = "the data have a split of their own"
     if kept == 0:
-        raise DataError(f"data.path={data.path} leaves no line to train on, of {len(whole.rows)}.")
+        raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.")
+    wrong = [each for split in splits for each in split.wrong]
     return ClickDataset(
         name=data.dataset,
-        train=StoredSource(whole, tables, 0, kept),
-        validation=StoredSource(whole, tables, kept, len(whole.rows)),
+        train=StoredSource(train, tables, 0, kept),
+        validation=StoredSource(val, tables, first, len(val.rows)),
         dense_features=DENSE,
         tables=tables,
-        digest=whole.digest,
-        facts=_wrong_lines(whole),
+        digest=" ".join(each.digest for each in splits),
+        facts={"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {},
         reasons=reasons,
         left_out=left_out.told(),
     )
-
-
-def _two_splits(data: Data, root: Path) -> ClickDataset:
-    for split in ("train", "val"):
-        if not (root / split).is_dir():
-            raise DataError(
-                f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
-            )
-    left_out = LeftOut()
-    for entry in visible(root):
-        if entry.name not in ("train", "val"):
-            left_out.add("files and folders beside train/ and val/", entry.name)
-    train, val = (
-        stored(root / each, data.recommendation.cache, left_out, max_broken=data.max_broken)
-        for each in ("train", "val")
-    )
-    if not len(train.rows):
-        raise DataError(f"'{root / 'train'}' holds no line to train on.")
-    tables, reasons = criteo_tables(data.recommendation, train.distinct)
-    return ClickDataset(
-        name=data.dataset,
-        train=StoredSource(train, tables, 0, len(train.rows)),
-        validation=StoredSource(val, tables, 0, len(val.rows)),
-        dense_features=DENSE,
-        tables=tables,
-        digest=f"{train.digest} {val.digest}",
-        facts=_wrong_lines(train, val),
-        reasons={**reasons, "data.validation_fraction": "the data have a split of their own"},
-        left_out=left_out.told(),
-    )
-
-
-def _wrong_lines(*splits: StoredClicks) -> dict[str, int | str]:
-    wrong = [each for split in splits for each in split.wrong]
-    return {"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {}
 
 
 def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:

@@ -39,6 +39,7 @@ from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
 _VERSION = 1
+_AT_ONCE = 2**20
 _ROWS, _FACTS, _LOCK = "rows.bin", "facts.json", "lock"
 
 
@@ -162,7 +163,7 @@ def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
 
 
 def _written(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]:
-    digest, values = hashlib.sha256(), _DistinctValues()
+    digest = hashlib.sha256()
     wrong: list[WrongLine] = []
     counts: list[tuple[str, int]] = []
     with open(target, "wb") as output:
@@ -175,47 +176,28 @@ def _written(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]
                 content = rows.tobytes()
                 output.write(content)
                 digest.update(content)
-                values.add(rows)
                 count += len(rows)
             counts.append((str(file), count))
         output.flush()
         os.fsync(output.fileno())
+    samples = sum(count for _, count in counts)
     return {
-        "samples": sum(count for _, count in counts),
-        "distinct": values.counts(),
+        "samples": samples,
+        "distinct": _distinct(np.memmap(target, dtype=ROW, mode="r") if samples else np.empty(0, dtype=ROW)),
         "digest": digest.hexdigest(),
         "wrong": [asdict(each) for each in wrong],
         "files": counts,
     }
 
 
-class _DistinctValues:
-    """Counts the values of each categorical feature."""
-
-    _MOST_WAITING = 64
-
-    def __init__(self) -> None:
-        self._known = [np.empty(0, dtype=np.uint32) for _ in range(CATEGORIES)]
-        self._waiting: list[Rows] = []
-
-    def add(self, rows: Rows) -> None:
-        self._waiting.append(rows)
-        if len(self._waiting) >= self._MOST_WAITING:
-            self._take()
-
-    def counts(self) -> list[int]:
-        self._take()
-        return [len(each) for each in self._known]
-
-    def _take(self) -> None:
-        if not self._waiting:
-            return
-        rows = np.concatenate(self._waiting)
-        present = ~missing_of(rows)
-        for feature in range(CATEGORIES):
-            here = np.unique(rows["categories"][present[:, feature], feature])
-            self._known[feature] = np.union1d(self._known[feature], here)
-        self._waiting = []
+def _distinct(rows: Rows) -> list[int]:
+    """How many values each categorical feature has."""
+    known = [np.empty(0, dtype=np.uint32)] * CATEGORIES
+    for begin in range(0, len(rows), _AT_ONCE):
+        part = rows[begin : begin + _AT_ONCE]
+        present, values = ~missing_of(part), part["categories"]
+        known = [np.union1d(each, values[present[:, at], at]) for at, each in enumerate(known)]
+    return [len(each) for each in known]
 
 
 def _too_many(wrong: tuple[WrongLine, ...] | list[WrongLine], max_broken: int) -> DataError:

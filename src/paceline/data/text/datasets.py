@@ -16,7 +16,8 @@ from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
 from paceline.recipe.data import Data
 from paceline.recipe.text import Text
-from paceline.references import is_reference, load_reference
+from paceline.references import is_reference
+from paceline.registry import installed, load
 
 _VALIDATION = ("val", "validation", "valid", "test")
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
@@ -30,12 +31,12 @@ def open_text(data: Data) -> TextDataset:
     """
     if data.dataset in OPENERS:
         return OPENERS[data.dataset](data)
-    if not is_reference(data.dataset):
+    if not is_reference(data.dataset) and data.dataset not in installed("datasets"):
         raise DataError(
             f"data.dataset is {data.dataset!r}, but of text there are {', '.join(OPENERS)} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, OPENERS)}"
         )
-    dataset = load_reference(data.dataset, DataError)(data)
+    dataset = load("datasets", data.dataset, DataError)(data)
     if not isinstance(dataset, TextDataset):
         raise DataError(f"data.dataset={data.dataset} gave a {type(dataset).__name__}, which is no TextDataset.")
     return dataset

@@ -1,4 +1,4 @@
-"""Which text does a Hugging Face dataset on the local disk hold? Read is what ``save_to_disk`` wrote, and parquet.
+"""Text of a Hugging Face dataset on the local disk: what ``save_to_disk`` wrote, or parquet.
 
 The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run.
 """
@@ -35,9 +35,14 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
             "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
         )
     train, held_out, why = choose_splits(files)
-    read = _of_parquet if files.is_parquet else _of_arrow
     documents = {
-        split: list(_named(split, (text for file in files.splits[split] for text in read(file, column)), left_out))
+        split: list(
+            _named(
+                split,
+                (text for file in files.splits[split] for text in _texts(file, column, is_parquet=files.is_parquet)),
+                left_out,
+            )
+        )
         for split in (train, held_out)
         if split is not None
     }
@@ -52,26 +57,21 @@ def _named(split: str, texts: Iterator[str | None], left_out: LeftOut) -> Iterat
             left_out.add("rows without text", f"{split}[{row}]")
 
 
-def _of_arrow(file: Path, column: str) -> Iterator[str | None]:
+def _texts(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | None]:
+    """The rows of a column, of a parquet file or an Arrow stream."""
     arrow = require_pyarrow()
     refuse_odd_kinds(file)
     try:
-        with mapped(file) as content, arrow.ipc.open_stream(content) as stream:
-            _check_column(stream.schema, column, file)
-            for batch in stream:
-                yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
-    except (OSError, arrow.ArrowInvalid) as error:
-        raise DataError(f"{file} cannot be read ({error}); save the dataset again.") from error
-
-
-def _of_parquet(file: Path, column: str) -> Iterator[str | None]:
-    arrow = require_pyarrow()
-    refuse_odd_kinds(file)
-    try:
-        with arrow.parquet.ParquetFile(mapped(file)) as opened:
-            _check_column(opened.schema_arrow, column, file)
-            for batch in opened.iter_batches(columns=[column]):
-                yield from batch.column(0).to_pylist()
+        if is_parquet:
+            with arrow.parquet.ParquetFile(mapped(file)) as opened:
+                _check_column(opened.schema_arrow, column, file)
+                for batch in opened.iter_batches(columns=[column]):
+                    yield from batch.column(0).to_pylist()
+        else:
+            with mapped(file) as content, arrow.ipc.open_stream(content) as stream:
+                _check_column(stream.schema, column, file)
+                for batch in stream:
+                    yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
     except (OSError, arrow.ArrowInvalid) as error:
         raise DataError(f"{file} cannot be read ({error}); save the dataset again.") from error
 

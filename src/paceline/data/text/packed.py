@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from paceline.plain_json import load_json
 
 MANIFEST = "tokens.json"
 _VERSION = 1
-_BLOCK = 2**24  # bytes read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,10 @@ def _write_all(splits: dict[str, Documents], tokenizer: Tokenizer, folder: Path)
         (folder / f"{split}.names.txt").write_text(names, encoding="utf-8")
         documents[split], tokens[split] = len(lengths), sum(lengths)
     files = sorted(path for path in folder.iterdir())
-    digests = {path.name: _sha256(path) for path in files}
+    digests = {}
+    for path in files:
+        with path.open("rb") as content:
+            digests[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
     digest = text_digest(tokenizer.digest.encode(), *(each.encode() for each in digests.values()))
     tree = {
         "version": _VERSION,
@@ -158,19 +159,6 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
     # An empty file cannot be mapped.
     tokens = np.memmap(path, dtype=kind, mode="r") if count else np.empty(0, dtype=kind)
     return StoredCorpus(tokens, lengths, names)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:

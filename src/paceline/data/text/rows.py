@@ -1,4 +1,4 @@
-"""Which pieces of documents make one sample?
+"""The pieces of documents that make one sample.
 
 A sample of a language model is a row of tokens. A row table says of each row what it holds, so that its size is known
 before a token is read.
@@ -154,11 +154,21 @@ NOTHING = -100
 
 def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
     """Read a row's tokens and what follows each."""
+    pieces = table.pieces(row)
     if table.separate:
-        return _read_separate(corpus, table, row)
-    parts = [corpus.read(*piece) for piece in table.pieces(row)]
-    after = table.next_piece(row)
-    parts.append(np.array([NOTHING]) if after is None else corpus.read(after[0], after[1], after[1] + 1))
+        stops = [min(end + 1, int(corpus.lengths[document])) for document, _, end in pieces]
+        read = [corpus.read(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
+        sizes = [end - begin for _, begin, end in pieces]
+        after = [np.append(ids[1:], [NOTHING] * (1 + n - len(ids))) for ids, n in zip(read, sizes, strict=True)]
+        return Row(
+            tokens=np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)]),
+            following=np.concatenate(after).astype(np.int64),
+            positions=np.concatenate([np.arange(n, dtype=np.int64) for n in sizes]),
+            documents=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+        )
+    parts, following = [corpus.read(*piece) for piece in pieces], table.next_piece(row)
+    at_end = np.array([NOTHING])
+    parts.append(at_end if following is None else corpus.read(following[0], following[1], following[1] + 1))
     stream = np.concatenate(parts)
     size = len(stream) - 1
     return Row(
@@ -166,24 +176,6 @@ def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
         following=stream[1:],
         positions=np.arange(size, dtype=np.int64),
         documents=np.zeros(size, dtype=np.int64),
-    )
-
-
-def _read_separate(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
-    tokens, following, positions, numbers = [], [], [], []
-    for number, (document, begin, end) in enumerate(table.pieces(row)):
-        stop = min(end + 1, int(corpus.lengths[document]))
-        read = corpus.read(document, begin, stop)
-        size = end - begin
-        tokens.append(read[:size])
-        following.append(np.append(read[1:], [NOTHING] * (size + 1 - len(read))))
-        positions.append(np.arange(size, dtype=np.int64))
-        numbers.append(np.full(size, number, dtype=np.int64))
-    return Row(
-        tokens=np.concatenate(tokens),
-        following=np.concatenate(following).astype(np.int64),
-        positions=np.concatenate(positions),
-        documents=np.concatenate(numbers),
     )
 
 

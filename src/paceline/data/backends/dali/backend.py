@@ -164,7 +164,8 @@ class DaliBackend:
         size = view.read_size_at(piece.epoch)
         work = _Work(piece, draws, piece.shape or (size, size), [])
         for at in range(0, len(ids), _READ_AT_ONCE):
-            work.reading.append(self._readers.submit(self._read, work, range(at, min(at + _READ_AT_ONCE, len(ids)))))
+            rows = range(at, min(at + _READ_AT_ONCE, len(ids)))
+            work.reading.append(self._readers.submit(lambda rows: [self._row(work, row) for row in rows], rows))
         return work
 
     def _run(self, work: _Work, running: deque[_Work]) -> None:
@@ -237,10 +238,6 @@ class DaliBackend:
                 refused += 1
         return refused
 
-    def _read(self, work: _Work, rows: range) -> list[_Row]:
-        """Read some samples of a slice; runs in a reader's thread."""
-        return [self._row(work, row) for row in rows]
-
     def _row(self, work: _Work, row: int) -> _Row:
         sample = int(work.piece.ids[row])
         self._last_read = sample
@@ -267,7 +264,11 @@ class DaliBackend:
         """Read a sample without DALI, as the other back-ends do."""
         view, sample = self._view, int(work.piece.ids[row])
         try:
-            picture = self._picture(sample)
+            picture: Picture | DecodedPicture
+            if sample in self._refused:
+                picture = DecodedPicture(self._source.read(sample))
+            else:
+                picture = Picture(self._source.encoded(sample), view.channels, self._source.path(sample))
             box = self._box(work, row, picture.size)
             shrink = 1
             if box is not None and view.augment is not None and view.augment.shrink_on_load and picture.shrinks:
@@ -281,11 +282,6 @@ class DaliBackend:
         else:
             shown = resized_part(pixels, work.shape[0], view.interpolation)
         return shown.flip(-1) if self._flip(work, row) else shown
-
-    def _picture(self, sample: int) -> Picture | DecodedPicture:
-        if sample in self._refused:
-            return DecodedPicture(self._source.read(sample))
-        return Picture(self._source.encoded(sample), self._view.channels, self._source.path(sample))
 
     def _box(self, work: _Work, row: int, size: Shape) -> Box | None:
         """The part of an image that is shown; None where the whole is, but for its edges."""
@@ -331,15 +327,12 @@ class DaliBackend:
         shape = (len(rows), self._view.channels, *work.shape)
         inputs = torch.empty(shape, dtype=torch.uint8, device=self._settings.device)
         if work.images is not None:
-            inputs[self._rows([at for at, row in enumerate(rows) if isinstance(row, Asked)])] = work.images
+            places = torch.tensor([at for at, row in enumerate(rows) if isinstance(row, Asked)])
+            inputs[self._there(places)] = work.images
         if made:
             pictures = self._there(torch.stack([picture for _, picture in made]))
-            inputs[self._rows([at for at, _ in made])] = pictures
+            inputs[self._there(torch.tensor([at for at, _ in made]))] = pictures
         return inputs
-
-    def _rows(self, numbers: list[int]) -> torch.Tensor:
-        """Some rows of a batch, as an index that is where the batch is."""
-        return self._there(torch.tensor(numbers))
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host where the batch is; from pageable memory, the copy would make the host wait for it."""

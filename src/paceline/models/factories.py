@@ -1,0 +1,74 @@
+"""Calling what a recipe names as its model: ours, or a factory of the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import ModelError, did_you_mean
+from paceline.recipe.model import Model
+from paceline.references import is_reference, load_reference
+
+NO_WEIGHTS = "it has no published weights; model.initialize_from takes a file of yours"
+
+
+def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+    """Return the factory of one of our names, or of the user's own; None for any other name.
+
+    Raises:
+        ModelError: If a reference leads nowhere, or published weights are asked for, which neither has.
+    """
+    if model.name not in ours and not is_reference(model.name):
+        return None
+    if model.pretrained:
+        own = "a model of your own loads its weights itself, or through model.initialize_from"
+        why = NO_WEIGHTS if model.name in ours else own
+        raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {why}.")
+    factory: Callable[..., Any] = ours.get(model.name) or load_reference(model.name, ModelError)
+    return factory
+
+
+def check_options(network: str, rules: Iterable[tuple[str, object, object, str]]) -> None:
+    """Refuse options of one of our networks that are out of range.
+
+    Args:
+        network: Its name.
+        rules: Name and value of each option, whether it may be so, and what it must be.
+
+    Raises:
+        ModelError: Naming the first that is wrong.
+    """
+    for name, value, holds, rule in rules:
+        if not holds:
+            raise ModelError(f"model.options.{name}={value}: {network} needs {name} {rule}; change it.")
+
+
+def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.Module:
+    """Call a factory with the recipe's options, and with those sizes that it has parameters for.
+
+    Raises:
+        ModelError: If options are unknown or do not fit, or what is returned is not a network.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        known = [name for name in parameters if name not in sizes]
+        wrong = [] if takes_all or is_reference(model.name) else [name for name in model.options if name not in known]
+        if wrong:
+            raise ModelError(
+                f"model.options {wrong} are unknown to {model.name}.{did_you_mean(wrong[0], known)} It has "
+                f"{', '.join(known)}."
+            )
+        network = factory(
+            **{name: size for name, size in sizes.items() if takes_all or name in parameters}, **model.options
+        )
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
+    if not isinstance(network, nn.Module):
+        raise ModelError(
+            f"model.name={model.name}: the factory returned a {type(network).__name__}, not a torch.nn.Module."
+        )
+    return network

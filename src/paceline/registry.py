@@ -1,0 +1,101 @@
+"""Names that a recipe or a command line may use, and the objects that they stand for.
+
+Each name stands for a reference ``module:attribute``, which is imported when the object is used. Ours are listed here.
+An installed package adds its own through Python entry points, in the group ``paceline.`` and the kind of the name::
+
+    [project.entry-points."paceline.optimizers"]
+    prodigy = "prodigyopt:Prodigy"
+
+What is called, and with what, is the same for both kinds of names, and for a ``package.module:name`` of the user's own:
+
+* optimizers: ``factory(parameter_groups, lr=…, **optimizer.options)``, as torch's classes are called; gives a
+  ``torch.optim.Optimizer``
+* schedules: ``shape(rate, step)`` with a :class:`paceline.optim.schedules.LearningRate`; gives the learning rate of a
+  step after the warm-up
+* tasks: ``task(recipe)``; gives a :class:`paceline.tasks.task.Task`
+* datasets: ``opener(recipe.data)``; gives the data set of the recipe's task
+* commands: a click command
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from paceline.errors import PacelineError, did_you_mean
+from paceline.references import is_reference, load_reference
+
+Kind = Literal["optimizers", "schedules", "tasks", "datasets", "commands"]
+
+_SHAPES = "paceline.optim.schedules"
+_BUILT_IN: dict[Kind, dict[str, str]] = {
+    "optimizers": {
+        "sgd": "torch.optim:SGD",
+        "adamw": "torch.optim:AdamW",
+        "rmsprop": "torch.optim:RMSprop",
+        "adafactor": "torch.optim:Adafactor",
+        "lamb": "timm.optim:Lamb",
+        "lars": "timm.optim:Lars",
+        "lion": "timm.optim:Lion",
+        "muon": "timm.optim:Muon",
+    },
+    "schedules": {
+        name: f"{_SHAPES}:{name}"
+        for name in ("constant", "step", "linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")
+    },
+    "tasks": {
+        "image_classification": "paceline.tasks.image_classification:ImageClassification",
+        "distillation": "paceline.tasks.distillation:Distillation",
+        "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
+        "recommendation": "paceline.tasks.recommendation:Recommendation",
+        "detection": "paceline.tasks.detection:Detection",
+    },
+    "datasets": {},  # ours are listed by the rooms that open them
+    "commands": {},
+}
+
+
+def built_in(kind: Kind) -> dict[str, str]:
+    """Return our own names of a kind and their references."""
+    return _BUILT_IN[kind]
+
+
+@cache
+def installed(kind: Kind) -> dict[str, str]:
+    """Return the names of a kind that installed packages add, and their references, sorted; ours cannot be replaced.
+
+    Raises:
+        PacelineError: If two packages give one name to different objects.
+    """
+    found: dict[str, str] = {}
+    for each in sorted(entry_points(group=f"paceline.{kind}"), key=lambda entry: (entry.name, entry.value)):
+        if found.setdefault(each.name, each.value) != each.value:
+            raise PacelineError(
+                f"two installed packages register '{each.name}' in paceline.{kind}: {found[each.name]} and "
+                f"{each.value}; uninstall one of them."
+            )
+    return {name: value for name, value in found.items() if name not in _BUILT_IN[kind]}
+
+
+def why_unknown(kind: Kind, name: str) -> str:
+    """Return what is wrong with a name, with the nearest ones; empty if it is registered, or a reference."""
+    if name in _BUILT_IN[kind] or is_reference(name) or name in installed(kind):
+        return ""
+    known = (*_BUILT_IN[kind], *installed(kind))
+    return (
+        f"unknown {kind.removesuffix('s')} '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}, or "
+        "package.module:name of your own"
+    )
+
+
+def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
+    """Import and return the object that a name, or a reference of the user's own, stands for.
+
+    Raises:
+        PacelineError: As ``error``, if there is no such name, module or attribute.
+    """
+    if why := why_unknown(kind, name):
+        raise error(f"{why}.")
+    reference = _BUILT_IN[kind].get(name) or (name if is_reference(name) else installed(kind)[name])
+    return load_reference(reference, error)

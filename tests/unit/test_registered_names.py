@@ -1,0 +1,118 @@
+"""Names that another package registers are used as ours are, and unknown ones are refused with the nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import registry
+from paceline.errors import PacelineError, RecipeError
+from paceline.optim.build import build_courses, build_optimizer
+from paceline.optim.schedules import LearningRate
+from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.tasks.build import build_task
+
+CODE = """
+import torch
+from paceline.tasks.image_classification import ImageClassification
+
+class Nudge(torch.optim.SGD):
+    def __init__(self, params, lr, push=0.5, weight_decay=0.0):
+        super().__init__(params, lr=lr, momentum=push, weight_decay=weight_decay)
+
+def sawtooth(rate, step):
+    return rate.peak / (1 + step % 2)
+
+class Pictures(ImageClassification):
+    pass
+"""
+ENTRY_POINTS = """
+[paceline.optimizers]
+nudge = stranger:Nudge
+sgd = stranger:Nudge
+[paceline.schedules]
+sawtooth = stranger:sawtooth
+[paceline.tasks]
+pictures = stranger:Pictures
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages, with one that registers names."""
+    (tmp_path / "stranger.py").write_text(CODE)
+    install(tmp_path, "stranger", ENTRY_POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.installed.cache_clear()
+    yield tmp_path
+    registry.installed.cache_clear()
+
+
+def install(site: Path, name: str, entry_points: str) -> None:
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(entry_points)
+
+
+def recipe(**overrides: Any) -> Any:
+    return stored_recipe({}, "plain", {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("name", ["nudge", "stranger:Nudge"])
+def test_an_optimizer_of_another_package(name: str) -> None:
+    asked = recipe(optimizer__name=name, optimizer__lr=0.5, optimizer__options={"push": 0.25}).optimizer
+    built = build_optimizer(torch.nn.Linear(2, 2), asked, torch.device("cpu"))
+    assert (type(built).__name__, built.param_groups[0]["momentum"], built.param_groups[0]["lr"]) == (
+        "Nudge",
+        0.25,
+        0.5,
+    )
+    with pytest.raises(RecipeError, match="momentum"):
+        recipe(optimizer__name=name, optimizer__momentum=0.5)
+    with pytest.raises(RecipeError, match="do not fit"):
+        build_optimizer(
+            torch.nn.Linear(2, 2),
+            recipe(optimizer__name=name, optimizer__options={"pull": 1}).optimizer,
+            torch.device("cpu"),
+        )
+    moved = recipe(optimizer__name=name, schedule__momentum={"name": "linear", "end": 0.5})
+    with pytest.raises(RecipeError, match=r"schedule\.momentum"):
+        build_courses(moved, None)  # type: ignore[arg-type]  # refused before the plan is looked at
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_schedule_and_a_task_of_another_package() -> None:
+    asked = recipe(schedule__name="sawtooth", task="pictures", data__dataset="digits")
+    rate = LearningRate(name=asked.schedule.name, peak=0.5, total_steps=9, warmup_steps=2)
+    assert [rate(step) for step in range(4)] == [0.25, 0.5, 0.5, 0.25]
+    assert type(build_task(asked)).__name__ == "Pictures"
+
+
+def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path) -> None:
+    assert registry.installed("optimizers") == {"nudge": "stranger:Nudge"}
+    assert registry.load("optimizers", "sgd", RecipeError) is torch.optim.SGD
+    install(stranger, "other", "[paceline.optimizers]\nnudge = other:Nudge\n")
+    registry.installed.cache_clear()
+    with pytest.raises(PacelineError, match=r"two installed packages register 'nudge'.*other:Nudge"):
+        registry.installed("optimizers")
+
+
+@pytest.mark.parametrize("kind", ["optimizers", "schedules", "tasks"])
+def test_every_one_of_ours_is_there(kind: registry.Kind) -> None:
+    assert all(callable(registry.load(kind, name, RecipeError)) for name in registry.built_in(kind))
+
+
+@pytest.mark.usefixtures("stranger")
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"optimizer\.name: unknown optimizer 'nudgd'\. Did you mean 'nudge'\?"):
+        load_recipe("digits", ["optimizer.name=nudgd"])
+    with pytest.raises(RecipeError, match=r"schedule\.name: unknown schedule 'sawtoth'\. Did you mean 'sawtooth'\?"):
+        load_recipe("digits", ["schedule.name=sawtoth"])
+    with pytest.raises(RecipeError, match=r"unknown task 'picture'\. Did you mean 'pictures'"):
+        build_task(recipe(task="picture"))
