@@ -24,6 +24,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+sys.path.append(str(Path(__file__).parent))
+import fork_server
+
 # A busy machine is no reason to fail: what is too slow is found by its own tests.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
@@ -266,7 +269,7 @@ def _events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 280) -> list[dict[str, Any]]:
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, *words],
             cwd=directory,
             text=True,
@@ -293,6 +296,13 @@ def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 280
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], said
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.fixture
+def forked_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the commands that a test, or what it calls, starts forked from a warm server (tests/fork_server.py)."""
+    if request.node.get_closest_marker("real_processes") is None:
+        monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)
 
 
 @pytest.fixture(scope="session")

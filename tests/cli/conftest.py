@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 from PIL import Image
@@ -45,30 +46,35 @@ class Done:
     err: str
 
 
-def _call(*arguments: object, cwd: Path, timeout: float = 120, interpreter: tuple[str, ...] = ()) -> Done:
+def _call(
+    *arguments: object, cwd: Path, timeout: float = 120, interpreter: tuple[str, ...] = (), real: bool = False
+) -> Done:
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
-    done = subprocess.run(
+    done = (subprocess.run if real else fork_server.run)(
         [sys.executable, *interpreter, "-m", "paceline", *map(str, arguments)],
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout,
-        check=False,
         env=inherited | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
     )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
-def paceline(tmp_path: Path) -> Callable[..., Done]:
-    """Run ``python -m paceline ARGUMENTS`` in a process of its own, by default in the test's directory."""
-    return lambda *arguments, cwd=tmp_path, **options: _call(*arguments, cwd=cwd, **options)
+def paceline(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Done]:
+    """Run ``python -m paceline ARGUMENTS`` in a process of its own, by default in the test's directory.
+
+    It is forked from a warm server, unless the test is marked ``real_processes``.
+    """
+    real = request.node.get_closest_marker("real_processes") is not None
+    return lambda *arguments, cwd=tmp_path, **options: _call(*arguments, cwd=cwd, real=real, **options)
 
 
 @pytest.fixture
 def paceline_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_commands: None, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
     """Run the command line in this process: torch's import, paid once, is nearly all that a mistake costs."""
     monkeypatch.chdir(tmp_path)

@@ -191,7 +191,7 @@ def test_progress_is_shown_on_a_terminal_and_the_document_stays_whole(photos: Pa
     command = [sys.executable, "-m", "paceline", "check-data", "photos", "--json"]
     environment = os.environ | {"PYTHONPATH": str(SOURCES), "TERM": "xterm"}
     done = subprocess.run(
-        command, cwd=photos.parent, stdout=subprocess.PIPE, stderr=theirs, env=environment, check=False, timeout=60
+        command, cwd=photos.parent, stdout=subprocess.PIPE, stderr=theirs, env=environment, check=False, timeout=300
     )
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()

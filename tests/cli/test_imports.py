@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -107,7 +107,7 @@ def test_a_preset_becomes_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_converted_command_is_trained(tmp_path: Path) -> None:
+def test_a_converted_command_is_trained(paceline: Callable[..., Any], tmp_path: Path) -> None:
     """The whole way: timm's command, our recipe, a run of it, on files."""
     import numpy as np
     from PIL import Image
@@ -124,13 +124,7 @@ def test_a_converted_command_is_trained(tmp_path: Path) -> None:
     )
     recipe, run_dir = tmp_path / "recipe.yaml", tmp_path / "run"
     assert run(["import", "timm", "--output", str(recipe), command]) == 0
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "train", str(recipe), "--run-dir", str(run_dir), "parallel.threads=1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = paceline("train", recipe, "--run-dir", run_dir, "parallel.threads=1")
+    assert done.code == 0, done.out + done.err
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("completed", 4)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
@@ -93,13 +94,12 @@ def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
     )
 
     def labs(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return fork_server.run(
             [sys.executable, "-c", program, "labs", *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(SOURCES)},
             capture_output=True,
             text=True,
-            check=False,
             timeout=100,
         )
 
@@ -116,7 +116,7 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
     (tmp_path / "found").mkdir()
     (tmp_path / "found" / "jupyterlab.py").write_text("import sys\nprint('OPENED', *sys.argv[1:])\n")
     above, below = pty.openpty()
-    process = subprocess.Popen(
+    process = fork_server.Popen(
         [sys.executable, "-m", "paceline", "labs", "start", "1", *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path / 'found'}{os.pathsep}{SOURCES}", "TERM": "dumb"},

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -46,7 +47,7 @@ class Serving:
     def __init__(self, target: Path, folder: Path, *options: object) -> None:
         self.log = folder / "serve.err"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = fork_server.Popen(
                 [sys.executable, "-m", "paceline", "serve", str(target), "--port", "0", "--json", *map(str, options)],
                 stdout=subprocess.PIPE,
                 stderr=log,

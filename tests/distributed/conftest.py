@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import numpy as np
 import pytest
 from PIL import Image
@@ -67,7 +68,7 @@ class Done:
 class Launched:
     """A launch with all its descendants, whichever session or parent they have by now."""
 
-    def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], directory: Path, environment: dict[str, str], *, real: bool = False) -> None:
         self._mark = uuid.uuid4().hex
         # Not in pytest's directory: a socket's path may have 107 characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="paceline-test-"))
@@ -75,7 +76,7 @@ class Launched:
         self._seen: set[int] = set()
         with self._logs[0].open("wb") as out, self._logs[1].open("wb") as err:
             # Files, not pipes: a killed launch's orphans would hold a pipe open and its reader waiting.
-            self.process = subprocess.Popen(
+            self.process = (subprocess.Popen if real else fork_server.Popen)(
                 command,
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
@@ -228,12 +229,15 @@ def _not_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start ``paceline ARGUMENTS`` in a directory, under torchrun with that many ranks, or such options, if asked.
+
+    The command and its ranks are forked from a warm server, unless the test is marked ``real_processes``.
 
     ``before`` are words that a command begins with, to run somewhere else; ``program`` is one of Python to run instead.
     """
     launched: list[Launched] = []
+    real = request.node.get_closest_marker("real_processes") is not None
 
     def starter(
         *arguments: object,
@@ -247,7 +251,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         head = [*TORCHRUN, *options] if torchrun else [sys.executable]
         tail = ["-m", "paceline", *map(str, arguments)] if program is None else ["-c", program]
         command = [*before, *head, *tail]
-        launched.append(Launched(command, where, _environment() | (variables or {})))
+        launched.append(Launched(command, where, _environment() | (variables or {}), real=real))
         return launched[-1]
 
     yield starter
@@ -271,7 +275,7 @@ def run(start: Callable[..., Launched]) -> Callable[..., Done]:
 
 @pytest.fixture
 def run_here(
-    studio: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    studio: Path, monkeypatch: pytest.MonkeyPatch, forked_commands: None, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Done]]:
     """Run ``paceline ARGUMENTS`` in this process, in the studio: for one rank whose death is not the point.
 
@@ -486,7 +490,7 @@ def _train_in_ranks(
 ) -> dict[str, list[Any]]:
     (folder / "recipe.yaml").write_text(recipe)
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", _RUNS_IN_A_ROW, str(folder), json.dumps(runs)],
             text=True,
             stdout=subprocess.PIPE,

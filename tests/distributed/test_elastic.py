@@ -147,6 +147,7 @@ def test_our_launcher_starts_a_killed_rank_again(
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(4)
+@pytest.mark.real_processes
 def test_fewer_ranks_go_on_and_all_are_tried_again(
     studio: Path, start: Callable[..., Any], kill_rank: Callable[..., None], ends_undisturbed: Callable[[Path], None]
 ) -> None:

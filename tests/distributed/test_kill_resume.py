@@ -73,6 +73,7 @@ def kill_one(launched: Any, victim: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.real_processes
 def test_killed_again_and_again(
     studio: Path,
     start: Callable[..., Any],
@@ -127,6 +128,7 @@ class Deadly(nn.Module):
 DEADLY_MODEL = ("model.name=deadly:Deadly", "model.options=null", "data.workers=0")
 
 
+@pytest.mark.real_processes
 @pytest.mark.world_size(1)
 def test_killed_in_every_part_of_a_window(
     studio: Path,

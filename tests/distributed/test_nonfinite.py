@@ -75,7 +75,8 @@ def test_replicas_stay_replicas_and_save_together(
     done = run(*asked, "--processes", "2", "--run-dir", run_dir, where=gallery, variables=notes)
     assert done.code == 0, done.err
     assert summary(run_dir)["step"] == 10
-    assert len(list((run_dir / "checkpoints").glob("step-*"))) > 2
+    # One by the clock at least, and the last: none begins while one is written, which takes as long as the disk takes.
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) >= 2
     found = incidents(records, run_dir)
     assert [each["position"] - each["step"] for each in found] == [1, 2]
     assert all(len(each["ranks"]) == 1 and len(each["samples"]) == 4 for each in found)

@@ -22,6 +22,7 @@ from paceline.records.ledger import read_ledger
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
     pytest.mark.world_size(2),
+    pytest.mark.real_processes,
 ]
 
 TRAIN = ("train", "recipe.yaml", "--processes", "2", "--run-dir")
@@ -259,8 +260,10 @@ def test_stopped_before_it_has_begun(studio: Path, start: Callable[..., Any], nu
     """Nothing is lost yet, so nothing need be saved; but nobody stays, and nobody complains at length."""
     run_dir = studio / f"too-early-{number}"
     launched = start(*TRAIN, run_dir, where=studio)
-    launched.wait_for(lambda: len(launched.ranks()) == 2)
-    time.sleep(0.7)
+    # The command line is at work once it loads torch.
+    launched.wait_for(
+        lambda: [b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes() for pid in launched.ranks()] == [True, True]
+    )
     launched.process.send_signal(number)
     done = launched.wait(30)
     assert done.code != 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +19,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-W", "error", str(path)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
-        check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " %" in done.stdout

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 from paceline.checkpoint.mirror import read_commits
@@ -23,7 +24,7 @@ PROGRAM = Path(__file__).with_name("object_runs.py")
 def begin(folder: Path, variables: dict[str, str], **asked: Any) -> subprocess.Popen[str]:
     folder.mkdir()
     usual = {"seed": 1, "kills": 2, "ranks": 1, "steps": 60, "overrides": []}
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, str(PROGRAM), str(folder), json.dumps(usual | asked)],
         env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

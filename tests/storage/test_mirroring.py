@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 
@@ -197,7 +198,7 @@ def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
         Image.fromarray(np.full((20, 20, 3), number * 10, np.uint8)).save(content, "PNG")
         put(f"shapes/{('train', 'val')[number % 3 == 2]}/{'ab'[number % 2]}/{number}.png", content.getvalue())
     command = [sys.executable, "-m", "paceline", "train", *ARGUMENTS, "--run-dir", str(tmp_path / "run")]
-    with subprocess.Popen(
+    with fork_server.Popen(
         command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         wait_until(lambda: '"event": "step"' in _text(tmp_path / "run/events.jsonl") or process.poll(), 120)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 
@@ -27,10 +28,8 @@ PROGRAM = Path(__file__).with_name("disk_trials.py")
 
 
 def run(directory: Path, *modes: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(directory), *modes],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command = [sys.executable, str(PROGRAM), str(directory), *modes]
+    done = fork_server.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     trials: dict[str, Any] = json.loads(done.stdout)
     return trials
