@@ -177,7 +177,6 @@ WRONG = [
     (["data.augment.flip=.nan"], "data.augment.flip: found .nan"),
     (["optimizer.weight_decay=-1"], "optimizer.weight_decay: found -1, but it must be greater than or equal to 0"),
     (["optimizer.momentum=1"], "optimizer.momentum: found 1, but it must be less than 1"),
-    (["optimizer.name=adam"], "optimizer.name: found 'adam', but it must be 'sgd', 'adamw', 'rmsprop'"),
     (
         ["optimizer.name=adamw", "optimizer.betas=[0.9]"],
         "optimizer.betas: found [0.9], but it must be 'auto' or a",

@@ -81,10 +81,10 @@ def test_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("image_clasification", "unknown task 'image_clasification'. Did you mean 'image_classification'? Tasks: "),
+        ("image_clasification", "unknown task 'image_clasification'. Did you mean 'image_classification'? Known: "),
         ("my_tasks:Halfed", "'my_tasks:Halfed': module 'my_tasks' has no 'Halfed'. Did you mean 'Halved'?"),
         ("my_tsaks:Halved", "'my_tsaks:Halved': there is no module 'my_tsaks'; it must be importable or lie in "),
-        ("my_tasks:no_task", "task 'my_tasks:no_task' gave a str, which is no paceline.Task."),
+        ("my_tasks:no_task", "task 'my_tasks:no_task' gave a str, not a paceline.Task."),
     ],
 )
 def test_a_task_that_is_not_there(name: str, said: str, own: None) -> None:
