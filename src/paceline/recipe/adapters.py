@@ -7,8 +7,9 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from paceline.recipe.fields import STRICT, Off, OpenFraction, PositiveFloat, PositiveInt
+from paceline.recipe.fields import STRICT, Needs, Off, OpenFraction, PositiveFloat, PositiveInt
 
+_ADAPTED = Needs(("model.adapters.rank",), "there are no adapters (model.adapters.rank)")
 _Rank = Annotated[PositiveInt, Field(le=65_536)]
 
 
@@ -19,17 +20,9 @@ class Adapters:
     rank: Annotated[_Rank | None, Off] = None
     """Rank of the matrices beside a layer's weights, or `off`. An output layer that shares the embedding's weights
     stays frozen and gets none; transposed linear layers (GPT-2's `Conv1D`) count as linear ones."""
-    alpha: PositiveFloat = 16.0
+    alpha: Annotated[PositiveFloat, _ADAPTED] = 16.0
     """What they compute is multiplied by this over `rank`."""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    targets: Annotated[tuple[str, ...], Field(min_length=1), _ADAPTED] = ("*",)
     """Shell patterns of layers that get them: linear ones and convolutions, but for the classifier."""
-    dropout: OpenFraction = 0.0
+    dropout: Annotated[OpenFraction, _ADAPTED] = 0.0
     """Share of an adapter's input that is dropped in training."""
-
-
-def unused_in_adapters(adapters: Adapters) -> dict[str, str]:
-    """Keys that say more of what is not there at all."""
-    if adapters.rank is not None:
-        return {}
-    keys = (f"model.adapters.{key}" for key in ("alpha", "targets", "dropout"))
-    return dict.fromkeys(keys, "there are no adapters (model.adapters.rank)")

@@ -17,6 +17,7 @@ from paceline.recipe.fields import (
     FiniteFloat,
     Fraction,
     LocalPath,
+    Needs,
     NonNegativeFloat,
     NonNegativeInt,
     Off,
@@ -107,6 +108,21 @@ _SPLIT_OFF = (
     "criteo",
 )
 
+_MIXED = Needs(("data.mix.mixup", "data.mix.cutmix"), "nothing is mixed (data.mix.mixup, data.mix.cutmix)")
+_MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
+_CUTMIX = Needs(("data.mix.cutmix",), "there is one kind of mixing")
+_ERASED = Needs(("data.augment.erase",), "nothing is erased (data.augment.erase)")
+_GROWING = Needs(("data.progressive.start_size",), "images do not grow (data.progressive.start_size)")
+_JITTERED = Needs(
+    (
+        "data.augment.jitter.brightness",
+        "data.augment.jitter.contrast",
+        "data.augment.jitter.saturation",
+        "data.augment.jitter.hue",
+    ),
+    "there is no jitter",
+)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Jitter:
@@ -120,7 +136,7 @@ class Jitter:
     """Factor on the distance from each pixel's grey."""
     hue: Annotated[Fraction, Field(le=0.5)] = 0.0
     """Turn of the colour circle, as a share of it."""
-    probability: Fraction = 1.0
+    probability: Annotated[Fraction, _JITTERED] = 1.0
     """Share of the images that are varied so."""
 
 
@@ -132,11 +148,11 @@ class Mix:
     """Alpha of mixup (Zhang et al. 2017): two images are added, weighted by a draw from Beta(alpha, alpha); 0: off."""
     cutmix: NonNegativeFloat = 0.0
     """Alpha of CutMix (Yun et al. 2019): a part of one image, its area drawn so, comes from another; 0: off."""
-    switch: Fraction = 0.5
+    switch: Annotated[Fraction, _MIXED, _MIXUP, _CUTMIX] = 0.5
     """Share of the mixed steps that use CutMix, where both are on."""
-    probability: Fraction = 1.0
+    probability: Annotated[Fraction, _MIXED] = 1.0
     """Share of the steps that are mixed."""
-    epochs: Annotated[PositiveInt | None, Off] = None
+    epochs: Annotated[PositiveInt | None, Off, _MIXED] = None
     """Mix in the first so many epochs only, or `off`: in all."""
 
 
@@ -183,9 +199,9 @@ class Augment:
     """Probability of a Gaussian blur, of up to 2 pixels."""
     erase: Fraction = 0.0
     """Probability that a rectangle is erased: it becomes the mean (Zhong et al. 2017)."""
-    erase_scale: Range = (0.02, 0.33)
+    erase_scale: Annotated[Range, _ERASED] = (0.02, 0.33)
     """Range of its area, as a share of the image."""
-    erase_ratio: Range = (0.3, 3.3)
+    erase_ratio: Annotated[Range, _ERASED] = (0.3, 3.3)
     """Range of its aspect ratio, width over height."""
     repeats: Annotated[PositiveInt, Field(le=1000)] = 1
     """How often an epoch uses each sample, varied anew, in the same batch (Hoffer et al. 2019); an epoch is so many
@@ -207,11 +223,11 @@ class Progressive:
 
     start_size: Annotated[Pixels | None, Off] = None
     """Height and width at first, smaller than `image_size`, or `off`."""
-    begin: Annotated[NonNegativeInt, Field(le=100_000)] = 0
+    begin: Annotated[NonNegativeInt, Field(le=100_000), _GROWING] = 0
     """Epochs of that size before images grow."""
-    end: Annotated[PositiveInt, Field(le=100_000)] = 1
+    end: Annotated[PositiveInt, Field(le=100_000), _GROWING] = 1
     """Epoch, from 0, that is the first with images of `image_size`."""
-    multiple: PositiveInt = 32
+    multiple: Annotated[PositiveInt, _GROWING] = 32
     """Sizes between are rounded to multiples of this."""
 
     @model_validator(mode="after")

@@ -103,6 +103,20 @@ class Applies:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Marks a field that has no effect unless something else is on; a field may have several such marks.
+
+    Attributes:
+        any_of: Conditions, one of which must hold: a dotted key that is not off, zero or false; `KEY!=VALUE`; or what a
+            plan knows (``warm-up``, ``held-out samples``).
+        why: What is missing, for the message.
+    """
+
+    any_of: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class Names:
     """Marks a field of any text with the names that it may hold; without it they are those that other fields apply to.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.recipe.fields import Applies, Belongs, Names, plain
+from paceline.recipe.fields import Applies, Belongs, Names, Needs, plain
 from paceline.recipe.foreign import our_key
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
@@ -35,6 +35,12 @@ def field_types(section: type[Any]) -> dict[str, Any]:
 def applies_of(section: type[Any], name: str) -> Applies | None:
     """The condition under which a field has an effect, or None if it always has."""
     return _metadata(section, name, Applies)
+
+
+def needs_of(section: type[Any], name: str) -> tuple[Needs, ...]:
+    """The conditions on other keys and on the plan without which a field has no effect."""
+    metadata = getattr(field_types(section)[name], "__metadata__", ())
+    return tuple(item for item in metadata if isinstance(item, Needs))
 
 
 def _metadata(section: type[Any], name: str, kind: type[Mark]) -> Mark | None:

@@ -9,7 +9,19 @@ from pydantic.dataclasses import dataclass
 
 from paceline.plain_yaml import as_switch
 from paceline.recipe.adapters import Adapters
-from paceline.recipe.fields import STRICT, Applies, Auto, Belongs, Length, LocalPath, Off, Options, PositiveInt, Switch
+from paceline.recipe.fields import (
+    STRICT,
+    Applies,
+    Auto,
+    Belongs,
+    Length,
+    LocalPath,
+    Needs,
+    Off,
+    Options,
+    PositiveInt,
+    Switch,
+)
 from paceline.references import is_reference
 
 OPENING_OPTIONS = frozenset(
@@ -37,7 +49,9 @@ class Model:
     """Start from the library's published weights."""
     initialize_from: Annotated[LocalPath | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""
-    initialize_partly: Switch = False
+    initialize_partly: Annotated[
+        Switch, Needs(("model.initialize_from",), "there is nothing to take (model.initialize_from)")
+    ] = False
     """Take from `initialize_from` the tensors whose names and shapes fit, and leave the others as they begin: another
     number of classes, say. The run says which."""
     frozen: tuple[str, ...] = ()

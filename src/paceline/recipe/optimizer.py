@@ -14,6 +14,7 @@ from paceline.recipe.fields import (
     Auto,
     Belongs,
     Names,
+    Needs,
     NonNegativeFloat,
     Off,
     OpenFraction,
@@ -62,7 +63,9 @@ class Optimizer:
     weight_decay: NonNegativeFloat = 0.0
     """Decay towards zero: added to the gradient (`sgd`, `rmsprop`, `lars`), to the update before its norm is set
     (`lamb`), or taken off the weights themselves (the others)."""
-    decay_norm_and_bias: Switch = False
+    decay_norm_and_bias: Annotated[
+        Switch, Needs(("optimizer.weight_decay",), "with optimizer.weight_decay=0 nothing decays")
+    ] = False
     """Whether weight decay also acts on biases and normalisation parameters."""
     momentum: Annotated[OpenFraction, Applies("name", _WITH_MOMENTUM)] = 0.9
     """Momentum coefficient; `muon`'s author uses 0.95."""

@@ -21,7 +21,7 @@ from paceline.recipe.layers import applies_of
 from paceline.recipe.noise import check_noise_scale
 from paceline.recipe.phases import BatchPhase, Epochs
 from paceline.recipe.profile import plan_profile
-from paceline.recipe.rates import Lengths, Rates, plan_schedule, unused_in_schedule
+from paceline.recipe.rates import Lengths, Rates, plan_schedule
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers, check_sharding, choose_strategy, unused_by, weigh
@@ -302,8 +302,7 @@ def _explain_cut(recipe: Recipe, samples: int, reasons: dict[str, str]) -> None:
 
 
 def _unused(recipe: Recipe, data: DataFacts, rates: Rates, strategy: str, epochs: float) -> dict[str, str]:
-    found = unused_keys(recipe, data, epochs) | unused_by(recipe, strategy) | unused_in_schedule(recipe, rates)
-    return found | data.unused
+    return unused_keys(recipe, data, epochs, rates.warmup_steps) | unused_by(recipe, strategy) | data.unused
 
 
 def with_network(plan: Plan, recipe: Recipe, numbers: ParameterNumbers) -> Plan:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic.dataclasses import dataclass
 
 from paceline.errors import RecipeError
-from paceline.recipe.fields import STRICT, Applies, Length, Off, PositiveInt, Switch
+from paceline.recipe.fields import STRICT, Applies, Length, Needs, Off, PositiveInt, Switch
 from paceline.units import Duration
 
 if TYPE_CHECKING:
     from paceline.recipe.rates import Lengths
+
+
+_PROFILED = Needs(("telemetry.profile.steps",), "nothing is profiled (telemetry.profile.steps)")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -20,14 +23,14 @@ class Profile:
 
     steps: Annotated[PositiveInt | None, Off] = None
     """How many steps to profile, or `off`."""
-    after: Length = Duration(20, "steps")
+    after: Annotated[Length, _PROFILED] = Duration(20, "steps")
     """How far into the run they begin; the step before the first warms the profiler up."""
-    tool: Literal["torch", "nsys"] = "torch"
+    tool: Annotated[Literal["torch", "nsys"], _PROFILED] = "torch"
     """`torch` writes a trace and a table of operators into the run directory; `nsys` marks the steps and their phases
     for NVIDIA's Nsight Systems, which is to run the command."""
-    ranks: Literal["first", "all"] = "first"
+    ranks: Annotated[Literal["first", "all"], _PROFILED] = "first"
     """Which processes are profiled."""
-    memory: Annotated[Switch, Applies("tool", ("torch",))] = False
+    memory: Annotated[Switch, Applies("tool", ("torch",)), _PROFILED] = False
     """Also record what each operator allocates."""
 
 
@@ -56,11 +59,3 @@ def plan_profile(profile: Profile, lengths: Lengths, total: int, device: str) ->
             "telemetry.profile.after or telemetry.profile.steps."
         )
     return first, first + profile.steps
-
-
-def unused_in_profile(profile: Profile) -> dict[str, str]:
-    """Keys that say more of what is not done at all."""
-    if profile.steps is not None:
-        return {}
-    keys = (f"telemetry.profile.{key}" for key in ("after", "tool", "ranks", "memory"))
-    return dict.fromkeys(keys, "nothing is profiled (telemetry.profile.steps)")

@@ -187,14 +187,3 @@ def resolve_anneal(schedule: Schedule) -> str:
     if schedule.anneal != "auto":
         return schedule.anneal
     return "cosine" if schedule.name == "one_cycle" else "linear"
-
-
-def unused_in_schedule(recipe: Recipe, rates: Rates) -> dict[str, str]:
-    """Keys that ask for something which has no effect on this run, with the reason."""
-    found: dict[str, str] = {}
-    if rates.warmup_steps == 0:
-        keys = ("schedule.warmup_from", "schedule.warmup_shape")
-        found |= dict.fromkeys(keys, "there is no warm-up (schedule.warmup)")
-    if recipe.optimizer.name == "adafactor":
-        found["schedule.momentum.name"] = "adafactor has no momentum"
-    return found

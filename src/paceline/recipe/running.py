@@ -13,6 +13,7 @@ from paceline.recipe.fields import (
     Auto,
     Interval,
     Length,
+    Needs,
     NonNegativeInt,
     Off,
     PositiveInt,
@@ -24,27 +25,30 @@ from paceline.recipe.mlperf import Submission
 from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
 
+_EVALUATED = Needs(("evaluate.every",), "nothing is evaluated (evaluate.every=off)")
+_HELD_OUT = Needs(("held-out samples",), "nothing is evaluated (no samples are held out)")
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Evaluate:
     """When and how the validation samples are scored."""
 
-    every: Annotated[Length | None, Off] = Duration(1, "epochs")
+    every: Annotated[Length | None, Off, _HELD_OUT] = Duration(1, "epochs")
     """Time between evaluations, or `off`; the last step is always evaluated unless this is `off`."""
-    batch_size: Auto | PositiveInt = "auto"
+    batch_size: Annotated[Auto | PositiveInt, _EVALUATED, _HELD_OUT] = "auto"
     """Samples per forward pass."""
-    top_k: Annotated[int, Field(gt=1, strict=True), BeforeValidator(whole)] = 5
+    top_k: Annotated[int, Field(gt=1, strict=True), BeforeValidator(whole), _EVALUATED, _HELD_OUT] = 5
     """The k of the top-k accuracy reported beside top-1."""
     augment: Literal["none", "flip", "flip_shift", "five_crop", "ten_crop"] = "none"
     """Average the probabilities of several views of each image, in evaluation and prediction: itself and its mirror
     (`flip`), these and four of them moved by a pixel (`flip_shift`, Jordan 2024), its corners and centre (`five_crop`),
     or these and their mirrors (`ten_crop`, Krizhevsky et al. 2012). Costs as many forward passes."""
-    metric: str = "auto"
+    metric: Annotated[str, _EVALUATED, _HELD_OUT] = "auto"
     """The metric that decides what is best: `top1_accuracy`, `loss`, or another one that the task measures; `auto` is
     the task's own choice, of image classification `top1_accuracy`."""
     patience: Annotated[PositiveInt | None, Off] = None
     """Stop after this many evaluations without a better metric, or `off`."""
-    keep_examples: Annotated[NonNegativeInt, Field(le=100)] = 24
+    keep_examples: Annotated[NonNegativeInt, Field(le=100), _EVALUATED, _HELD_OUT] = 24
     """Held-out samples that each evaluation keeps to be looked at, with image, answer and label, beside the confusion
     matrix; 0 keeps neither."""
 

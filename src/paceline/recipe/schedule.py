@@ -14,12 +14,15 @@ from paceline.recipe.fields import (
     Fraction,
     Length,
     Names,
+    Needs,
     NonNegativeFloat,
     Off,
     PositiveFloat,
 )
 from paceline.registry import built_in
 from paceline.units import Duration
+
+_WARMED_UP = Needs(("warm-up",), "there is no warm-up (schedule.warmup)")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -46,10 +49,11 @@ class Schedule:
     """Rise to the peak at the beginning (Goyal et al. 2017)."""
     warmup_shape: Annotated[
         Literal["linear", "exponential", "constant"],
+        _WARMED_UP,
         Applies("name", ("constant", "step", "linear", "cosine", "polynomial", "exponential", "trapezoid")),
     ] = "linear"
     """How it rises; `constant` stays at `warmup_from` (He et al. 2015)."""
-    warmup_from: Auto | Literal["unscaled"] | Fraction = "auto"
+    warmup_from: Annotated[Auto | Literal["unscaled"] | Fraction, _WARMED_UP] = "auto"
     """Rate of the first step as a share of the peak; `unscaled`: `optimizer.lr` before its scaling rule (Goyal et al.
     2017); `auto`: the first step of a straight rise from zero, and 1/25 for `one_cycle`."""
     end_lr: Annotated[

@@ -14,6 +14,7 @@ from paceline.recipe.fields import (
     Auto,
     Epoch,
     Length,
+    Needs,
     Off,
     OpenFraction,
     PositiveFloat,
@@ -21,6 +22,10 @@ from paceline.recipe.fields import (
     Switch,
 )
 from paceline.units import Duration
+
+_NOT_SCALED = Needs(
+    ("train.precision!=fp16",), "fp16's loss scaling leaves out every step whose gradient is not finite"
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -89,9 +94,9 @@ class Train:
     """Make mixed and smoothed targets 1 above this and 0 below, or `off`."""
     label_smoothing: OpenFraction = 0.0
     """Share of the target spread over all classes (Szegedy et al. 2015)."""
-    nonfinite: Literal["stop", "skip"] = "stop"
+    nonfinite: Annotated[Literal["stop", "skip"], _NOT_SCALED] = "stop"
     """What a loss that is not finite does, before it moves the weights: end the run, or leave out its step."""
-    max_nonfinite: Annotated[PositiveInt, Applies("nonfinite", ("skip",))] = 10
+    max_nonfinite: Annotated[PositiveInt, Applies("nonfinite", ("skip",)), _NOT_SCALED] = 10
     """Steps of a run that may be left out for this; one more ends it."""
     deterministic: Switch = False
     """Insist on deterministic kernels where the device has a choice (CUDA), and refuse operations that have none; what

@@ -19,7 +19,7 @@ FACTS = DataFacts(train_samples=100, evaluation_samples=10, description={"backen
 
 def told(**optimizer: Any) -> dict[str, str]:
     recipe = load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
-    return unused_keys(recipe, FACTS, 10)
+    return unused_keys(recipe, FACTS, epochs=10, warmup_steps=0)
 
 
 def moved(**optimizer: Any) -> torch.Tensor:
@@ -56,4 +56,4 @@ def test_sgd_needs_no_decay() -> None:
 def test_an_override_that_means_nothing_is_refused() -> None:
     loaded = load_recipe("digits", {"optimizer": None, "optimizer.name": "lars"})
     with pytest.raises(RecipeError, match=r"optimizer.name=lars' has no effect: lars scales the steps of what decays"):
-        loaded.checked(unused_keys(loaded.recipe, FACTS, 10))
+        loaded.checked(unused_keys(loaded.recipe, FACTS, epochs=10, warmup_steps=0))
