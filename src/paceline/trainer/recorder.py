@@ -11,9 +11,9 @@ from paceline.errors import DataError, RunDirectoryError
 from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, StepEvent
 from paceline.records.ledger import LedgerWriter
 from paceline.records.writer import EventWriter
+from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
-from paceline.telemetry.trackers import Guarded
 from paceline.trainer.kept_answers import write_kept
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
 # How long the end of a run waits for its trackers, all of them together.
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 30.0
 _PATIENCE_AFTER_FAILURE_SECONDS = 2.0
 
 
@@ -33,7 +33,7 @@ class Recorder:
     """Writes events, feeds trackers and the display. Only the first rank has a writer; all ranks take part."""
 
     def __init__(
-        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[Guarded], display: Display
+        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[AsyncTracker], display: Display
     ) -> None:
         self._writer = writer
         self._ledger = ledger
