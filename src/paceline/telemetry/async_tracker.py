@@ -56,7 +56,7 @@ class AsyncTracker:
         self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error = ""
-        self._is_over = False
+        self._is_over = self._is_closed = False
         self._accepted = self._delivered = self._skipped = 0
 
     def write(self, event: Mapping[str, Any]) -> str:
@@ -83,9 +83,13 @@ class AsyncTracker:
         return ""
 
     def close(self, seconds: float) -> str:
-        """Wait at most so long for the queued events, then abandon the thread; returns a problem to report."""
-        if self._thread is None:
+        """Wait at most so long for the queued events, then abandon the thread; returns a problem to report.
+
+        Closing twice is harmless, and waits once.
+        """
+        if self._thread is None or self._is_closed:
             return ""
+        self._is_closed = True
         self._queue.put(None)
         # After an error only its files remain to be closed.
         self._thread.join(max(0.0, min(seconds, 1.0) if self._error else seconds))

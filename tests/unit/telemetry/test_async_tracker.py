@@ -102,6 +102,7 @@ def test_one_that_hangs_is_abandoned_and_what_it_lacks_is_counted(where: str, to
     assert said == [""] * 8
     begin = time.monotonic()
     assert told in tracker.close(0.5)
+    assert tracker.close(60) == ""  # which waits no second time
     assert time.monotonic() - begin < 10
 
 
