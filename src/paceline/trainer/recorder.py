@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # How long the end of a run waits for its trackers, all of them together.
 _PATIENCE_SECONDS = 30.0
+_PATIENCE_WHEN_STOPPED_SECONDS = 10.0
 _PATIENCE_AFTER_FAILURE_SECONDS = 2.0
 
 
@@ -138,10 +139,10 @@ class Recorder:
             return
         # What comes of the trackers' last records is part of the run's; the end stays the last of them.
         self._track(event, [tracker.write(document) for tracker in self._trackers])
-        # A failed run's processes are ended soon, and its summary is still to be written.
-        deadline = time.monotonic() + (
-            _PATIENCE_SECONDS if event.status != "failed" else _PATIENCE_AFTER_FAILURE_SECONDS
-        )
+        # A failed run's processes are ended soon, a stopped one's after its job's grace period; and the summary is
+        # still to be written.
+        patience = {"failed": _PATIENCE_AFTER_FAILURE_SECONDS, "stopped": _PATIENCE_WHEN_STOPPED_SECONDS}
+        deadline = time.monotonic() + patience.get(event.status, _PATIENCE_SECONDS)
         self._track(event, [tracker.close(deadline - time.monotonic()) for tracker in self._trackers])
         self._append(document)
 
@@ -174,7 +175,7 @@ class Recorder:
         """Close all files, each whatever the others do."""
         with contextlib.ExitStack() as files:
             for tracker in self._trackers:
-                files.callback(tracker.close, _PATIENCE_SECONDS)
+                files.callback(tracker.close, _PATIENCE_AFTER_FAILURE_SECONDS)  # which no `finish` has closed
             files.callback(self._ledger.close)
             if self._writer is not None:
                 files.callback(self._writer.close)
