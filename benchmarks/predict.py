@@ -11,6 +11,7 @@ interest here.
 from __future__ import annotations
 
 import argparse
+import os
 import tarfile
 import tempfile
 import time
@@ -26,7 +27,6 @@ import paceline
 from paceline.files import LeftOut
 from paceline.inference.answers import Answer
 from paceline.inference.predict import Predictor, load_predictor
-from paceline.inference.serving.metrics import resident_bytes
 from paceline.inference.sources import pictures_of
 
 BATCH = 64
@@ -104,8 +104,13 @@ def measure(predictor: Predictor, paths: list[Path], rounds: int) -> dict[str, A
             raise SystemExit("the two ways differ")
         found["one after the other"].append(before)
         found["ahead"].append(now)
-        resident.append((resident_bytes() or 0) / 2**20)
+        resident.append(resident_mebibytes())
     return {**{way: spread(values) for way, values in found.items()}, "resident_mebibytes": resident}
+
+
+def resident_mebibytes() -> float:
+    """Main memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ _MLFLOW = (
     Library("mlflow-skinny", "mlflow"),
     Library("sqlalchemy", "sqlalchemy"),
 )
-_WANDB = Library("wandb", "wandb")
+_WANDB = Library("wandb", "wandb", at_least="0.31")
 
 # In the order in which a user meets them. What only developers need (dev, ci) is not among them.
 EXTRAS = (
@@ -113,6 +113,7 @@ EXTRAS = (
         "paceline serve",
         (
             Library("fastapi", "fastapi"),
+            Library("prometheus-client", "prometheus_client"),
             Library("python-multipart", "python_multipart"),
             Library("uvicorn", "uvicorn"),
         ),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-for _library in ("fastapi", "uvicorn", "python_multipart"):
+for _library in ("fastapi", "prometheus_client", "uvicorn", "python_multipart"):
     pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'paceline[serve]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -157,7 +157,10 @@ def _is_reader_gone() -> bool:
 def main() -> None:
     """Run the command line and exit."""
     hold_streams()
-    sys.exit(with_output(run(sys.argv[1:])))
+    code = with_output(run(sys.argv[1:]))
+    if (trackers := sys.modules.get("paceline.telemetry.async_tracker")) is not None:
+        trackers.limit_exit(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -36,7 +36,7 @@ _OPEN = (
     "--allow-host",
     multiple=True,
     metavar="NAME",
-    help="A name it may be asked as besides, as of a server before it; may be repeated.",
+    help="Extra Host header to accept, for example behind a proxy (repeatable).",
 )
 @click.option("--max-batch", type=click.IntRange(min=1), default=32, show_default=True, help="Images answered at once.")
 @click.option(
@@ -84,7 +84,7 @@ def command(target: Path, host: str, port: int, allow_host: tuple[str, ...], as_
     with loading():
         from paceline.distributed.device import choose_device
         from paceline.inference.predict import open_predictor
-        from paceline.inference.serving.limits import Limits
+        from paceline.inference.serving.service import Limits
         from paceline.world import World
 
     limits = Limits(

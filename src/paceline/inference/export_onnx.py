@@ -1,4 +1,4 @@
-"""How does a trained network become an ONNX file that ONNX Runtime answers from as the network does?"""
+"""ONNX files that ONNX Runtime answers from as the network does."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
 
 def _translated(exportable: Exportable) -> Any:
     try:
-        with _quiet():
+        with quiet():
             program = torch.onnx.export(
                 exportable.network,
                 exportable.examples(2),
@@ -128,9 +128,9 @@ class OnnxSession:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Have the exporter say nothing: what it warns of are its own changes to come, and what counts is compared."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+def quiet() -> Iterator[None]:
+    """Silence the exporter and the quantiser: they warn of their own changes to come, and what counts is compared."""
+    loggers = [logging.getLogger(name) for name in (None, "torch.onnx", "onnxscript", "onnx_ir")]
     before = [each.level for each in loggers]
     try:
         for each in loggers:

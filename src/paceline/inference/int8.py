@@ -1,15 +1,12 @@
-"""How much smaller does an image network get in 8-bit whole numbers, and what does that cost in accuracy?
+"""Image networks in 8-bit integers, by ONNX Runtime's static quantiser, and what that costs in accuracy.
 
-ONNX Runtime does the rounding: weights by channel, activations by ranges that are found on some training images
-(static quantisation). Both networks are then scored on held-out images, so that nobody need guess.
+Weights are rounded by channel, activations by ranges that are found on some training images. Both networks are then
+scored on held-out images.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.inference.export_onnx import OnnxSession, session, write_metadata
+from paceline.inference.export_onnx import quiet, session, write_metadata
 from paceline.inference.predict import trained_task
 from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
@@ -40,7 +37,7 @@ class Trial:
     """What rounding cost.
 
     Attributes:
-        images: Held-out images that both networks were asked about; 0 if there are none.
+        images: Held-out images that both networks were scored on; 0 if there are none.
         before: Top-1 accuracy in fp32, in percent; None without images.
         after: In int8.
         calibration_images: Training images that the ranges of activations come from.
@@ -69,7 +66,7 @@ class SampleImages:
     normalize: Normalize
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """Normalised, float32."""
+        """Yield images normalised, float32 [32 or fewer, C, H, W]."""
         for part in torch.split(images, _BATCH):
             yield self.normalize(part).contiguous()
 
@@ -81,12 +78,12 @@ def calibration_images(
 
     Args:
         saved: The weights.
-        overrides: Changes to the recipe's ``data`` section: where the data lie now.
+        overrides: Changes to the recipe's ``data`` section: where the data are now.
         trust_code: Whether the weights' recipe may name code to import.
-        most: How many held-out images to read.
+        most: Held-out images to read.
 
     Raises:
-        PacelineError: If they are no images, or not where the recipe says.
+        PacelineError: If they are not images, or not where the recipe says.
     """
     data, where = saved.described("data"), str(saved.path)
     if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
@@ -97,28 +94,19 @@ def calibration_images(
     seen |= {key: data[key] for key in ("image_size", "channels") if key in data}
     task = trained_task(saved, trust_code=trust_code)(replace(recipe, data=replace(recipe.data, **seen)))
     if not isinstance(task, ImageClassification):
-        raise RecipeError(
-            f"--quantize int8 is for networks that label images; the weights in {where} are of the task {recipe.task}. "
-            "Use --quantize bf16 with another --format."
-        )
+        raise RecipeError(f"--quantize int8 is for image classification; {where} has task={recipe.task}.")
     try:
         found = task.dataset
     except PacelineError as error:
-        raise DataError(
-            f"--quantize int8 looks at some of the run's images, which cannot be had: {error} Say where they are with "
-            "data.path=FOLDER."
-        ) from error
+        raise DataError(f"--quantize int8 needs images of the run: {error} Set data.path=FOLDER.") from error
     if list(found.classes) != data["class_names"]:
-        raise DataError(
-            f"--quantize int8: the data have other classes than the weights in {where}; give the run's own data."
-        )
+        raise DataError(f"--quantize int8: the data's classes differ from those of {where}; use the run's data.")
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
 
     def shown(source: SampleSource, most: int) -> tuple[Tensor, list[int]]:
         ids = np.unique(np.linspace(0, max(0, len(source) - 1), min(most, len(source))).astype(int)).tolist()
         images = [evaluation_image(source.read(each), size, crop, recipe.data.interpolation) for each in ids]
-        empty = torch.empty((0, found.channels, size, size), dtype=torch.uint8)
-        return torch.stack(images) if images else empty, ids
+        return torch.stack(images) if images else torch.empty((0, found.channels, size, size), dtype=torch.uint8), ids
 
     held_out, ids = shown(found.validation, most)
     return SampleImages(
@@ -129,76 +117,61 @@ def calibration_images(
     )
 
 
-def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
-    """Write an ONNX network in int8, and compare it with the one in fp32 on held-out images.
-
-    Args:
-        whole: The network in fp32; a file beside it is used meanwhile.
-        path: The new file.
-        images: To find ranges on, and to compare on.
-        metadata: Kept in the file.
-    """
-    import onnx
-
-    _round(whole, path, images)
-    model = onnx.load(path)
-    write_metadata(model, metadata)
-    onnx.checker.check_model(model, full_check=True)
-    path.write_bytes(model.SerializeToString())
-    before, after = (_accuracy(session(each), images) for each in (whole, path))
-    return Trial(images=len(images.labels), before=before, after=after, calibration_images=len(images.calibration))
-
-
-def _round(whole: Path, path: Path, images: SampleImages) -> None:
-    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    prepared = whole.with_name(f"{whole.stem}-prepared{whole.suffix}")
-    try:
-        with _quiet():
-            quant_pre_process(whole, prepared, skip_symbolic_shape=True)
-            quantize_static(
-                prepared,
-                path,
-                Reader(images),
-                quant_format=QuantFormat.QDQ,
-                per_channel=True,
-                activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8,
-                calibrate_method=CalibrationMethod.MinMax,
-            )
-    finally:
-        prepared.unlink(missing_ok=True)
-
-
 class Reader:
-    """Hands out the batches that ranges are found on, as ONNX Runtime's calibration asks for them."""
+    """Hands out calibration batches as ONNX Runtime asks for them."""
 
     def __init__(self, images: SampleImages) -> None:
         self._batches = images.batches(images.calibration)
 
     def get_next(self) -> dict[str, Any] | None:
-        """The next batch by the input's name; None after the last."""
+        """Return the next batch by the input's name; None after the last."""
         batch = next(self._batches, None)
         return None if batch is None else {"images": batch.numpy()}
 
 
-def _accuracy(network: OnnxSession, images: SampleImages) -> float | None:
-    if len(images.labels) == 0:
-        return None
-    answers = torch.cat([network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)])
-    return 100 * float((answers == images.labels).double().mean())
+def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
+    """Write an ONNX network in int8, and compare it with the one in fp32 on held-out images.
 
+    Args:
+        whole: The network in fp32; a second file is written next to it meanwhile.
+        path: The new file.
+        images: To find ranges on, and to compare on.
+        metadata: Kept in the file.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Have ONNX Runtime's tools say nothing: they log to the root, and warn of what is done here already."""
-    logger = logging.getLogger()
-    before = logger.level
+    prepared = whole.with_name(f"{whole.stem}-prepared{whole.suffix}")
     try:
-        logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with quiet():
+            quant_pre_process(whole, prepared, skip_symbolic_shape=True)
+            # Its other defaults are QDQ format and min-max ranges: see decision 56.
+            quantize_static(
+                prepared,
+                path,
+                Reader(images),
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+            )
     finally:
-        logger.setLevel(before)
+        prepared.unlink(missing_ok=True)
+    model = onnx.load(path)
+    write_metadata(model, metadata)
+    onnx.checker.check_model(model, full_check=True)
+    path.write_bytes(model.SerializeToString())
+
+    def accuracy(file: Path) -> float | None:
+        if len(images.labels) == 0:
+            return None
+        network = session(file)
+        answers = torch.cat([network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)])
+        return 100 * float((answers == images.labels).double().mean())
+
+    return Trial(
+        images=len(images.labels),
+        before=accuracy(whole),
+        after=accuracy(path),
+        calibration_images=len(images.calibration),
+    )

@@ -1,4 +1,4 @@
-"""How does a run appear in MLflow? Records as metrics, the recipe as parameters, the environment as tags.
+"""MLflow: records as metrics, the recipe as parameters, the environment as tags.
 
 Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``: in a SQLite database, which is
 what MLflow recommends; or, where the packages for that are not installed, as files.
@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.records.reader import read_json
-from paceline.records.run_directory import write_json
-from paceline.telemetry.scalars import flat, scalars
+from paceline.telemetry.scalars import flat, read_note, save_note, scalars
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _AT_ONCE = 100
@@ -41,37 +39,40 @@ def _local(known: str | None) -> str:
     return _IN_DATABASE if all(map(importlib.util.find_spec, _DATABASE)) else _IN_FILES
 
 
-class MlflowTool:
-    """A run in MLflow; goes on with the one that the directory names.
+class MlflowTracker:
+    """A run in MLflow; continues the one that the directory names.
 
     Args:
         directory: Its folder in the run directory.
-        facts: ``name``, ``recipe`` and ``environment`` of the run.
+        name: The run's.
+        recipe: What was asked, nested.
+        environment: As in ``environment.json``.
     """
 
-    at_once = 100  # a database takes a hundred records as fast as two
-
-    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, name: str, recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         server = os.environ.get("MLFLOW_TRACKING_URI", "")
-        # MLflow asks for this since it recommends a database.
+        # MLflow asks for the first since it recommends a database. A run tells nobody that it uses MLflow, and its
+        # terminal shows no messages of libraries.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
 
-        known = directory / "paceline.json"
-        told = read_json(known) if known.is_file() else {}
+        directory.mkdir(exist_ok=True)
+        note = read_note(directory)
         # An address may hold a password. Without one, the folder may have been moved with its run.
-        place = hashlib.sha256(server.encode()).hexdigest() if server else _local(told.get("server"))
+        place = hashlib.sha256(server.encode()).hexdigest() if server else _local(note.get("server"))
         folder = directory.resolve()
         self._artifacts = None if server or place == _IN_FILES else (folder / "artifacts").as_uri()
         local = f"sqlite:///{folder / 'mlflow.db'}" if place == _IN_DATABASE else folder.as_uri()
         self._client = MlflowClient(tracking_uri=server or local)
         self._last: dict[str, int] = {}
-        if told.get("server") == place:
-            self._run = str(told["run_id"])
-            self._go_on(flat(facts["recipe"]))
+        if note.get("server") == place:
+            self._run = str(note["run_id"])
+            self._resume(flat(recipe))
         else:
-            self._run = self._begin(facts)
-            write_json(known, {"server": place, "run_id": self._run})
+            self._run = self._begin(name, flat(recipe), flat(environment))
+            save_note(directory, {"server": place, "run_id": self._run})
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Log the events' numbers, but for those that are there already."""
@@ -87,23 +88,23 @@ class MlflowTool:
             self._client.log_batch(self._run, metrics=metrics[first : first + _MOST_METRICS])
 
     def close(self, status: str) -> None:
-        """Say how the run ended; ``KILLED`` if nobody knows."""
+        """Set how the run ended; ``KILLED`` if unknown."""
         self._client.set_terminated(self._run, _STATUS.get(status, "KILLED"))
 
-    def _begin(self, facts: Mapping[str, Any]) -> str:
+    def _begin(self, run_name: str, recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name, self._artifacts) if found is None else found.experiment_id
-        tags = {_spelled(name): str(value)[:_LONGEST_TAG] for name, value in flat(facts["environment"]).items()}
-        run = self._client.create_run(experiment, run_name=facts["name"], tags=tags).info.run_id
-        asked = [Param(_spelled(key), str(value)[:_LONGEST_PARAMETER]) for key, value in flat(facts["recipe"]).items()]
+        tags = {_spelled(name): str(value)[:_LONGEST_TAG] for name, value in environment.items()}
+        run = self._client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+        asked = [Param(_spelled(key), str(value)[:_LONGEST_PARAMETER]) for key, value in recipe.items()]
         for first in range(0, len(asked), _AT_ONCE):
             self._client.log_batch(run, params=asked[first : first + _AT_ONCE])
         return str(run)
 
-    def _go_on(self, recipe: Mapping[str, Any]) -> None:
+    def _resume(self, recipe: Mapping[str, Any]) -> None:
         """Find out what is logged already: MLflow would keep a step's number twice, and has no way to remove it."""
         self._client.update_run(self._run, status="RUNNING")
         data = self._client.get_run(self._run).data

@@ -1,6 +1,6 @@
-"""How does a run appear in Weights & Biases? Records as history, the recipe and the environment as configuration.
+"""Weights & Biases: records as history, the recipe and the environment as configuration.
 
-Offline unless ``WANDB_MODE`` says otherwise: files in the run directory's folder ``wandb``, which ``wandb sync`` takes
+Offline unless ``WANDB_MODE`` says otherwise: files in the run directory's folder ``wandb``, which ``wandb sync`` sends
 to a server.
 """
 
@@ -12,76 +12,78 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.records.reader import read_json
-from paceline.records.run_directory import encode_json
-from paceline.telemetry.scalars import flat, scalars
+from paceline.telemetry.scalars import flat, read_note, save_note, scalars
 
 _LONGEST_TAG = 64
 _ORDER = {"step": 0, "model": 1, "ema": 2}
+_FINISH_SECONDS = 20.0
 
 
-class WandbTool:
-    """A run in Weights & Biases; goes on with the one that the directory names.
+class WandbTracker:
+    """A run in Weights & Biases; continues the one that the directory names.
 
-    Its steps cannot go back. A run that was killed does again the steps since its checkpoint, with the same numbers;
-    those that were logged are left out.
+    Its steps cannot go back. A resumed run repeats the steps since its checkpoint with the same numbers; those that
+    were logged are skipped.
 
     Args:
         directory: Its folder in the run directory.
-        facts: ``name``, ``recipe`` and ``environment`` of the run.
+        name: The run's.
+        recipe: What was asked, nested.
+        environment: As in ``environment.json``.
     """
 
-    at_once = 1
-
-    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, name: str, recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         import wandb
 
-        self._known = directory / "paceline.json"
-        told = read_json(self._known) if self._known.is_file() else {"id": secrets.token_hex(4), "last": [-1, 0]}
-        self._id, self._last = str(told["id"]), tuple(told["last"])
-        mode: Any = os.environ.get("WANDB_MODE", "offline")  # it refuses another itself, and names those there are
+        directory.mkdir(exist_ok=True)
+        self._directory = directory
+        note = read_note(directory) or {"id": secrets.token_hex(4), "last": [-1, 0]}
+        self._id, self._last = str(note["id"]), tuple(note["last"])
+        versions = environment.get("versions", {})
+        tags = [f"{each} {versions[each]}" for each in ("paceline", "torch") if each in versions]
+        tags += [f"{key} {environment[key]}" for key in ("device", "world_size", "host") if key in environment]
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # it refuses unknown ones itself
         self._run = wandb.init(
             # It makes its folder `wandb` there.
             dir=str(directory.parent),
             id=self._id,
             resume="allow",
+            # A run of the user's own program stays its own.
+            reinit="create_new",
             mode=mode,
             project=os.environ.get("WANDB_PROJECT", "paceline"),
-            name=facts["name"],
-            config={**flat(facts["recipe"]), "environment": facts["environment"]},
-            tags=[tag[:_LONGEST_TAG] for tag in _tags(facts["environment"])],
-            # Nothing of this process is worth keeping: neither what it prints nor its code.
-            settings=wandb.Settings(console="off", silent=True, disable_code=True, disable_git=True),
+            name=name,
+            config={**flat(recipe), "environment": environment},
+            tags=[tag[:_LONGEST_TAG] for tag in tags],
+            # Its exit handler keeps to the same limit; what has not been sent by then stays in its files.
+            settings=wandb.Settings(
+                console="off", silent=True, disable_code=True, disable_git=True, finish_timeout=_FINISH_SECONDS
+            ),
         )
         self._note()
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Log the events' numbers, unless they are there already."""
+        """Log the events' numbers, except those that are there already."""
         for event in events:
-            self._write(event)
-
-    def _write(self, event: Mapping[str, Any]) -> None:
-        found = scalars(event)
-        here = (int(event["step"]), _ORDER[event.get("weights", "step")])
-        if not found or here <= self._last:
-            return
-        self._run.log(found, step=here[0])
-        self._last = here
-        self._note()
+            found = scalars(event)
+            if not found:
+                continue
+            place = (int(event["step"]), _ORDER[event.get("weights", "step")])
+            if place <= self._last:
+                continue
+            self._run.log(found, step=place[0])
+            if place[0] > self._last[0]:
+                # The row of a step is complete when that of a later step begins; and what its service has received,
+                # which an answer of it shows, is written even if this process is killed.
+                self._run.status()
+                self._note()
+            self._last = place
 
     def close(self, status: str) -> None:
-        """Say how the run ended; as failed if nobody knows."""
+        """Set how the run ended; as failed if unknown."""
         self._run.summary["status"] = status or "killed"
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+        self._note()
 
     def _note(self) -> None:
-        """Note how far it is; in one move, but without waiting for the disk."""
-        new = self._known.with_name(".paceline.json.new")
-        new.write_text(encode_json({"id": self._id, "last": list(self._last)}), encoding="utf-8")
-        new.replace(self._known)
-
-
-def _tags(environment: Mapping[str, Any]) -> list[str]:
-    versions = environment.get("versions", {})
-    named = [f"{name} {versions[name]}" for name in ("paceline", "torch") if name in versions]
-    return [*named, *(f"{key} {environment[key]}" for key in ("device", "world_size", "host") if key in environment)]
+        save_note(self._directory, {"id": self._id, "last": list(self._last)})

@@ -235,9 +235,12 @@ def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
         return Recorder(None, ledger, [], setting.display)
     recipe, directory = setting.prepared.recipe, setting.directory
     facts = TrackerFacts(
-        name=directory.root.resolve().name, recipe=to_tree(recipe), environment=read_environment(directory)
+        name=directory.root.resolve().name,
+        recipe=to_tree(recipe),
+        environment=read_environment(directory),
+        start_step=setting.start_step,
     )
-    trackers = build_trackers(recipe.telemetry.trackers, directory.root, start_step=setting.start_step, facts=facts)
+    trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
     return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display)
 
 

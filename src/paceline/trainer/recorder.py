@@ -11,9 +11,9 @@ from paceline.errors import DataError, RunDirectoryError
 from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, StepEvent
 from paceline.records.ledger import LedgerWriter
 from paceline.records.writer import EventWriter
+from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
-from paceline.telemetry.trackers import Guarded
 from paceline.trainer.kept_answers import write_kept
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
 # How long the end of a run waits for its trackers, all of them together.
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 30.0
+_PATIENCE_WHEN_STOPPED_SECONDS = 10.0
 _PATIENCE_AFTER_FAILURE_SECONDS = 2.0
 
 
@@ -33,7 +34,7 @@ class Recorder:
     """Writes events, feeds trackers and the display. Only the first rank has a writer; all ranks take part."""
 
     def __init__(
-        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[Guarded], display: Display
+        self, writer: EventWriter | None, ledger: LedgerWriter, trackers: list[AsyncTracker], display: Display
     ) -> None:
         self._writer = writer
         self._ledger = ledger
@@ -138,10 +139,10 @@ class Recorder:
             return
         # What comes of the trackers' last records is part of the run's; the end stays the last of them.
         self._track(event, [tracker.write(document) for tracker in self._trackers])
-        # A failed run's processes are ended soon, and its summary is still to be written.
-        deadline = time.monotonic() + (
-            _PATIENCE_SECONDS if event.status != "failed" else _PATIENCE_AFTER_FAILURE_SECONDS
-        )
+        # A failed run's processes are ended soon, a stopped one's after its job's grace period; and the summary is
+        # still to be written.
+        patience = {"failed": _PATIENCE_AFTER_FAILURE_SECONDS, "stopped": _PATIENCE_WHEN_STOPPED_SECONDS}
+        deadline = time.monotonic() + patience.get(event.status, _PATIENCE_SECONDS)
         self._track(event, [tracker.close(deadline - time.monotonic()) for tracker in self._trackers])
         self._append(document)
 
@@ -174,7 +175,7 @@ class Recorder:
         """Close all files, each whatever the others do."""
         with contextlib.ExitStack() as files:
             for tracker in self._trackers:
-                files.callback(tracker.close, _PATIENCE_SECONDS)
+                files.callback(tracker.close, _PATIENCE_AFTER_FAILURE_SECONDS)  # which no `finish` has closed
             files.callback(self._ledger.close)
             if self._writer is not None:
                 files.callback(self._writer.close)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import threading
+import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
 from paceline.records.writer import EventWriter, truncate_after
-from paceline.telemetry.behind import Behind
+from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.csv_tracker import CsvTracker
 
 
@@ -28,22 +28,25 @@ def table(folder: Path, kind: str) -> list[dict[str, str]]:
 
 
 class Launch:
-    """Writes to the file and to the tables, as the recorder does."""
+    """Writes to the file and to the tables, as a run does."""
 
     def __init__(self, run: Path) -> None:
-        self.tracker = CsvTracker(run / "csv", run / "events.jsonl")
+        self._tracker = AsyncTracker("csv", lambda: CsvTracker(run / "csv"), earlier=run / "events.jsonl")
         self._writer = EventWriter(run / "events.jsonl")
 
     def write(self, events: Iterable[dict[str, Any]]) -> None:
+        """Write events, and wait for the tables."""
         for event in events:
             self._writer.append(event)
-            self.tracker.write(event)
+            assert self._tracker.write(event) == ""
         self._writer.flush()
+        deadline = time.monotonic() + 60
+        while self._tracker._delivered < self._tracker._accepted and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._writer.close()
-        self.tracker.close()
-        self.tracker.close()
+        assert self._tracker.close(60) == ""
 
 
 def test_each_kind_has_a_table(tmp_path: Path) -> None:
@@ -75,42 +78,17 @@ def test_a_number_that_comes_later_is_a_last_column(tmp_path: Path) -> None:
     launch.close()
 
 
-def test_the_loop_waits_for_no_table_and_is_told_what_failed(tmp_path: Path) -> None:
-    goes_on, written = threading.Event(), []
-
-    class Slow:
-        def write(self, event: Mapping[str, Any]) -> None:
-            assert goes_on.wait(60)
-            written.append(event["step"])
-            if event["step"] == 3:
-                raise OSError("no room")
-
-        def close(self, seconds: float) -> None:
-            written.append("closed")
-
-    tracker = Behind(Slow())
-    for number in (1, 2, 3, 4):
-        tracker.write(step(number))
-    assert not written
-    goes_on.set()
-    with pytest.raises(OSError, match="no room"):
-        tracker.close(60)
-    assert written == [1, 2, 3, "closed"]
-    tracker.close(60)
-
-
 def test_a_long_run_goes_on_without_being_in_memory(tmp_path: Path) -> None:
     number = 3000
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(step(each)) + "\n" for each in range(1, number + 1)))
-    tracker = CsvTracker(tmp_path / "csv", tmp_path / "events.jsonl")
+    launch = Launch(tmp_path)
     tracemalloc.start()
     try:
-        tracker.write(step(number + 1))
-        tracker.write(step(number + 2, metrics={"mfu": 0.5}))  # a new column
+        launch.write([step(number + 1), step(number + 2, metrics={"mfu": 0.5})])  # a new column
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-        tracker.close()
+        launch.close()
     assert len(table(tmp_path / "csv", "step")) == number + 2
     assert peak < 500_000
 
@@ -159,15 +137,3 @@ def test_of_a_real_run_they_are_the_events(
             flat = {key: value for key, value in each.items() if key != "event" and not isinstance(value, dict)}
             for key, value in flat.items():
                 assert (value is None and row[key] != row[key]) or json.dumps(row[key]) == json.dumps(value), key
-
-
-def test_one_that_cannot_be_written_is_told_and_the_run_goes_on(
-    train_tiny: Callable[..., Any], events: Callable[..., list[dict[str, Any]]], runs: Path
-) -> None:
-    train_tiny("a", {"train.until": "2 steps"})
-    (runs / "a" / "csv").write_text("in the way")
-    result = train_tiny("a", {"telemetry.trackers": ["csv"]})
-    assert result.status == "completed"
-    (told,) = [each for each in events(result.run_dir, "incident") if each["incident"] == "tracker"]
-    assert told["tracker"] == "csv"
-    assert "gets no more records, and the run goes on" in told["message"]

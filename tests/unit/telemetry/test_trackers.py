@@ -11,7 +11,8 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
-from paceline.telemetry.trackers import TensorBoardTracker, build_trackers
+from paceline.telemetry.tensorboard_tracker import TensorBoardTracker
+from paceline.telemetry.trackers import build_trackers
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -32,7 +33,6 @@ def step_event(step: int, loss: float) -> dict[str, object]:
 
 def test_scalars_carry_the_names_of_the_records(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path / "tensorboard")
-    tracker.write(step_event(10, 1.5))
     evaluation = EvaluationEvent(
         step=10,
         epoch=1,
@@ -42,10 +42,9 @@ def test_scalars_carry_the_names_of_the_records(tmp_path: Path) -> None:
         seconds=0.5,
         metrics={"top1_accuracy": 97.5},
     )
-    tracker.write(evaluation.to_json())
-    tracker.write(IncidentEvent(step=10, incident="broken_sample", message="…").to_json())
-    tracker.close()
-    tracker.close()
+    incident = IncidentEvent(step=10, incident="broken_sample", message="…")
+    tracker.write([step_event(10, 1.5), evaluation.to_json(), incident.to_json()])
+    tracker.close("completed")
     assert scalars(tmp_path / "tensorboard") == {
         "train/loss": [(10, 1.5)],
         "train/lr": [(10, 0.5)],
@@ -55,20 +54,34 @@ def test_scalars_carry_the_names_of_the_records(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("start_step", "expected"), [(20, [1.0, 1.0, 2.0, 2.0]), (0, [2.0, 2.0])])
-def test_a_resumed_run_repeats_nothing(tmp_path: Path, start_step: int, expected: list[float]) -> None:
+@pytest.mark.parametrize("start_step", [0, 20, 40])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_resumed_run_has_each_step_once(tmp_path: Path, start_step: int, lost: int) -> None:
+    """Also one that was killed before its last records were written."""
+    steps = [10, 20, 30, 40]
     first = TensorBoardTracker(tmp_path)
-    for step in (10, 20, 30, 40):
-        first.write(step_event(step, 1.0))
+    first.write([step_event(step, 1.0) for step in steps[: len(steps) - lost]])
     # Killed here: it is never closed. A process takes longer to start; files are read in the order of their seconds.
     time.sleep(1.01 - time.time() % 1)
     second = TensorBoardTracker(tmp_path, start_step=start_step)
-    for step in (start_step + 10, start_step + 20):
-        second.write(step_event(step, 2.0))
-    second.close()
+    earlier = [step_event(step, 1.0) for step in steps if step <= start_step]
+    second.write([*earlier, step_event(start_step + 10, 2.0), step_event(start_step + 20, 2.0)])
+    second.close("completed")
     losses = scalars(tmp_path)["train/loss"]
-    assert losses == [(10 * (index + 1), value) for index, value in enumerate(expected)]
-    first.close()
+    assert losses == [(each["step"], 1.0) for each in earlier] + [(start_step + 10, 2.0), (start_step + 20, 2.0)]
+    first.close("")
+
+
+def test_files_of_versions_without_a_note(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    first.write([step_event(step, 1.0) for step in (10, 20, 30)])
+    first.close("")
+    (tmp_path / "paceline.json").unlink()
+    time.sleep(1.01 - time.time() % 1)
+    second = TensorBoardTracker(tmp_path, start_step=20)
+    second.write([step_event(step, 2.0) for step in (10, 20, 30)])
+    second.close("completed")
+    assert scalars(tmp_path)["train/loss"] == [(10, 1.0), (20, 2.0), (30, 2.0)]
 
 
 def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
@@ -77,8 +90,8 @@ def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from paceline.telemetry.trackers import build_trackers\n"
         "trackers = build_trackers(['tensorboard'], Path(sys.argv[1]))\n"
-        "trackers[0].write({'event': 'start', 'step': 0})\n"
-        "trackers[0].close()\n"
+        "assert trackers[0].write({'event': 'start', 'step': 0}) == ''\n"
+        "assert trackers[0].close(60) == ''\n"
         "assert not {'torch', 'tensorboard'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)

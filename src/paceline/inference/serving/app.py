@@ -1,41 +1,44 @@
-"""Which questions does the service answer over HTTP, and in which words?
-
-Its description at /openapi.json is made from what stands here, and a test asks everything that it allows.
-"""
+"""The service over HTTP: routes, their description at /openapi.json, and one sentence for each refusal."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
+from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.inference.answers import Answer
-from paceline.inference.serving.limits import RefusedError
-from paceline.inference.serving.metrics import CONTENT_TYPE
+from paceline.inference.serving.csrf import SiteCheck
 from paceline.inference.serving.page import PageFacts, content_policy, page
-from paceline.inference.serving.service import Service
-from paceline.inference.serving.uploads import FIELD, Upload
-from paceline.inference.serving.visitors import Visitors
+from paceline.inference.serving.service import Limits, Service, busy
 
 LARGEST_TOP_K = 1000
+_FIELD = "images"
+_LONGEST_NAME = 255
 _INTERFACE = "1"  # of what is asked and answered, not of the program
+_LEAST_BODIES_BYTES = 64 * 2**20
 
 Say = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 class ImageAnswer(BaseModel):
-    """What is said of one image."""
+    """The answer for one image."""
 
-    name: str = Field(description="What the client calls it; empty if it does not say.")
+    name: str = Field(description="File name that the client gives.")
     labels: list[str] = Field(description="Class names, the most probable first.")
     probabilities: list[float] = Field(description="Of each label, from 0 to 1.")
     boxes: list[tuple[float, float, float, float]] | None = Field(
@@ -45,7 +48,7 @@ class ImageAnswer(BaseModel):
 
 
 class Answers(BaseModel):
-    """What is said of a request's images."""
+    """The answers for a request's images."""
 
     model: str = Field(description="What is served.")
     weights_sha256: str = Field(description="SHA-256 of its weights.")
@@ -55,11 +58,11 @@ class Answers(BaseModel):
 class Problem(BaseModel):
     """Why a request is not answered."""
 
-    error: str = Field(description="One sentence: what was found, which rule it breaks, what to change.")
+    error: str = Field(description="What was found, and which rule it breaks.")
 
 
 class Health(BaseModel):
-    """Whether the service is there, and takes requests."""
+    """The service is there, and takes requests."""
 
     live: bool
     ready: bool
@@ -69,42 +72,46 @@ class Health(BaseModel):
 
 _RETRY = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Problem, "description": "The body is malformed."},
-    403: {"model": Problem, "description": "A page of somebody else's has sent it."},
-    408: {"model": Problem, "description": "The request was not whole in time."},
-    413: {"model": Problem, "description": "Too many bytes or images."},
-    415: {"model": Problem, "description": "The body is no multipart/form-data."},
+    400: {"model": Problem, "description": "The body is malformed, or has too many images."},
+    403: {"model": Problem, "description": "A page of another site has sent it."},
+    408: {"model": Problem, "description": "The request was not complete in time."},
+    413: {"model": Problem, "description": "Too many bytes."},
+    415: {"model": Problem, "description": "The body is not multipart/form-data."},
     422: {"model": Problem, "description": "A parameter is wrong, or there is no image that can be read."},
     500: {"model": Problem, "description": "A defect of the service, or of its weights."},
     503: {"model": Problem, "description": "Too busy; come back.", "headers": _RETRY},
 }
 
 
-def make_app(service: Service, model: str, visitors: Visitors, say: Say) -> FastAPI:
-    """The service as an ASGI application.
+def make_app(service: Service, model: str, sites: SiteCheck, say: Say, ready: Callable[[], None]) -> FastAPI:
+    """Build the service as an ASGI application.
 
     Args:
         service: Answers.
-        model: What it is called.
-        visitors: Lets requests in.
-        say: Told of each request in one line, without its contents.
+        model: Its name.
+        sites: Refuses requests of other sites' pages.
+        say: Receives one line for each request, without its contents.
+        ready: Called when requests are answered.
     """
 
-    def lifespan(_: FastAPI) -> AbstractAsyncContextManager[None]:
-        return service.running()
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            ready()
+            yield
 
     app = FastAPI(
         title="Paceline",
         version=_INTERFACE,
-        description=f"Predictions of {model}. Limits are said in each description.",
+        description=f"Predictions of {model}. Limits are given in each description.",
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
-        redirect_slashes=False,  # where to, the client would say by its Host
+        redirect_slashes=False,  # the client would choose where to, by its Host
         responses={403: _REFUSALS[403]},
         lifespan=lifespan,
     )
-    app.add_middleware(_Watched, service=service, visitors=visitors, say=say)
-    _answer_errors(app, service)
+    app.add_middleware(_Gate, service=service, sites=sites, say=say)
+    _answer_errors(app)
     _add_predict(app, service, model)
     _add_views(app, service, model)
     return app
@@ -118,10 +125,10 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
         "minItems": 1,
         "maxItems": limits.images,
     }
-    form = {"type": "object", "required": [FIELD], "properties": {FIELD: images}, "additionalProperties": False}
+    form = {"type": "object", "required": [_FIELD], "properties": {_FIELD: images}, "additionalProperties": False}
     description = (
         f"At most {limits.images} images, {limits.request_bytes:,} bytes and {limits.pixels:,} pixels an image, within "
-        f"{limits.request_seconds:g} seconds. Images that cannot be read have an error beside the others' answers."
+        f"{limits.request_seconds:g} seconds. An image that cannot be read has an error; the others are answered."
     )
 
     @app.post(
@@ -137,21 +144,89 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
         ] = None,
     ) -> Answers:
         most = top_k or service.predictor.usual_top_k
-        told = await service.answered(request, most)
-        request.state.images = len(told)
-        predictions = [_answer(upload, answer, most, boxes=service.predictor.finds_boxes) for upload, answer in told]
-        return Answers(model=model, weights_sha256=service.predictor.digest, predictions=predictions)
+        uploads: list[tuple[str, bytes]] = []
+        try:
+            async with asyncio.timeout(limits.request_seconds):
+                uploads = await _uploads(request, limits)
+                images = [content for _, content in uploads]
+                answers = await while_connected(request, service.answers(images, most))
+        except TimeoutError:
+            within = f"within {limits.request_seconds:g} seconds"
+            if not uploads:
+                raise HTTPException(408, f"the request was not complete {within}") from None
+            raise busy(f"there was no answer {within}") from None
+        names = (name for name, _ in uploads)
+        return Answers(
+            model=model,
+            weights_sha256=service.predictor.digest,
+            predictions=[
+                _shown(name, answer, most, boxes=service.predictor.finds_boxes)
+                for name, answer in zip(names, answers, strict=True)
+            ],
+        )
 
 
-def _answer(upload: Upload, answer: Answer, top_k: int, *, boxes: bool) -> ImageAnswer:
-    row = answer.row()
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of work, which is cancelled if the client goes away; HTTPException then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and leaving.result()["type"] == "http.disconnect":
+            raise HTTPException(400, "the client went away before it was answered")
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _shown(name: str, answer: Answer, top_k: int, *, boxes: bool) -> ImageAnswer:
     return ImageAnswer(
-        name=upload.name,
+        name=name,
         labels=list(answer.labels[:top_k]),
         probabilities=list(answer.probabilities[:top_k]),
-        boxes=list(row["boxes"][:top_k]) if boxes else None,
+        boxes=list(answer.row()["boxes"][:top_k]) if boxes else None,
         error=answer.error,
     )
+
+
+class _Form(MultiPartParser):
+    """A multipart body, taken apart in memory: no file is written."""
+
+    is_complete = False
+
+    def on_end(self) -> None:
+        """Note the last boundary: a part that is cut off is not in the form."""
+        self.is_complete = True
+
+
+async def _uploads(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
+    """Return the name and the content of each image in a request.
+
+    Raises:
+        HTTPException: If the body is malformed, or has other fields, no image or too many.
+    """
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise HTTPException(415, f"send images as multipart/form-data, in fields called {_FIELD}")
+    parser = _Form(request.headers, request.stream(), max_files=limits.images, max_fields=0)
+    parser.spool_max_size = limits.request_bytes + 1
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise HTTPException(400, f"{error.message} Send files, at most {limits.images} images.") from error
+    except ClientDisconnect:
+        raise HTTPException(400, "the client went away before its request was complete") from None
+    try:
+        if not parser.is_complete:
+            raise HTTPException(400, "the body is cut off: its last boundary is missing")
+        if unknown := sorted(set(form) - {_FIELD}):
+            raise HTTPException(422, f"the field {unknown[0][:50]!r} is unknown; images are called {_FIELD}")
+        files = [each for each in form.getlist(_FIELD) if isinstance(each, UploadFile)]
+        if not files:
+            raise HTTPException(422, f"there is no image; send at least one, in a field called {_FIELD}")
+        return [((each.filename or "")[:_LONGEST_NAME], await each.read()) for each in files]
+    finally:
+        await form.close()
 
 
 def _add_views(app: FastAPI, service: Service, model: str) -> None:
@@ -159,35 +234,27 @@ def _add_views(app: FastAPI, service: Service, model: str) -> None:
     facts = PageFacts(model=model, digest=digest, limits=service.limits, classes=len(service.predictor.classes))
     shown, policy = page(facts), content_policy()
 
-    @app.get("/health", responses={503: {"model": Health, "description": "It is stopping."}})
-    async def health(response: Response) -> Health:
-        response.status_code = 503 if service.is_stopping else 200
-        return Health(live=True, ready=not service.is_stopping, model=model, weights_sha256=digest)
+    @app.get("/health")
+    async def health() -> Health:
+        return Health(live=True, ready=True, model=model, weights_sha256=digest)
 
     @app.get("/metrics", response_class=PlainTextResponse, description="Counts in Prometheus' text format.")
-    async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.get("/", response_class=HTMLResponse, description="A page to send images from, and to see the answers.")
     async def index() -> HTMLResponse:
         return HTMLResponse(shown, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
 
-def _answer_errors(app: FastAPI, service: Service) -> None:
-    """Every refusal is one sentence in JSON."""
-
-    @app.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> JSONResponse:
-        return _refusal(error, service)
-
+def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        service.metrics.refusal("parameter")
         found = [f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()]
         return JSONResponse({"error": "; ".join(found)}, 422)
 
     @app.exception_handler(HTTPException)
-    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
@@ -195,22 +262,18 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
         return JSONResponse({"error": "the service failed; its log says why"}, 500)
 
 
-def _refusal(error: RefusedError, service: Service) -> JSONResponse:
-    service.metrics.refusal(error.reason)
-    return JSONResponse({"error": error.sentence}, error.status, error.headers)
-
-
-class _Watched:
-    """Lets in, counts and logs every request: when, what, how it ended, how long, how many images; not their contents.
+class _Gate:
+    """Refuses pages of other sites and bodies that are too large; counts and logs every request, not its contents.
 
     It comes before the routes, so that it also guards addresses without one.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, visitors: Visitors, say: Say) -> None:
+    def __init__(self, app: ASGIApp, service: Service, sites: SiteCheck, say: Say) -> None:
         self._app = app
         self._service = service
-        self._visitors = visitors
+        self._sites = sites
         self._say = say
+        self._bodies_bytes = 0
         self._routes = frozenset({"/", "/predict", "/health", "/metrics", "/openapi.json"})
         self._methods = frozenset({"GET", "POST", "HEAD"})
 
@@ -219,11 +282,21 @@ class _Watched:
             await self._app(scope, receive, send)
             return
         begin, status, received = time.perf_counter(), 500, 0
+        headers = Headers(scope=scope)
+        most = self._service.limits.request_bytes
+        declared = headers.get("content-length", "")
 
         async def counted() -> Message:
             nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
+            is_too_large = declared.isdecimal() and int(declared) > most
+            message = {} if is_too_large else await receive()
+            count = len(message.get("body", b""))
+            received += count
+            self._bodies_bytes += count
+            if is_too_large or received > most:
+                raise HTTPException(413, f"the request is larger than {most:,} bytes; send fewer or smaller images")
+            if self._bodies_bytes > max(8 * most, _LEAST_BODIES_BYTES):
+                raise busy("too many uploads at once")
             return message
 
         async def noted(message: Message) -> None:
@@ -234,22 +307,17 @@ class _Watched:
             await send(message)
 
         try:
-            answering = await self._let_in(scope)
+            problem = self._sites.problem(headers)
+            answering = JSONResponse({"error": problem}, 403) if problem else self._app
             await answering(scope, counted, noted)
         finally:
+            self._bodies_bytes -= received
             seconds = time.perf_counter() - begin
             route = scope["path"] if scope["path"] in self._routes else "other"
             method = scope["method"] if scope["method"] in self._methods else "other"
-            self._service.metrics.request(route, status, seconds)
-            images = scope.get("state", {}).get("images")
-            counts = f"{received:,} bytes" + (f", {images} images" if images is not None else "")
+            self._service.metrics.requests.labels(route, str(status)).inc()
+            if route == "/predict":
+                self._service.metrics.seconds.observe(seconds)
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            self._say(f"{now} {method} {route} {status} {HTTPStatus(status).phrase} {1000 * seconds:.1f} ms {counts}")
-
-    async def _let_in(self, scope: Scope) -> ASGIApp:
-        """What answers a request: the service, or a refusal."""
-        try:
-            await self._visitors.check(Request(scope))
-        except RefusedError as error:
-            return _refusal(error, self._service)
-        return self._app
+            phrase = HTTPStatus(status).phrase
+            self._say(f"{now} {method} {route} {status} {phrase} {1000 * seconds:.1f} ms {received:,} bytes")

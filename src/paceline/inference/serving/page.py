@@ -1,4 +1,4 @@
-"""What does a browser show at the service's address? One page that needs nothing from elsewhere."""
+"""The page at the service's address, which needs nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from paceline.inference.serving.limits import Limits
+from paceline.inference.serving.service import Limits
 from paceline.pages.plotly_script import script_digest
 
 

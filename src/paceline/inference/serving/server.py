@@ -1,16 +1,14 @@
-"""How does the service begin, and end: when it is told to, after everyone whom it let in has been answered?"""
+"""The service's life: it listens, and stops on request after the requests under way are answered."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from PIL import Image
@@ -18,13 +16,11 @@ from PIL import Image
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.serving.app import make_app
-from paceline.inference.serving.connection import Connection
-from paceline.inference.serving.limits import Limits
+from paceline.inference.serving.csrf import SiteCheck
 from paceline.inference.serving.metrics import Metrics
-from paceline.inference.serving.service import Service
-from paceline.inference.serving.visitors import Visitors
+from paceline.inference.serving.service import Limits, Service
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CONNECTIONS = 512
 _IDLE_SECONDS = 15
 _LAST_SECONDS = 5
 
@@ -34,16 +30,16 @@ class Address:
     """Where the service listens.
 
     Attributes:
-        socket: Bound, not yet listened to.
+        socket: Bound; connections wait in it until the service is ready.
         url: What to type into a browser.
         is_loopback: Whether only programs of this machine reach it.
-        visitors: Lets requests in.
+        sites: Refuses requests of other sites' pages.
     """
 
     socket: socket.socket
     url: str
     is_loopback: bool
-    visitors: Visitors
+    sites: SiteCheck
 
 
 def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
@@ -66,6 +62,7 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen(_CONNECTIONS)
         except OSError:
             bound.close()
             raise
@@ -79,9 +76,7 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
     shown = f"[{host}]" if ":" in host else host
     loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     names = ("localhost", host, *allowed) if loopback or allowed else None
-    return Address(
-        socket=bound, url=f"http://{shown}:{number}", is_loopback=loopback, visitors=Visitors(names, allowed)
-    )
+    return Address(socket=bound, url=f"http://{shown}:{number}", is_loopback=loopback, sites=SiteCheck(names, allowed))
 
 
 def serve(
@@ -93,23 +88,30 @@ def serve(
     say: Callable[[str], None],
     ready: Callable[[], None],
 ) -> None:
-    """Answer until SIGTERM or SIGINT; then finish what was begun, and return.
+    """Answer until SIGTERM or SIGINT; then finish the requests under way, and return.
 
     Args:
         predictor: Answers.
-        target: Where its weights are; its last part is what the model is called.
+        target: Where its weights are; its last part is the model's name.
         address: Where to listen.
         limits: Where to stop.
-        say: Told of each request in one line.
-        ready: Called when requests are taken.
+        say: Receives one line for each request.
+        ready: Called when requests are answered.
+
+    Raises:
+        NotFiniteError: If the network's first answer is not finite.
     """
-    _warm(predictor)
+    # The first answer takes longest, so it is computed before anyone asks.
+    picture = io.BytesIO()
+    Image.new("L", (64, 64)).save(picture, "PNG")
+    (answer,) = predictor.answer([predictor.prepare(picture.getvalue())], 1)
+    if answer.error is not None:
+        raise NotFiniteError(f"{answer.error}.")
     model = target.resolve().name
     service = Service(predictor, limits, Metrics(model, predictor.digest))
-    connection = type("LimitedConnection", (Connection,), {"limits": limits})
     config = uvicorn.Config(
-        make_app(service, model, address.visitors, say),
-        http=connection,
+        make_app(service, model, address.sites, say, ready),
+        http="h11",
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -117,42 +119,14 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=int(limits.request_seconds) + _LAST_SECONDS,
     )
-    _Server(config, ready, service.begin_to_stop).run(sockets=[address.socket])
-
-
-def _warm(predictor: ImagePredictor) -> None:
-    """Ask once before anyone else does: the first answer takes longest."""
-    picture = io.BytesIO()
-    Image.new("L", (64, 64)).save(picture, "PNG")
-    (answer,) = predictor.answer([predictor.prepare(picture.getvalue())], 1)
-    if answer.error is not None:
-        raise NotFiniteError(f"{answer.error}.")
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's, for which being told to stop is no failure: it would raise the signal once more when it has."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-        self._stopping = stopping
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._stopping()
-        super().handle_exit(sig, frame)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        before = {each: signal.signal(each, self.handle_exit) for each in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    # uvicorn raises the signal that stopped it once more; being told to stop is not a failure here.
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        uvicorn.Server(config).run(sockets=[address.socket])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

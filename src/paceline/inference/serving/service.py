@@ -1,183 +1,152 @@
-"""How is one request answered: read, taken apart, decoded, asked about, within its limits?"""
+"""Answers to requests: images are decoded in threads and answered in batches, within limits."""
 
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from PIL import Image
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
 
 from paceline.data.image.decode import BrokenImageError, image_header
-from paceline.inference.answers import Answer, ImagePredictor, Prepared
+from paceline.inference.answers import Answer, ImagePredictor
 from paceline.inference.serving.batching import Batcher
-from paceline.inference.serving.limits import Limits, RefusedError
 from paceline.inference.serving.metrics import Metrics
-from paceline.inference.serving.room import Room
-from paceline.inference.serving.uploads import Desk, Upload, disconnected, uploads_of
 from paceline.machine import available_cores
 
-Result = TypeVar("Result")
-
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-"""What uploads may be. Pillow reads more, but nobody needs to be able to ask for all of it from afar; a TIFF's tiles,
-of which its size says nothing, are the likes of what one would be asked for."""
+"""What uploads may be. Pillow reads more, but nobody needs all of it from afar: a TIFF's tiles, for example, may be
+a thousand times larger than its size says."""
+
+_DECODED_BYTES = 2**30
+# Most that a pixel takes while it is decoded, copies in other modes included.
+_PIXEL_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where the service stops.
+
+    Attributes:
+        request_bytes: Of one request's body, whether or not it declares its length; of all together, eight times that.
+        images: Of one request.
+        pixels: Of one image, before it is decoded.
+        request_seconds: From a request's head to its answer, the upload included.
+        queue_images: Images that are decoded or wait for the network; beyond it, requests are told to come back.
+        batch_images: Answered at once.
+        batch_wait_seconds: How long the first image of a batch waits for others.
+    """
+
+    request_bytes: int = 32 * 2**20
+    images: int = 16
+    pixels: int = 50_000_000
+    request_seconds: float = 30.0
+    queue_images: int = 256
+    batch_images: int = 32
+    batch_wait_seconds: float = 0.005
+
+
+def busy(sentence: str) -> HTTPException:
+    """Return the refusal that tells a client to come back."""
+    return HTTPException(503, f"{sentence}; come back in a second", {"Retry-After": "1"})
 
 
 class Service:
-    """What lies behind the address.
+    """Answers images.
 
     Args:
-        predictor: Answers.
+        predictor: The network.
         limits: Where to stop.
-        metrics: Told of what happens.
+        metrics: Counts.
     """
 
     def __init__(self, predictor: ImagePredictor, limits: Limits, metrics: Metrics) -> None:
         self.predictor = predictor
         self.limits = limits
         self.metrics = metrics
-        self.is_stopping = False
-        self._desk = Desk(limits)
-        self._batcher = Batcher(predictor, limits, metrics)
-        self._room = Room(limits.decoded_bytes)
+        self._queued = 0
+        self._free_bytes = max(_DECODED_BYTES, _PIXEL_BYTES * limits.pixels)
+        self._freed = asyncio.Condition()
+        self._batcher = Batcher(predictor, limits.batch_images, limits.batch_wait_seconds, metrics)
         self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
-
-    def begin_to_stop(self) -> None:
-        """Say from now on that nobody new is let in."""
-        self.is_stopping = True
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answers are given within."""
-        self._batcher.start()
-        try:
+        """Answer within this context."""
+        async with self._batcher.running():
             yield
-        finally:
-            self.is_stopping = True
-            await self._batcher.stop()
-            self._decoders.shutdown(cancel_futures=True)
+        self._decoders.shutdown(cancel_futures=True)
 
-    async def answered(self, request: Request, top_k: int) -> list[tuple[Upload, Answer]]:
-        """Answer for every image of a request, in its order.
-
-        Args:
-            request: With a body as :func:`~paceline.inference.serving.uploads.uploads_of` takes apart.
-            top_k: Most labels of each.
+    async def answers(self, images: Sequence[bytes], top_k: int) -> list[Answer]:
+        """Return one answer for each image, in order; each may have more labels than asked for.
 
         Raises:
-            RefusedError: If it breaks a limit, is malformed, none of its images can be read, or its client goes away.
+            HTTPException: If too many images wait, none can be read, or an answer is not finite.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.limits.request_seconds
-        content_type = request.headers.get("content-type", "")
-        is_uploaded = False
+        if self._queued + len(images) > self.limits.queue_images:
+            raise busy(f"{self._queued} images wait already")
+        self._queued += len(images)
+        self.metrics.queue.set(self._queued)
         try:
-            async with asyncio.timeout_at(deadline), self._desk.body(request) as body:
-                is_uploaded = True
-                uploads = await loop.run_in_executor(self._decoders, uploads_of, content_type, body, self.limits)
-                body.clear()
-                return await _while_wanted(request, self._answer_for(uploads, top_k))
-        except TimeoutError:
-            most = f"{self.limits.request_seconds:g} seconds"
-            if is_uploaded:
-                raise RefusedError(503, "overdue", f"there was no answer within {most}; come back later") from None
-            raise RefusedError(408, "slow_upload", f"the request was not whole within {most}") from None
-
-    async def _answer_for(self, uploads: Sequence[Upload], top_k: int) -> list[tuple[Upload, Answer]]:
-        with self._queued(len(uploads)):
-            asked = (self._told(upload.content, top_k) for upload in uploads)
-            # All are waited for, also if one of them fails: none is to go on without its place in the queue.
-            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            # All are waited for, also if one fails: none continues without its place in the queue.
+            outcomes = await asyncio.gather(*(self._answer(each, top_k) for each in images), return_exceptions=True)
+        finally:
+            self._queued -= len(images)
+            self.metrics.queue.set(self._queued)
         answers: list[Answer] = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
             answers.append(outcome)
-        told = list(zip(uploads, answers, strict=True))
-        unreadable = sum(answer.error is not None for answer in answers)
-        self.metrics.images(answered=len(uploads) - unreadable, unreadable=unreadable)
-        if unreadable == len(uploads):
-            reasons = "; ".join(f"{upload.name[:50] or 'an image'}: {answer.error}" for upload, answer in told[:3])
-            raise RefusedError(422, "unreadable", f"none of the images can be read: {reasons}")
-        return told
+        reasons = [answer.error for answer in answers if answer.error is not None]
+        self.metrics.images.labels("unreadable").inc(len(reasons))
+        self.metrics.images.labels("answered").inc(len(images) - len(reasons))
+        if len(reasons) == len(images):
+            raise HTTPException(422, f"none of the images can be read: {'; '.join(reasons[:3])}")
+        return answers
 
-    async def _told(self, content: bytes, top_k: int) -> Answer:
-        """The answer for one image, which is decoded when there is room for it."""
-        decoding: Future[Prepared] | None = None
+    async def _answer(self, content: bytes, top_k: int) -> Answer:
+        """Decode an image when there is memory for it, and answer it."""
+        loop = asyncio.get_running_loop()
         try:
-            pixels = await asyncio.wrap_future(self._decoders.submit(check_picture, content, self.limits.pixels))
-            place = await self._room.take(self.limits.decoding_bytes(pixels))
+            pixels = await loop.run_in_executor(self._decoders, check_picture, content, self.limits.pixels)
+            held = _PIXEL_BYTES * pixels
+            async with self._freed:
+                await self._freed.wait_for(lambda: self._free_bytes >= held)
+                self._free_bytes -= held
             try:
-                decoding = self._decoders.submit(self.predictor.prepare, content)
-                prepared = await asyncio.wrap_future(decoding)
-                place.shrink(prepared.nbytes)
-                (answer,) = await self._batcher.answers([prepared], top_k)
-                if answer.error is not None:
-                    raise RefusedError(500, "not_finite", answer.error)
+                prepared = await loop.run_in_executor(self._decoders, self.predictor.prepare, content)
+                if prepared.nbytes < held:
+                    await self._free(held - prepared.nbytes)
+                    held = prepared.nbytes
+                answer = await self._batcher.answer(prepared, top_k)
             finally:
-                place.leave(decoding)
+                await self._free(held)
         except BrokenImageError as error:
             return self.predictor.unreadable(Path(), error.reason)
+        if answer.error is not None:
+            raise HTTPException(500, answer.error)
         return answer
 
-    @contextmanager
-    def _queued(self, images: int) -> Iterator[None]:
-        metrics = self.metrics
-        if metrics.queue_images + images > self.limits.queue_images:
-            raise RefusedError(503, "queue_full", f"{metrics.queue_images} images wait already; come back in a second")
-        metrics.queue_images += images
-        try:
-            yield
-        finally:
-            metrics.queue_images -= images
-
-
-async def _while_wanted(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of work, which is cancelled if the client goes away; RefusedError then."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and leaving.result()["type"] == "http.disconnect":
-            raise disconnected()
-        return await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    async def _free(self, count: int) -> None:
+        self._free_bytes += count
+        async with self._freed:
+            self._freed.notify_all()
 
 
 def check_picture(content: bytes, most: int) -> int:
-    """Refuse what is in no format for uploads, or would be too large decoded, by its head.
-
-    Returns:
-        How many pixels it has.
+    """Return how many pixels an upload has, by its head.
 
     Raises:
-        BrokenImageError: Saying so.
+        BrokenImageError: If it has too many, or is in no format for uploads.
     """
     head = image_header(content, FORMATS)
-    if head is None and _is_too_large(content):
-        raise BrokenImageError("", f"too many pixels by far; at most {most:,} are decoded")
     if head is None:
-        raise BrokenImageError("", f"not an image in any of these formats: {', '.join(FORMATS)}")
+        raise BrokenImageError("", f"not an image of at most {most:,} pixels in any of {', '.join(FORMATS)}")
     (height, width), _ = head
     if height * width > most:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")
     return height * width
-
-
-def _is_too_large(content: bytes) -> bool:
-    """Whether Pillow opens no picture that large."""
-    try:
-        Image.open(io.BytesIO(content), formats=FORMATS).close()
-    except Image.DecompressionBombError:
-        return True
-    except (OSError, SyntaxError, ValueError):
-        return False
-    return False

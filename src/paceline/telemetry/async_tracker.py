@@ -1,0 +1,169 @@
+"""A tracker in a thread of its own, behind a bounded queue: whatever it does, the run neither waits nor fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from paceline.records.writer import parse_line
+
+# A database takes a hundred records as fast as two.
+_BATCH = 100
+_LAST_SECONDS = 10.0
+_abandoned: set[str] = set()
+
+
+class Tracker(Protocol):
+    """Takes events, as the dictionaries written to ``events.jsonl``. Used by one thread only."""
+
+    def write(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Take events in order; skip kinds without meaning here, and events logged by an earlier launch."""
+        ...
+
+    def close(self, status: str) -> None:
+        """Write what is buffered; ``status`` is ``completed``, ``stopped``, ``failed``, or empty if unknown."""
+        ...
+
+
+class AsyncTracker:
+    """Runs a tracker in a daemon thread, started with the first event.
+
+    The first error is the last: the tracker receives no more events, and what it has stays as it is.
+
+    Args:
+        name: As in the recipe.
+        make: Builds the tracker; called in the thread, so that a slow import costs the run nothing.
+        earlier: The run's ``events.jsonl``. Its present events are given to the tracker first, so that it misses
+            nothing that a killed launch had not delivered.
+        capacity: Events that may wait; further ones are skipped and counted.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], *, earlier: Path | None = None, capacity: int = 1000
+    ) -> None:
+        self.name = name
+        self._make = make
+        self._earlier = earlier
+        self._earlier_bytes = earlier.stat().st_size if earlier is not None and earlier.is_file() else 0
+        self._capacity = capacity
+        self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        self._is_over = self._is_closed = False
+        self._accepted = self._delivered = self._skipped = 0
+
+    def write(self, event: Mapping[str, Any]) -> str:
+        """Queue one event; returns a problem to report, mostly nothing."""
+        if self._is_over:
+            return ""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system's limit of threads
+                self._thread, self._error = None, str(error)
+        if self._error:
+            self._is_over = True
+            return f"{self.name} failed: {self._error}; it receives no more records, and the run continues."
+        # The end of a run is always queued: without it the run would look killed.
+        if self._queue.qsize() >= self._capacity and event["event"] != "finish":
+            self._skipped += 1
+            if self._skipped > 1:
+                return ""
+            return f"{self.name} does not keep up: {self._capacity} records wait for it, and further ones are skipped."
+        self._accepted += 1
+        self._queue.put(event)
+        return ""
+
+    def close(self, seconds: float) -> str:
+        """Wait at most so long for the queued events, then abandon the thread; returns a problem to report.
+
+        Closing twice is harmless, and waits once.
+        """
+        if self._thread is None or self._is_closed:
+            return ""
+        self._is_closed = True
+        self._queue.put(None)
+        # After an error only its files remain to be closed.
+        self._thread.join(max(0.0, min(seconds, 1.0) if self._error else seconds))
+        was_over, self._is_over = self._is_over, True
+        if self._thread.is_alive():
+            _abandoned.add(self.name)
+        if was_over:
+            return ""
+        if self._error:
+            return f"{self.name} failed: {self._error}."
+        if missing := self._accepted - self._delivered + self._skipped:
+            whole = self._accepted + self._skipped
+            return f"{self.name} did not take {missing} of {whole} records in time; events.jsonl has them all."
+        if self._thread.is_alive():
+            return f"{self.name} took all records, but did not close in time."
+        return ""
+
+    def _work(self) -> None:
+        tracker: Tracker | None = None
+        status = ""
+        try:
+            tracker = self._make()
+            earlier = self._earlier_events()
+            while (batch := list(islice(earlier, _BATCH))) and not self._is_over:
+                tracker.write(batch)
+            while not self._is_over:
+                events, is_last = self._next_events()
+                if events:
+                    tracker.write(events)
+                self._delivered += len(events)
+                status = next((str(each["status"]) for each in events if each["event"] == "finish"), status)
+                if is_last:
+                    break
+            if not self._is_over:
+                closing, tracker = tracker, None
+                closing.close(status)
+        except BaseException as error:  # noqa: BLE001  # other people's libraries; some even exit
+            # The message goes into the run directory; an address in it may hold a name and a password.
+            self._error = re.sub(r"//[^/@\s]+@", "//***@", f"{type(error).__name__}: {error}")
+            if tracker is not None:
+                with contextlib.suppress(BaseException):
+                    tracker.close("failed")
+
+    def _next_events(self) -> tuple[list[Mapping[str, Any]], bool]:
+        """Wait for events; returns those that are there, and whether they are the last."""
+        events: list[Mapping[str, Any]] = []
+        while not events or (len(events) < _BATCH and not self._queue.empty()):
+            event = self._queue.get()
+            if event is not None:
+                events.append(event)
+            # The end of the run need not wait for `close`, which waits for another tracker first.
+            if event is None or event["event"] == "finish":
+                return events, True
+        return events, False
+
+    def _earlier_events(self) -> Iterator[dict[str, Any]]:
+        """Events that were in the file when the run resumed, one at a time: a long run has millions."""
+        left, number = self._earlier_bytes, 0
+        if self._earlier is None or not left:
+            return
+        with self._earlier.open("rb") as file:
+            while line := file.readline(left):
+                left, number = left - len(line), number + 1
+                event = parse_line(line, self._earlier, number, is_last=left == 0)
+                if event is not None:
+                    yield event
+
+
+def limit_exit(code: int) -> None:
+    """End this process with ``code`` within 10 seconds, if a tracker was abandoned.
+
+    An exit handler of its library may otherwise wait for a server for as long as the library likes.
+    """
+    if _abandoned:
+        timer = threading.Timer(_LAST_SECONDS, os._exit, [code])
+        timer.daemon = True
+        timer.start()
