@@ -1,17 +1,27 @@
-"""What is a page made of, and how is it written: one HTML file that opens anywhere, without a network?
+"""A page: sections of blocks, written as one HTML file that opens anywhere, without a network.
 
-A page has sections of blocks. A chart's figure is what Plotly takes, plain dictionaries; its script lies in the page.
+A chart's figure is what Plotly takes, plain dictionaries; Plotly's script lies in the page.
+Its content policy lets it load nothing and run two scripts only, known by their digests. So a text that slipped through
+unescaped would still do nothing.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.pages.assembly import Page, Section, assemble
 from paceline.pages.blocks import Block, Gallery, Marked, Picture, Table, Text, Tile, Tiles
 from paceline.pages.charts import Chart
+from paceline.pages.plotly_script import plotly_script, script_digest
 
 __all__ = [
     "Block",
@@ -28,6 +38,37 @@ __all__ = [
     "write_page",
 ]
 
+# These draw with WebGL, for which Plotly makes functions out of text.
+_WEBGL = ("gl", "surface", "3d", "splom", "parcoords", "cone", "volume", "isosurface", "streamtube")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+        title: Its heading.
+        blocks: From top to bottom; charts that follow one another stand side by side where there is room.
+    """
+
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page: what it is about, and its sections.
+
+    Attributes:
+        title: Its heading, and the name of the browser's tab.
+        subtitle: A sentence beneath it.
+        sections: From top to bottom.
+    """
+
+    title: str
+    subtitle: str
+    sections: Sequence[Section]
+
 
 def write_page(path: Path, page: Page) -> Path:
     """Write a page as one file; a reader finds the old one or the new one, never a part.
@@ -39,7 +80,7 @@ def write_page(path: Path, page: Page) -> Path:
         PacelineError: If Plotly is not installed.
         RunDirectoryError: If the file cannot be written.
     """
-    document = assemble(page)
+    document = _assemble(page)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,3 +97,104 @@ def write_page(path: Path, page: Page) -> Path:
             f"Cannot write the page '{path}': {reason}. Choose a file in a folder you may write to."
         ) from error
     return path
+
+
+def _assemble(page: Page) -> str:
+    """The page as one HTML document."""
+    charts = list(_numbered(page))
+    body = "\n".join(_body(page, {id(chart): number for number, chart in charts}))
+    script = _own("page.js")
+    digests = [script_digest(script.encode())]
+    scripts = []
+    if charts:
+        packed = plotly_script()
+        digests.append(packed.digest)
+        figures = {f"chart-{number}": chart.figure() for number, chart in charts}
+        scripts = [
+            f'<script type="application/json" id="figures">{_script_json(figures)}</script>',
+            f'<script type="application/gzip" id="plotly">{packed.text}</script>',
+        ]
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_policy(digests, charts)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<meta name="generator" content="Paceline">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(page.title)}</title>\n<style>{_own('page.css')}</style>\n</head>\n<body>",
+            body,
+            *scripts,
+            f"<script>{script}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _script_json(document: Any) -> str:
+    """JSON that may stand in a script element: nothing in it ends the element or a line."""
+    text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _numbered(page: Page) -> Iterator[tuple[int, Chart]]:
+    """Every chart with the number of its figure, each number once."""
+    charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
+    taken = {chart.number for chart in charts if chart.number is not None}
+    following = 1
+    for chart in charts:
+        if chart.number is not None:
+            yield chart.number, chart
+            continue
+        while following in taken:
+            following += 1
+        yield following, chart
+        taken.add(following)
+
+
+def _policy(digests: Sequence[str], charts: Sequence[tuple[int, Chart]]) -> str:
+    kinds = {str(trace.get("type", "scatter")) for _, chart in charts for trace in chart.traces}
+    makes_functions = any(kind.endswith(_WEBGL) for kind in kinds)
+    scripts = " ".join([*(f"'sha256-{digest}'" for digest in digests), *["'unsafe-eval'"] * makes_functions])
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _body(page: Page, numbers: dict[int, int]) -> Iterator[str]:
+    yield '<a class="skip" href="#content">Skip to the content</a>'
+    yield f'<header><div><h1>{escape(page.title)}</h1><p class="subtitle">{escape(page.subtitle)}</p></div>'
+    yield '<button type="button" id="theme" aria-pressed="false" hidden>Dark</button></header>'
+    if len(page.sections) > 1:
+        links = (
+            f'<li><a href="#section-{at}">{escape(section.title)}</a></li>' for at, section in enumerate(page.sections)
+        )
+        yield f'<nav aria-label="Sections"><ul>{"".join(links)}</ul></nav>'
+    yield '<main id="content" tabindex="-1">'
+    yield '<p id="trouble" class="warning" role="status" hidden></p>'
+    if numbers:
+        yield "<noscript><p class=warning>Charts need JavaScript; their figures are in the tables below them.</p>"
+        yield "</noscript>"
+    for at, section in enumerate(page.sections):
+        yield f'<section aria-labelledby="section-{at}"><h2 id="section-{at}">{escape(section.title)}</h2>'
+        yield from _blocks(section.blocks, numbers)
+        yield "</section>"
+    yield "</main>\n<footer>Made by Paceline. This file loads nothing: it can be kept and sent. "
+    yield "In charts, drag to look closer and double-click to go back.</footer>"
+
+
+def _blocks(blocks: Sequence[Block], numbers: dict[int, int]) -> Iterator[str]:
+    for are_charts, together in groupby(blocks, key=lambda block: isinstance(block, Chart)):
+        if are_charts:
+            yield '<div class="charts">'
+        for block in together:
+            yield from block.figure_html(numbers[id(block)]) if isinstance(block, Chart) else block.html()
+        if are_charts:
+            yield "</div>"
+
+
+@cache
+def _own(name: str) -> str:
+    return files("paceline.pages").joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where does the time of a step go, which process waits for which, and what holds the steps back?
+"""Time of a step by phase, waiting between ranks, and the bottleneck with what to change.
 
 From the step records alone, of a run that is over or still under way. A record tells means over the steps since the one
 before; here they are put together in proportion to these steps. Each launch's first steps, which are slow for reasons
@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from paceline.errors import RunDirectoryError
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import existing_run
-from paceline.report.bottleneck import Evidence, find_bottleneck
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 
 # A process is waited for if it takes so many times as long as the others, in so large a part of the records.
@@ -124,7 +123,9 @@ class Attribution:
         """The attribution as one JSON object."""
         return asdict(self) | {
             "run_dir": str(self.run_dir),
-            "phases": {each.name: _without_name(each) for each in self.phases},
+            "phases": {
+                each.name: {key: value for key, value in asdict(each).items() if key != "name"} for each in self.phases
+            },
         }
 
 
@@ -223,15 +224,15 @@ def _phases(records: Sequence[_Weighted]) -> Iterator[PhaseTime]:
 
 
 def _over_ranks(records: Sequence[_Weighted], phase: str) -> OverRanks | None:
-    found = [_Weighted(each.steps, each.record["rank_seconds"][phase]) for each in records if _has_ranks(each, phase)]
+    found = [
+        _Weighted(each.steps, each.record["rank_seconds"][phase])
+        for each in records
+        if phase in each.record.get("rank_seconds", {})
+    ]
     if len(found) < len(records):
         return None
     most = Counter(each.record["most_rank"] for each in found)
     return OverRanks(**{key: _mean(found, _key(key)) for key in _RANK_KEYS}, most_rank=most.most_common(1)[0][0])
-
-
-def _has_ranks(each: _Weighted, phase: str) -> bool:
-    return phase in each.record.get("rank_seconds", {})
 
 
 def _waiting(records: Sequence[_Weighted]) -> Waiting | None:
@@ -273,9 +274,7 @@ def _evidence(records: Sequence[_Weighted], waiting: Waiting | None, plan: Mappi
     return Evidence(
         shares={phase: shares(phase) for phase in PHASES},
         lags=[lag / each.seconds for lag, each in zip(lags, records, strict=True) if lag is not None and each.seconds],
-        slow=None
-        if waiting is None
-        else (waiting.rank, waiting.phase, waiting.factor, waiting.waiting_rank, waiting.waiting_share),
+        waiting=waiting,
         plan=plan,
     )
 
@@ -297,7 +296,121 @@ def _mean(records: Sequence[_Weighted], value: Callable[[Mapping[str, Any]], flo
     return sum(each.steps * value(each.record) for each in records) / sum(each.steps for each in records)
 
 
-def _without_name(phase: PhaseTime) -> dict[str, Any]:
-    fields = asdict(phase)
-    del fields["name"]
-    return fields
+# So many records must agree: of three in four, the share must be as large as this.
+_LEAST_RECORDS = 3
+_CLEAR = {
+    "data_wait": 0.10,
+    "h2d": 0.10,
+    "communication": 0.10,
+    "optimizer": 0.30,
+    "ema": 0.10,
+    "logging": 0.05,
+    "host": 0.15,
+}
+_COMPUTING = 0.75
+# A device that is no further behind the host than this part of a step waits for the host.
+_NO_LAG = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the records say.
+
+    Attributes:
+        shares: Of each phase, its share of the step in each record, in [0, 1]; no numbers where it was not told.
+        lags: In each record, how far the device was behind the host, in steps; no numbers on a CPU.
+        waiting: A process that the others wait for, if there is one.
+        plan: The run's.
+    """
+
+    shares: Mapping[str, Sequence[float]]
+    lags: Sequence[float]
+    waiting: Waiting | None
+    plan: Mapping[str, Any]
+
+
+def find_bottleneck(evidence: Evidence) -> str | None:
+    """Say what a step is bound by: what a process is waited for, else the largest avoidable share, else computing."""
+    if max(len(shares) for shares in evidence.shares.values()) < _LEAST_RECORDS:
+        return None
+    waiting = evidence.waiting
+    if waiting is not None and waiting.waiting_share >= _CLEAR["communication"]:
+        return (
+            f"communication: {waiting.waiting_share:.0%} of a step of rank {waiting.waiting_rank} is spent waiting for "
+            f"rank {waiting.rank}, which takes {waiting.factor:.1f} times as long as the others for its own part, most "
+            f"of it in {waiting.phase}."
+        )
+    clear = {phase: _typical(evidence, phase) for phase in _CLEAR if _at_least(evidence, phase) >= _CLEAR[phase]}
+    if clear:
+        worst = max(clear, key=lambda phase: clear[phase])
+        return _SENTENCES[worst](evidence.plan).format(share=clear[worst])
+    computing = _typical(evidence, "forward") + _typical(evidence, "backward")
+    if len(evidence.lags) >= _LEAST_RECORDS and quantiles(evidence.lags)[2] < _NO_LAG:
+        return (
+            "launching: the device is done with its work before the host has launched more; use a larger "
+            "batch.micro_size, or model.compile=true."
+        )
+    # Where communication cannot be told from them, waiting may be a part of the passes.
+    is_told = bool(evidence.shares["communication"]) or evidence.plan.get("strategy") == "single"
+    if computing >= _COMPUTING and is_told:
+        return f"computing: forward and backward passes take {computing:.0%} of a step; little else is left to gain."
+    return None
+
+
+def _at_least(evidence: Evidence, phase: str) -> float:
+    """The share that three in four records reach."""
+    shares = evidence.shares[phase]
+    return quantiles(shares)[0] if len(shares) >= _LEAST_RECORDS else 0.0
+
+
+def _typical(evidence: Evidence, phase: str) -> float:
+    return median(evidence.shares[phase]) if evidence.shares[phase] else 0.0
+
+
+def _data(plan: Mapping[str, Any]) -> str:
+    data = plan.get("data", {})
+    if data.get("backend") is None:
+        advice = (
+            "the task's own pipeline makes them (its open_pipeline): let it read ahead, in processes beside this one"
+        )
+    elif data["backend"] in ("pytorch", "dali"):
+        advice = f"use more than data.workers={data.get('workers')}, or packed data (paceline pack)"
+    else:
+        advice = "vary images less, or let loader processes do it: data.backend=pytorch with data.workers"
+    return "data: {share:.0%} of a step waits for batches; " + advice + "."
+
+
+def _h2d(plan: Mapping[str, Any]) -> str:
+    if plan.get("device") == "cpu":
+        return "data: {share:.0%} of a step is spent on normalising and mixing batches; use a smaller data.image_size."
+    return (
+        "data: {share:.0%} of a step waits for its batch to be brought to the device; use a smaller data.image_size, "
+        "or see that nothing else takes the bus."
+    )
+
+
+def _communication(plan: Mapping[str, Any]) -> str:
+    advice = "use more samples per process and step (batch.global_size)"
+    if plan.get("strategy") == "ddp":
+        advice += ", or send less (parallel.gradient_compression)"
+    return "communication: {share:.0%} of a step waits for the exchange of gradients; " + advice + "."
+
+
+_SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "data_wait": _data,
+    "h2d": _h2d,
+    "communication": _communication,
+    "optimizer": lambda _: (
+        "optimizer: {share:.0%} of a step goes into clipping and the update; use a larger batch.global_size, so that "
+        "there are fewer of them."
+    ),
+    "ema": lambda _: "moving average: it takes {share:.0%} of a step; use a larger batch.global_size.",
+    "logging": lambda _: (
+        "logging: {share:.0%} of a step goes into records; use a larger telemetry.log_every, or fewer "
+        "telemetry.trackers."
+    ),
+    "host": lambda _: (
+        "host: {share:.0%} of a step is spent in Python between its phases; use a larger batch.micro_size, so that "
+        "there are fewer steps."
+    ),
+}

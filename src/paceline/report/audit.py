@@ -1,4 +1,4 @@
-"""Was each training sample used exactly once per epoch, and in the order the recipe determines?
+"""The audit: each training sample was used exactly once per epoch, in the order that the recipe determines.
 
 Independent proofs from the run directory alone. *Records*: the events reach to the run's end, and up to each checkpoint
 from which the run was resumed. *Counting*: over all ranks' ledgers, every sample of a

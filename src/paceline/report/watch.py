@@ -1,8 +1,13 @@
-"""How does a run stand, as far as its directory says: where it is, how long it will take, what it found?"""
+"""Progress of a run, read from its directory while it trains: position, time left, results.
+
+The events file is opened anew at each look: a network file system shows then what another host has written.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.records.reader import NO_METRICS, read_plan
-from paceline.records.run_directory import RunDirectory, existing_run
-from paceline.report.following import EventFollower, is_being_trained
+from paceline.records.reader import NO_METRICS, read_environment, read_plan
+from paceline.records.run_directory import RunDirectory, cannot, existing_run
+from paceline.records.writer import parse_line
 from paceline.telemetry.meter import PHASES
 
 State = Literal["starting", "running", "completed", "stopped", "failed", "gone"]
@@ -103,7 +108,8 @@ class WatchedRun:
     def state(self) -> State:
         """What it does; ``gone`` if it ended without a word, as processes do that are killed."""
         if self.told.finish:
-            return _state_of(str(self.told.finish["status"]))
+            status: State = self.told.finish["status"]
+            return status if status in ("completed", "stopped") else "failed"
         is_quiet = time.monotonic() - self._quiet_since > GONE_SECONDS
         if is_quiet and is_being_trained(self.directory) is False:
             return "gone"
@@ -181,16 +187,12 @@ class WatchedRun:
         told = self.told.last.get("time")
         return None if told is None else max(0.0, time.time() - told)
 
-    @property
-    def headline_weights(self) -> str:
-        """Whose evaluations stand for the run: the average's where there is one."""
-        return "ema" if any(each["weights"] == "ema" for each in self.told.evaluations) else "model"
-
     def curve(self, key: str, *, evaluations: bool = False) -> list[tuple[float, float]]:
-        """(step, value) of all records that have a number there."""
+        """(step, value) of all records that have a number there; evaluations of the average where there is one."""
         source: Iterable[Mapping[str, Any]] = self.told.steps
         if evaluations:
-            source = (each for each in self.told.evaluations if each["weights"] == self.headline_weights)
+            weights = "ema" if any(each["weights"] == "ema" for each in self.told.evaluations) else "model"
+            source = (each for each in self.told.evaluations if each["weights"] == weights)
         return [(each["step"], each[key]) for each in source if isinstance(each.get(key), int | float)]
 
     def phases(self) -> dict[str, float]:
@@ -204,7 +206,6 @@ class WatchedRun:
 
     def to_json(self) -> dict[str, Any]:
         """How it stands now, for programs."""
-        last = {each["weights"]: dict(each) for each in self.told.evaluations}
         return {
             "run_dir": self.name,
             "status": self.state,
@@ -217,17 +218,17 @@ class WatchedRun:
             "seconds_left": self.seconds_left,
             "seconds_since_last_event": self.seconds_since_last,
             "last_step": dict(self.record),
-            "last_evaluations": last,
+            "last_evaluations": {each["weights"]: dict(each) for each in self.told.evaluations},
             "phases": self.phases(),
             "incidents": [dict(each) for each in self.told.incidents],
-            "checkpoints": self._kept_checkpoints(),
+            # The run removes old ones.
+            "checkpoints": [
+                name
+                for each in self.told.checkpoints
+                if (self.directory.checkpoints / (name := each["checkpoint"])).is_dir()
+            ],
             "message": self.told.finish.get("message"),
         }
-
-    def _kept_checkpoints(self) -> list[str]:
-        """Those that a run still has: it removes old ones."""
-        folder = self.directory.checkpoints
-        return [name for each in self.told.checkpoints if (folder / (name := each["checkpoint"])).is_dir()]
 
     def _read_plan(self) -> Mapping[str, Any]:
         try:
@@ -236,9 +237,72 @@ class WatchedRun:
             return {}  # being written, or of a version that had none: the events say enough
 
 
-def _state_of(status: str) -> State:
-    match status:
-        case "completed" | "stopped" | "failed":
-            return status
-        case _:
-            return "failed"
+class EventFollower:
+    """Reads a growing file of events; lines that are not whole yet are read the next time.
+
+    Args:
+        path: The file, which need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._number = 0
+        self._last = b""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file was cut back since, and what is new: after a cut, all of it.
+
+        Raises:
+            RunDirectoryError: If the file cannot be read, or a line is no event.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(0, self._offset - len(self._last)))
+                found = file.read()
+                is_cut = not found.startswith(self._last)
+                if is_cut:
+                    self._offset, self._number, self._last = 0, 0, b""
+                    file.seek(0)
+                    found = file.read()
+        except FileNotFoundError:
+            is_cut = self._offset > 0
+            self._offset, self._number, self._last = 0, 0, b""
+            return is_cut, []
+        except OSError as error:
+            raise cannot("read", self._path, error) from error
+        return is_cut, self._events(found[len(self._last) :])
+
+    def _events(self, found: bytes) -> list[dict[str, Any]]:
+        events = []
+        for line in found.splitlines(keepends=True):
+            # A network's file system may show a line's place before it shows its text.
+            if not line.endswith(b"\n") or b"\0" in line:
+                break
+            self._number += 1
+            event = parse_line(line, self._path, self._number, is_last=False)
+            assert event is not None  # only lines without their end are
+            events.append(event)
+            self._offset += len(line)
+            self._last = line
+        return events
+
+
+def is_being_trained(directory: RunDirectory) -> bool | None:
+    """Whether a process trains in a run directory now; None where that cannot be known from here.
+
+    The lock is not tried, only looked up: a run that begins at this very moment must find it free.
+    """
+    if read_environment(directory).get("host") != socket.gethostname():
+        return None
+    try:
+        inode = (directory.root / ".lock").stat().st_ino
+        locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except (OSError, RunDirectoryError):
+        return None
+    return is_locked(locks, inode)
+
+
+def is_locked(locks: Iterable[str], inode: int) -> bool:
+    """Whether one of the lines of ``/proc/locks`` is of a file, which they name as ``MAJOR:MINOR:INODE``."""
+    return any(re.fullmatch(rf"[^:]+:[^:]+:{inode}", word) for lock in locks for word in lock.split())

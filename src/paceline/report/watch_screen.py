@@ -1,14 +1,18 @@
-"""What does a person who watches a run see: one screen of figures and curves, or one line per record?"""
+"""What `paceline watch` shows: one screen of figures and curves, or one line per record."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.report.text_chart import Points, draw_chart
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.report.watch import State, WatchedRun
 from paceline.telemetry.progress import describe, figures
 from paceline.units import format_metric, format_seconds, metric_title, metric_unit
+
+Points = Sequence[tuple[float, float]]
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -45,7 +49,7 @@ def ending_of(run: WatchedRun) -> str:
     """How a run ended, in a line."""
     told = run.told.finish.get("message") or ""
     return (
-        f"{run.name}: {_state(run)}, step {run.step}"
+        f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.step}"
         + (f"/{run.total_steps}" if run.total_steps else "")
         + (f": {told}" if told else "")
     )
@@ -112,10 +116,6 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _state(run: WatchedRun) -> str:
-    return _WORDS.get(run.state, run.state)
-
-
 def _title(run: WatchedRun) -> Text:
     from rich.text import Text
 
@@ -127,7 +127,7 @@ def _title(run: WatchedRun) -> Text:
     if since is not None and not run.is_over:
         facts.append(f"last heard of {format_seconds(since)} ago")
     title = Text(run.name, style="bold")
-    title.append(f"  {_state(run)}", style=_STYLES.get(run.state, "cyan"))
+    title.append(f"  {_WORDS.get(run.state, run.state)}", style=_STYLES.get(run.state, "cyan"))
     return title.append("  " + "  ".join(filter(None, facts)), style="not bold dim")
 
 
@@ -153,8 +153,7 @@ def _charts(run: WatchedRun, console: Console) -> RenderableType:
 
     name = run.headline if run.headline in run.metrics else "loss"
     scored = run.curve(name, evaluations=True)
-    beside: tuple[str, Points] = (", ".join(filter(None, (metric_title(name), metric_unit(name)))), scored)
-    beside = (f"{beside[0]} (evaluations)", scored)
+    beside = (f"{', '.join(filter(None, (metric_title(name), metric_unit(name))))} (evaluations)", scored)
     if not scored:
         beside = (f"{run.sample_name}/s", run.curve("throughput_samples_per_second"))
     charts = [("training loss", run.curve("loss")), beside]
@@ -207,3 +206,62 @@ def _evaluations(run: WatchedRun) -> Table:
         is_best = best is not None and each.get(run.headline) == best
         found.add_row(str(each["step"]), str(each["weights"]), *values, style="bold" if is_best else None)
     return found
+
+
+# Bits of a Braille character by row and column of its dots.
+_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+_EMPTY = 0x2800
+
+
+def draw_chart(points: Points, *, width: int, height: int, has_braille: bool = True) -> list[str]:
+    """Draw a curve, with the highest and the lowest value at its left and the first and last place below.
+
+    Args:
+        points: (place, value) in ascending order; values that are no numbers are left out.
+        width: Columns in all.
+        height: Rows of the curve itself; one more says the places.
+        has_braille: Whether the terminal shows Braille letters.
+    """
+    known = np.array([each for each in points if np.isfinite(each[1])], dtype=np.float64).reshape(-1, 2)
+    if len(known) == 0:
+        return ["(nothing yet)"]
+    low, high = float(known[:, 1].min()), float(known[:, 1].max())
+    labels = [f"{high:.4g}", f"{low:.4g}"]
+    margin = max(map(len, labels)) + 1
+    columns = max(4, width - margin)
+    dots = _dots(known, low, high, columns * 2, height * 4)
+    rows = _braille(dots) if has_braille else _stars(dots)
+    left = [labels[0], *[""] * (height - 2), labels[1]] if height > 1 else labels[:1]
+    first, last = f"{known[0, 0]:g}", f"{known[-1, 0]:g}"
+    below = f"{first}{last:>{max(1, columns - len(first))}}" if len(known) > 1 else first
+    body = [f"{label:>{margin - 1}} {row}" for label, row in zip(left, rows, strict=True)]
+    return [*body, f"{'':{margin}}{below}"]
+
+
+def _dots(known: NDArray[np.float64], low: float, high: float, columns: int, rows: int) -> NDArray[np.bool_]:
+    """Which dots are on, [rows, columns]: between neighbours a line, and where many share a column all they span."""
+    first, last = known[0, 0], known[-1, 0]
+    places = np.zeros(len(known)) if last == first else (known[:, 0] - first) / (last - first) * (columns - 1)
+    heights = np.full(len(known), 0.5) if high == low else (known[:, 1] - low) / (high - low)
+    at = np.round((1 - heights) * (rows - 1)).astype(int)
+    between = np.arange(int(places[-1]) + 1)
+    line = np.round(np.interp(between, places, at)).astype(int)
+    dots = np.zeros((rows, columns), dtype=np.bool_)
+    for column, (here, there) in enumerate(zip(line, np.append(line[1:], line[-1]), strict=True)):
+        dots[min(here, there) : max(here, there) + 1, column] = True
+    for column, row in zip(np.round(places).astype(int), at, strict=True):
+        dots[row, column] = True
+    return dots
+
+
+def _braille(dots: NDArray[np.bool_]) -> list[str]:
+    rows, columns = dots.shape
+    cells = dots.reshape(rows // 4, 4, columns // 2, 2).transpose(0, 2, 1, 3)
+    codes = (cells * _BITS).sum(axis=(2, 3)) + _EMPTY
+    return ["".join(map(chr, row)) for row in codes.tolist()]
+
+
+def _stars(dots: NDArray[np.bool_]) -> list[str]:
+    rows, columns = dots.shape
+    cells = dots.reshape(rows // 4, 4, columns // 2, 2).sum(axis=(1, 3))
+    return ["".join("*" if cell else " " for cell in row) for row in cells.tolist()]

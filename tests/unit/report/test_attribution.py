@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.report.attribution import attribute_run
-from paceline.report.bottleneck import Evidence, find_bottleneck
+from paceline.report.attribution import Evidence, attribute_run, find_bottleneck
 from paceline.telemetry.meter import PHASES
 
 PLAN = {"device": "cpu", "strategy": "single", "data": {"backend": "pytorch", "workers": 3}}
@@ -120,7 +119,7 @@ def test_nobody_is_blamed_without_evidence(tmp_path: Path, records: list[dict[st
 
 def said_of(phases: Sequence[Mapping[str, float]], lags: Sequence[float] = (), plan: Any = PLAN) -> str | None:
     shares = {phase: [each.get(phase, 0.0) for each in phases] for phase in PHASES}
-    return find_bottleneck(Evidence(shares=shares, lags=lags, slow=None, plan=plan))
+    return find_bottleneck(Evidence(shares=shares, lags=lags, waiting=None, plan=plan))
 
 
 @pytest.mark.parametrize(

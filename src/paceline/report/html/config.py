@@ -1,4 +1,4 @@
-"""What was asked, and where did it run: recipes with their differences, environments likewise?"""
+"""Sections Recipe and Environment: settings and machines of each run, differences first."""
 
 from __future__ import annotations
 
@@ -52,14 +52,8 @@ def _side_by_side(
 
 def _values(trees: Sequence[Mapping[str, Any]], key: str, *, differs: bool) -> Iterator[str]:
     """A value of each; what differs from the first is marked."""
-    first = _of(trees[0], key)
-    for tree in trees:
-        value = _of(tree, key)
-        yield Marked(value) if differs and value != first else value
-
-
-def _of(tree: Mapping[str, Any], key: str) -> str:
-    return _written(tree[key]) if key in tree else "–"
+    values = [_written(tree[key]) if key in tree else "–" for tree in trees]
+    yield from (Marked(value) if differs and value != values[0] else value for value in values)
 
 
 def _written(value: Any) -> str:

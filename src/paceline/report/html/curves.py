@@ -1,17 +1,15 @@
-"""How do a report's curves look: one line for each run or set of weights, over steps, with marks where something
-happened?
-"""
+"""Curves of a report: one line for each run or set of weights over steps, with marks at resumes and incidents."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Chart
 from paceline.report.html.runs import Event, RunRecord
-from paceline.report.html.thinning import thinned
 
 # Of all lines of a chart together.
 _MOST_POINTS = 4000
@@ -118,3 +116,40 @@ def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
                 "y1": 1,
                 "line": {"color": colour, "width": 1.5, "dash": dash},
             }
+
+
+Number = float | int | None
+
+
+def thinned(values: Sequence[Number], most: int) -> list[int]:
+    """The places of points that show a curve: of each stretch its lowest and highest, its ends, and a gap in it.
+
+    Every point shown is one of the curve's own; nothing is averaged.
+
+    Args:
+        values: The curve; None where it has a gap.
+        most: About so many points; at least eight.
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    # A stretch gives at most five points, mostly four.
+    stretches = max(2, most // 4)
+    places = {0, count - 1}
+    for index in range(stretches):
+        first, end = index * count // stretches, (index + 1) * count // stretches
+        if first < end:
+            places |= _telling(values, first, end)
+    return sorted(places)
+
+
+def _telling(values: Sequence[Number], first: int, end: int) -> set[int]:
+    known = [(value, at) for at, value in enumerate(values[first:end], start=first) if _is_number(value)]
+    if not known:
+        return {first}
+    gaps = [at for at in range(first, end) if not _is_number(values[at])]
+    return {known[0][1], known[-1][1], min(known)[1], max(known)[1], *gaps[:1]}
+
+
+def _is_number(value: Number) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)

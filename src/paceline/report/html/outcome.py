@@ -1,4 +1,4 @@
-"""How did it end, in the few figures that one looks at first?"""
+"""Section Outcome: how a run ended, in a few figures."""
 
 from __future__ import annotations
 

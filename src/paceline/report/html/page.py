@@ -1,4 +1,4 @@
-"""One page to look at: what a run did, or how several compare, from their run directories alone."""
+"""The report: one page about a run, or a comparison of several, from their run directories alone."""
 
 from __future__ import annotations
 

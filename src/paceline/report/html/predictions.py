@@ -1,4 +1,4 @@
-"""What does the network get right and wrong: its confusion matrix, and examples with their pictures?
+"""Section Predictions: confusion matrix, and examples with their pictures.
 
 From ``RUN/evaluation/confusion.json`` and ``examples.json``, which an evaluation leaves behind.
 """

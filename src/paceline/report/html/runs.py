@@ -1,4 +1,4 @@
-"""What does a run directory hold, in the shape that a report needs: over, under way or failed?"""
+"""Run directories as a report needs them: completed, running or failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What did more processes bring: runs of different world sizes beside one another, and what was predicted?"""
+"""Section Scaling: throughput of runs with different numbers of processes, and the prediction."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
             run.plan.get("global_batch_size"),
             round(rate, 1),
             f"{rate / base:.2f}",
-            _share(rate, size, base, least),
+            f"{rate * least / (base * size):.1%}",
         )
         for size, rate, run in known
     ]
@@ -56,10 +56,6 @@ def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield Table(columns=columns, rows=rows, caption="Scaling, measured")
 
 
-def _share(rate: float, size: int, base: float, least: int) -> str:
-    return f"{rate * least / (base * size):.1%}"
-
-
 def _predicted(run: RunRecord) -> Iterator[Block]:
     """What `paceline scale` said, where its JSON lies in the run directory."""
     report = run.extra("scale.json")
@@ -72,7 +68,7 @@ def _predicted(run: RunRecord) -> Iterator[Block]:
             each.get("strategy"),
             _number(each.get("samples_per_second")),
             _range(each),
-            _percent(each),
+            f"{share:.1%}" if isinstance(share := each.get("efficiency"), int | float) else None,
         )
         for each in rows
     ]
@@ -87,8 +83,3 @@ def _number(value: Any) -> float | None:
 def _range(row: Mapping[str, Any]) -> str | None:
     low, high = _number(row.get("samples_per_second_low")), _number(row.get("samples_per_second_high"))
     return None if low is None or high is None else f"{low:,.0f} – {high:,.0f}"
-
-
-def _percent(row: Mapping[str, Any]) -> str | None:
-    value = row.get("efficiency")
-    return f"{value:.1%}" if isinstance(value, (int, float)) else None

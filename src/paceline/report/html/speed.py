@@ -1,4 +1,4 @@
-"""How fast were the steps, and what did they wait for and take: time and memory?"""
+"""Sections Speed and Memory: throughput, where step time goes, measured and estimated memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield Text(f"{_whose(run, runs)}Bound by {run.attribution.bottleneck}")
         elif run.attribution is not None:
             yield Text(f"{_whose(run, runs)}No single thing clearly holds the steps back.")
-    yield from curves(
-        "Throughput",
-        "samples per second",
-        of_runs(runs, "step", "throughput_samples_per_second", "throughput"),
-        runs,
+    yield from _over_steps(
+        *(runs, "throughput_samples_per_second", "Throughput", "samples per second"),
         "Over all processes, without each launch's first three steps.",
-        rangemode="tozero",
     )
-    yield from _tokens(runs)
+    yield from _over_steps(
+        *(runs, "throughput_tokens_per_second", "Tokens", "tokens per second"),
+        "Over all processes, without padding.",
+    )
+    yield from _over_steps(
+        *(runs, "padding_fraction", "Padding", "share of what is computed"),
+        "Places in the batches that hold no token.",
+        tickformat=".0%",
+    )
     yield from _attribution(runs)
-    yield from curves(
-        "Waiting for data",
-        "share of a step",
-        of_runs(runs, "step", "data_wait_fraction", "waiting for data"),
-        runs,
+    yield from _over_steps(
+        *(runs, "data_wait_fraction", "Waiting for data", "share of a step"),
         "Of the time of a step, on the first process.",
         tickformat=".0%",
-        rangemode="tozero",
     )
     yield from _step_times(runs)
     yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat=".0%")
@@ -48,25 +48,12 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
 
 
-def _tokens(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """Of runs whose samples have tokens."""
-    yield from curves(
-        "Tokens",
-        "tokens per second",
-        of_runs(runs, "step", "throughput_tokens_per_second", "tokens"),
-        runs,
-        "Over all processes, padding left out.",
-        rangemode="tozero",
-    )
-    yield from curves(
-        "Padding",
-        "share of what is computed",
-        of_runs(runs, "step", "padding_fraction", "padding"),
-        runs,
-        "Places in the batches where there is no token.",
-        tickformat=".0%",
-        rangemode="tozero",
-    )
+def _over_steps(
+    runs: Sequence[RunRecord], key: str, title: str, unit: str, description: str, **axis: Any
+) -> Iterator[Block]:
+    """A chart of one key of step records from zero; none for runs that do not record it."""
+    lines = of_runs(runs, "step", key, title.lower())
+    yield from curves(title, unit, lines, runs, description, rangemode="tozero", **axis)
 
 
 def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
@@ -177,7 +164,7 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """What was used beside what was expected."""
+    """Measured peak memory compared with the estimate."""
     rows = []
     for run in runs:
         estimate = run.extra("estimate.json")

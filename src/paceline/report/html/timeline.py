@@ -1,4 +1,4 @@
-"""What happened beside the steps: launches, resumes, checkpoints, incidents; and is each sample accounted for?"""
+"""Sections Events, Samples and Doctor: launches, resumes, checkpoints, incidents; ledger counts; findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield _timeline(runs[0])
     rows = [(run, event) for run in runs for event in run.events if event["event"] in _TOLD]
     who = len(runs) > 1
-    found = [(*[run.name] * who, event["event"], _when(event), event["step"], _words(event)) for run, event in rows]
+    found = [
+        (*[run.name] * who, event["event"], _date(event["time"])[:-4], event["step"], _words(event))
+        for run, event in rows
+    ]
     if not found:
         yield Text("Nothing is recorded yet.")
         return
@@ -199,10 +202,6 @@ def _launches(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
 
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-
-
-def _when(event: Event) -> str:
-    return _date(event["time"])[:-4]
 
 
 def steps_in_words(run: RunRecord) -> str:

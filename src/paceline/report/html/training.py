@@ -1,4 +1,4 @@
-"""How did training go, step by step: loss, accuracy, rate, gradient?"""
+"""Section Training: loss, accuracy, learning rate and gradient over steps."""
 
 from __future__ import annotations
 
