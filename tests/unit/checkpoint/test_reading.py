@@ -1,4 +1,4 @@
-"""Is every kind of damage found, with the file and the rule named?"""
+"""Every kind of damage is found, and the file and the rule are named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What lies at a run's address, may the run go on from it, and may it write there?
+"""The copy of a run at an address (``checkpoint.mirror``): restore the run directory from it, and begin to write it.
 
-The first process asks, once the processes have joined and before the run directory is opened; nothing at the address is
+The first process looks once the processes have joined and before the run directory is opened. Nothing at the address is
 deleted before this launch has sent a checkpoint of its own.
 """
 
@@ -10,17 +10,14 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.checkpoint.fetched import fetch_newest
-from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, in_line, read_commits
-from paceline.checkpoint.restore import Choice
-from paceline.checkpoint.store import CheckpointStore, step_of
+from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
+from paceline.checkpoint.store import CheckpointStore, Choice, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
 from paceline.plain_json import load_json
@@ -30,26 +27,26 @@ from paceline.storage.at_once import begin
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries
 from paceline.trainer.mirroring import REQUEST_PATIENCE_SECONDS, Mirroring, sendable_records
-from paceline.trainer.opening import Asked, Opening, check_links, check_same_run, never_trained
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.resuming import foreign_checkpoints
+from paceline.trainer.run_dir_checks import Asked, ResumeDecision, check_links, check_same_run, never_trained
 from paceline.world import World
 
 T = TypeVar("T")
 
 Say = Callable[[str], None]
 
-_WORD = "mirror.json"
+_COPIED_RUN = "mirror.json"
 _README = b"Checkpoints of a Paceline run, copied while it trained; see docs/guide/object-storage.md.\n"
 
 
 @dataclass(frozen=True)
-class Looked:
+class MirrorState:
     """What the first process found at the address before the run was opened.
 
     Attributes:
         notices: What the user should know.
-        names: The commits that were looked at; where the run does not go on from them, it is for a reason.
+        names: The commits that were read; if the run does not resume from them, that is deliberate.
     """
 
     notices: tuple[str, ...] = ()
@@ -57,7 +54,7 @@ class Looked:
 
 
 def goes_on(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
-    """Whether there is a checkpoint to go on from, here or at the address; before the processes have joined.
+    """Whether there is a checkpoint to resume from, here or at the address; before the processes have joined.
 
     Raises:
         StorageError: If the address cannot be read, and this is the only process.
@@ -72,12 +69,12 @@ def goes_on(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
     except StorageError:
         if world.world_size == 1:
             raise
-        # Told when they have joined: else the others would wait for this one.
+        # Reported when they have joined: otherwise the others would wait for this one.
         return False
 
 
 def check_all_go_on(expected: bool, recipe: Recipe, collectives: Collectives) -> None:
-    """See to it that no process has left out the initial weights alone; a collective.
+    """Check that all processes have left out the initial weights, or none; a collective.
 
     Raises:
         LaunchError: On every process, if one has.
@@ -94,13 +91,13 @@ def check_all_go_on(expected: bool, recipe: Recipe, collectives: Collectives) ->
         )
 
 
-def check_begun(expected: bool, recipe: Recipe, opening: Opening) -> None:
-    """See to it that a network without its initial weights is not trained from its beginning.
+def check_begun(expected: bool, recipe: Recipe, decision: ResumeDecision) -> None:
+    """Check that a network without its initial weights is not trained from the start.
 
     Raises:
         CheckpointError: If it would be.
     """
-    if expected and _has_initial_weights(recipe) and opening.choice.path is None and not opening.completed:
+    if expected and _has_initial_weights(recipe) and decision.choice.path is None and not decision.completed:
         raise CheckpointError(
             "a checkpoint was there when the network was built, so that its initial weights were left out, and now "
             "there is none to go on from; look into the run directory's checkpoints, then run the same command again."
@@ -115,29 +112,30 @@ def _remote(address: str, retries: Retries | None = None) -> Remote:
     return Remote(address, retries or Retries(patience_seconds=REQUEST_PATIENCE_SECONDS))
 
 
-def fill_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collectives, say: Say) -> Looked:
-    """Fill the run directory from the address where that is further, before the run is opened; a collective.
+def fill_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collectives, say: Say) -> MirrorState:
+    """Fetch what is newer at the address into the run directory, before the run is opened; a collective.
 
     Raises:
-        StorageError: If the address cannot be read and there is nothing here to go on from either.
+        StorageError: If the address cannot be read and there is nothing here to resume from either.
         RunDirectoryError: If the copy is another run's.
     """
     address = asked.recipe.checkpoint.mirror
     if address is None:
-        return Looked()
+        return MirrorState()
     return on_first_however_long(collectives, asked.recipe, partial(look, directory, address, asked, say), name="fetch")
 
 
 def on_first_however_long(collectives: Collectives, recipe: Recipe, call: Callable[[], T], *, name: str) -> T:
-    """Run on the first rank alone what may take longer than ``parallel.timeout``, such as reading a large checkpoint.
+    """Run on the first rank what may take longer than ``parallel.timeout``, such as reading a large checkpoint.
 
-    In many short waits, since a collective may not. A collective; the result, or the error, reaches every rank.
+    The others wait in many short collectives, since one may not take that long. A collective; the result, or the error,
+    reaches every rank.
 
     Args:
-        collectives: Of the run.
-        recipe: Says how long processes wait for one another.
-        call: Does it, in a thread where others wait.
-        name: Of the thread.
+        collectives: The run's.
+        recipe: Its ``parallel.timeout`` is how long processes wait for one another.
+        call: Runs in a thread if there are several processes.
+        name: Name of the thread.
     """
     if collectives.world.world_size == 1:
         return call()
@@ -145,16 +143,16 @@ def on_first_however_long(collectives: Collectives, recipe: Recipe, call: Callab
     patience = recipe.parallel.timeout.seconds / 10
     while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
         pass
-    return collectives.on_first(lambda: _result_of(task))
+
+    def result() -> T:
+        assert task is not None  # on the first rank alone
+        return task.result()
+
+    return collectives.on_first(result)
 
 
-def _result_of(task: Future[T] | None) -> T:
-    assert task is not None  # on the first rank alone
-    return task.result()
-
-
-def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Looked:
-    """Look at the address, and fetch what the run is to go on from; on the first process.
+def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> MirrorState:
+    """Read the commits at the address, and fetch the checkpoint to resume from; on the first process.
 
     Raises:
         StorageError: If the address cannot be read, or nothing there is whole, and there is nothing here either.
@@ -167,36 +165,44 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Looke
         remote = _remote(address)
         found = read_commits(remote)
         if not found.names:
-            # Whether anything can be written there is to be known before anything is trained.
+            # Find out whether anything can be written there before anything is trained.
             remote.write("README", _README)
     except StorageError as error:
         if newest is None:
             raise
-        return Looked((f"the run goes on from '{directory.root}' alone: {error}",))
+        return MirrorState((f"the run goes on from '{directory.root}' alone: {error}",))
     _check_ours(found, directory, address)
     if not found.commits:
-        if found.damaged and (newest is None or _word(directory) is None):
+        if found.damaged and (newest is None or _copied_run(directory) is None):
             raise StorageError(
                 f"no commit at {address} is whole: {found.damaged[0]}. Nothing is written over what lies there; begin "
                 "again at another address."
             )
-        return Looked(found.damaged, found.names)
+        return MirrorState(found.damaged, found.names)
     if asked.resume == "never":
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
             "address, or leave --resume out to go on with it."
         )
-    beyond = -1 if newest is None else step_of(newest) or 0
+
+    def accept(folder: Path) -> None:
+        copy = RunDirectory(folder)
+        if copy.plan.is_file() and copy.recipe.is_file():
+            check_same_run(copy, asked, address=address)
+        # Before the records and checkpoints that it claims.
+        if _copied_run(directory) is None:
+            write_json(directory.root / _COPIED_RUN, {"run": found.commits[0].run})
+
     fetched = fetch_newest(
         remote,
         _wanted(found, directory, address, asked.resume),
         directory.root,
-        beyond=beyond,
+        beyond=-1 if newest is None else step_of(newest) or 0,
         say=say,
-        accept=lambda folder: _accept(RunDirectory(folder), directory, address, asked, found),
+        accept=accept,
     )
     gone_on = () if fetched is None else (f"the run goes on from its copy at {address}, of step {fetched.step}",)
-    return Looked((*found.damaged, *gone_on), found.names)
+    return MirrorState((*found.damaged, *gone_on), found.names)
 
 
 def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
@@ -221,87 +227,84 @@ def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) ->
     return wanted
 
 
-def _accept(copy: RunDirectory, directory: RunDirectory, address: str, asked: Asked, found: Found) -> None:
-    if copy.plan.is_file() and copy.recipe.is_file():
-        check_same_run(copy, asked, address=address)
-    # Before the records and checkpoints that it claims.
-    if _word(directory) is None:
-        write_json(directory.root / _WORD, {"run": found.commits[0].run})
-
-
 def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
     """Refuse the copy of another run.
 
     Raises:
         RunDirectoryError: If it is one.
     """
-    word = _word(directory)
-    if found.commits and (found.commits[0].run != word if word is not None else not never_trained(directory)):
+    run = _copied_run(directory)
+    if found.commits and (found.commits[0].run != run if run is not None else not never_trained(directory)):
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
             "or another --run-dir to go on from that copy."
         )
 
 
-def _word(directory: RunDirectory) -> str | None:
+def _copied_run(directory: RunDirectory) -> str | None:
+    """The identity under which the run in a directory is copied; None if it never was."""
     try:
-        word = load_json((directory.root / _WORD).read_text(encoding="utf-8"))["run"]
+        run = load_json((directory.root / _COPIED_RUN).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return word if isinstance(word, str) else None
+    return run if isinstance(run, str) else None
 
 
 @contextlib.contextmanager
 def mirroring_beside(
-    directory: RunDirectory, asked: Asked, opening: Opening, looked: Looked, collectives: Collectives, say: Say
+    directory: RunDirectory,
+    asked: Asked,
+    decision: ResumeDecision,
+    mirror_state: MirrorState,
+    collectives: Collectives,
+    say: Say,
 ) -> Iterator[Mirroring | None]:
     """Copy the run's checkpoints on the first process, as long as this is entered; a collective.
 
     Args:
         directory: The run's, opened: its records are cut back.
-        asked: What was asked of it.
-        opening: How it begins.
-        looked: What was found at the address before.
+        asked: What was asked for.
+        decision: How it begins.
+        mirror_state: What was found at the address before.
         collectives: All processes.
         say: Takes what the user should know.
     """
     begun: list[Mirroring] = []
-    is_asked = asked.recipe.checkpoint.mirror is not None
-    if is_asked and (choice := _to_send(directory, asked, opening, collectives)) is not None:
-        collectives.on_first(lambda: begun.append(_begin(directory, asked, choice, looked)))
+    recipe = asked.recipe
+    if recipe.checkpoint.mirror is None:
+        yield None
+        return
+    choice: Choice | None = decision.choice
+    if decision.completed:
+        store = CheckpointStore(directory.checkpoints)
+        newest = on_first_however_long(collectives, recipe, lambda: store.newest_whole()[0], name="verify")
+        choice = None if newest is None else Choice(newest, step_of(newest) or 0)
+    if choice is not None:
+        first = choice
+        collectives.on_first(lambda: begun.append(_begin(directory, asked, first, mirror_state)))
     try:
-        if is_asked and opening.completed:
-            _send_rest(asked.recipe, begun, collectives, say)
-        yield begun[0] if begun and not opening.completed else None
+        if decision.completed:
+            _send_rest(recipe, begun, collectives, say)
+        yield begun[0] if begun and not decision.completed else None
     finally:
         for each in begun:
             each.close()
 
 
-def _to_send(directory: RunDirectory, asked: Asked, opening: Opening, collectives: Collectives) -> Choice | None:
-    """The checkpoint that is sent first, if it is not there; None if there is nothing to be sent at all."""
-    if not opening.completed:
-        return opening.choice
-    store = CheckpointStore(directory.checkpoints)
-    newest = on_first_however_long(collectives, asked.recipe, lambda: store.newest_whole()[0], name="verify")
-    return None if newest is None else Choice(newest, step_of(newest) or 0)
-
-
-def _begin(directory: RunDirectory, asked: Asked, choice: Choice, looked: Looked) -> Mirroring:
-    """Begin to copy, first of all what is not there yet."""
+def _begin(directory: RunDirectory, asked: Asked, choice: Choice, mirror_state: MirrorState) -> Mirroring:
+    """Begin to copy, starting with the chosen checkpoint if it is not there yet."""
     address = asked.recipe.checkpoint.mirror
     assert address is not None
-    word = _word(directory)
-    if word is None:
-        write_json(directory.root / _WORD, {"run": (word := secrets.token_hex(8))})
-    run = word
+    run = _copied_run(directory) or secrets.token_hex(8)
+    if _copied_run(directory) is None:
+        write_json(directory.root / _COPIED_RUN, {"run": run})
 
     def open_mirror(retries: Retries) -> Mirror:
         remote = _remote(address, retries)
         found = read_commits(remote)
         _check_ours(found, directory, address)
         if asked.resume == "auto":
-            _check_further(found, choice, looked, address)
+            _check_further(found, choice, mirror_state, address)
         return Mirror(remote, run, found)
 
     mirroring = Mirroring(open_mirror, directory.root, asked.recipe.checkpoint)
@@ -312,14 +315,14 @@ def _begin(directory: RunDirectory, asked: Asked, choice: Choice, looked: Looked
     return mirroring
 
 
-def _check_further(found: Found, choice: Choice, looked: Looked, address: str) -> None:
-    """Leave alone what is further than this run, unless it was looked at and cannot be gone on from.
+def _check_further(found: Found, choice: Choice, mirror_state: MirrorState, address: str) -> None:
+    """Leave alone a copy that is further than this run, unless it was read and cannot be resumed from.
 
     Raises:
         TakenError: If there is such.
     """
     further = [each.step for each in in_line(found.commits) if each.step > choice.step]
-    if further and not looked.names.issuperset(each.name for each in found.commits if each.step in further):
+    if further and not mirror_state.names.issuperset(each.name for each in found.commits if each.step in further):
         raise TakenError(
             f"{address} holds a copy of step {further[0]}, which this launch could not see when it began at step "
             f"{choice.step}: it sends nothing there. Stop it and run the same command again to go on from that copy."
@@ -327,7 +330,7 @@ def _check_further(found: Found, choice: Choice, looked: Looked, address: str) -
 
 
 def _send_rest(recipe: Recipe, begun: list[Mirroring], collectives: Collectives, say: Say) -> None:
-    """Of a run that is complete: wait until its last checkpoint is there, unless the address fails; a collective."""
+    """Wait until the last checkpoint of a completed run is there, unless the address fails; a collective."""
     patience = min(recipe.parallel.timeout.seconds / 10, 0.5)
     deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
 

@@ -1,7 +1,7 @@
-"""What of a model and an optimizer whose tensors are spread over processes belongs into a checkpoint?
+"""Checkpoint components for a model and an optimizer whose tensors are sharded over processes.
 
-Their state is a :class:`Part` for each of torch's distributed tensors. It comes back from a checkpoint of any number of
-processes, spread or not: each process is given the part that is its own.
+Their state has a :class:`Part` for each of torch's distributed tensors. It is restored from a checkpoint of any number
+of processes, sharded or not: each process reads the part that it holds.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.codec import Part, TensorSpec, map_tensors
-from paceline.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
-from paceline.checkpoint.parts import Chunk
+from paceline.checkpoint.format import Part, TensorSpec, map_tensors
+from paceline.checkpoint.sharded import Chunk
+from paceline.checkpoint.state import check_optimizer_state, load_optimizer_state
 from paceline.errors import CheckpointError
 
 
-class SpreadModel:
+class ShardedModel:
     """A module with distributed parameters as a component of a checkpoint."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,7 +38,7 @@ class SpreadModel:
         """
         live = self._module.state_dict().get(key)
         if live is None:
-            return None  # told by check_state_dict, with all others
+            return None  # reported by check_state_dict, with all others
         if TensorSpec.of(live) != spec:
             raise CheckpointError(
                 f"{key!r} is {spec} in the checkpoint, but the live object has {TensorSpec.of(live)}. Nothing is cast "
@@ -58,13 +58,13 @@ class SpreadModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over this process's parts, and what is whole."""
+        """Take over this process's parts, and the tensors that are whole."""
         for key, live in self._module.state_dict().items():
             mine = live.to_local() if isinstance(live, DTensor) else live
             mine.copy_(state[key])
 
 
-class SpreadOptimizer:
+class ShardedOptimizer:
     """An optimizer of distributed parameters as a component of a checkpoint."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -76,7 +76,7 @@ class SpreadOptimizer:
         return state
 
     def chunk_of(self, key: str, spec: TensorSpec) -> Chunk | None:
-        """What this process holds of a stored tensor: of one that is shaped like its parameter, the same part."""
+        """What this process holds of a stored tensor: the parameter's part, if the tensor has its shape."""
         _, index, *_ = key.split(".")
         parameter = self._parameters().get(int(index)) if index.isdigit() else None
         if not isinstance(parameter, DTensor) or tuple(parameter.shape) != spec.shape:
@@ -85,16 +85,16 @@ class SpreadOptimizer:
 
     def check_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Raise :class:`CheckpointError` if the state is not of such an optimizer."""
-        check_optimizer_state(self._optimizer, self._spread(state))
+        check_optimizer_state(self._optimizer, self._distributed(state))
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over a saved state, bit for bit."""
-        load_optimizer_state(self._optimizer, self._spread(state))
+        load_optimizer_state(self._optimizer, self._distributed(state))
 
     def _parameters(self) -> dict[int, Tensor]:
         return dict(enumerate(each for group in self._optimizer.param_groups for each in group["params"]))
 
-    def _spread(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _distributed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         parameters = self._parameters()
         entries = {
             index: {name: _like(value, parameters.get(index)) for name, value in entry.items()}
@@ -104,9 +104,9 @@ class SpreadOptimizer:
 
 
 def as_part(tensor: Tensor) -> Tensor | Part:
-    """A distributed tensor as this process's part of it; any other as it is.
+    """Return this process's part of a distributed tensor; any other tensor unchanged.
 
-    Of processes that hold the same part only the first has values to write.
+    Of processes that hold the same part, only the first has values to write.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -128,7 +128,7 @@ def chunk_of(tensor: Tensor) -> Chunk | None:
 
 
 def _like(value: Any, parameter: Tensor | None) -> Any:
-    """A part that was read as a tensor that is spread like its parameter."""
+    """Turn a part that was read into a tensor that is sharded like its parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
         return value
     local: Tensor = parameter.to_local()

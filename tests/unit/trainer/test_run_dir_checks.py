@@ -22,7 +22,7 @@ from paceline.records.reader import read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer import train
-from paceline.trainer.opening import RunLock
+from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.train import Options, train_recipe
 
 Train = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""May this run use this directory, and does it begin, go on, or rest there?"""
+"""Decide whether a run directory is new, resumable or complete, and whether this run may use it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
-from paceline.checkpoint.restore import Choice
-from paceline.checkpoint.store import CheckpointStore, step_of
+from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, step_of
 from paceline.data.balance import SampleLengths
 from paceline.errors import RunDirectoryError
 from paceline.recipe.load import stored_recipe, to_yaml
@@ -35,19 +33,19 @@ from paceline.records.run_directory import RunDirectory, cannot, sync_directory,
 from paceline.telemetry.trackers import TRACKERS
 from paceline.trainer.resuming import fixed_differences, prepare_resume, settle_identity
 
-# Numbers of the plan that must be the same for the run to go on with the same arithmetic and samples.
+# Numbers of the plan that must not change at a resume: arithmetic and samples depend on them.
 _FIXED_NUMBERS = {
     "precision": "train.precision",
     "channels_last": "model.channels_last",
     "train_samples": "data.path",
     "steps_per_epoch": "batch.global_size",
-    # Else a longer run would freeze again what it trains already.
+    # Otherwise a longer run would freeze again what it trains already.
     "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
     "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
 }
 
-# Those that an exact run must keep as well: what its bits depend on.
+# Those that an exact run must also keep: its bits depend on them.
 _FIXED_IF_EXACT = {
     "strategy": "parallel.exact",
     "logical_ranks": "parallel.logical_ranks",
@@ -55,10 +53,10 @@ _FIXED_IF_EXACT = {
     "compile": "model.compile",
 }
 
-# What decides no bits where another device computes.
+# These affect the bits only where the CPU computes.
 _ON_CPU_ONLY = ("threads_per_process",)
 
-# Numbers that may change at a resume, but not without being told: arithmetic then rounds otherwise.
+# Numbers that may change at a resume, with a notice: arithmetic then rounds differently.
 _BITS = {
     "logical_ranks": "micro-batches per step",
     "world_size": "processes",
@@ -70,14 +68,14 @@ _BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the user wants done with the directory.
+    """What the user asked for.
 
     Attributes:
         recipe: The resolved recipe.
         plan: Its plan in this world.
         resume: ``auto``, ``never``, or the path of a checkpoint of this run.
         device_facts: What the trainer knows of the device, for environment.json.
-        lengths: How long the training samples are, where that makes a difference.
+        lengths: Lengths of the training samples, where these matter.
     """
 
     recipe: Recipe
@@ -88,15 +86,15 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class ResumeDecision:
     """How the run begins.
 
     Attributes:
-        choice: The checkpoint to go on from, if any.
+        choice: The checkpoint to resume from, if any.
+        identity: The run's identity, which its checkpoints carry; empty if it is completed.
         completed: True if there is nothing left to do.
-        notices: What the user should know.
         resumes: How often the run was resumed before.
-        identity: The run's, which its checkpoints carry; empty if it is completed.
+        notices: What the user should know.
     """
 
     choice: Choice
@@ -107,7 +105,7 @@ class Opening:
 
 
 class RunLock:
-    """Keeps two launches from writing one run directory; released by the system even after SIGKILL."""
+    """Keeps two launches from writing to one run directory; released by the system even after SIGKILL."""
 
     def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
         self._root, self._is_new = directory.root, is_new
@@ -128,14 +126,14 @@ class RunLock:
             pass  # a file system without locks: the check is a courtesy
 
     def outlast(self, under_way: Future[Any]) -> None:
-        """Keep others out until that is over too, should this be released before."""
-        # The system's lock is held as long as one descriptor of it is open.
+        """Keep others out until this save is over too, even if the lock is released before."""
+        # The system holds the lock as long as one descriptor of it is open.
         another = os.dup(self._descriptor)
         under_way.add_done_callback(lambda _: os.close(another))
 
     def release(self) -> None:
-        """Let others in; a directory made for this run in which nothing was written goes again."""
-        # A directory that has gone must not hide why the run ends.
+        """Let others in; a directory made for this run in which nothing was written is removed."""
+        # A directory that is gone must not hide why the run ends.
         with contextlib.suppress(OSError):
             if self._is_new and os.listdir(self._root) == [".lock"]:
                 (self._root / ".lock").unlink()
@@ -143,7 +141,7 @@ class RunLock:
         os.close(self._descriptor)
 
 
-def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
+def open_directory(directory: RunDirectory, asked: Asked) -> ResumeDecision:
     """On the first rank: check the directory, write what was asked, and choose where to begin.
 
     Raises:
@@ -156,7 +154,7 @@ def open_directory(directory: RunDirectory, asked: Asked) -> Opening:
         raise cannot("use", Path(error.filename or directory.root), error) from error
 
 
-def _open(directory: RunDirectory, asked: Asked) -> Opening:
+def _open(directory: RunDirectory, asked: Asked) -> ResumeDecision:
     if not directory.exists() or never_trained(directory):
         return _begin(directory, asked)
     check_same_run(directory, asked)
@@ -168,30 +166,40 @@ def _open(directory: RunDirectory, asked: Asked) -> Opening:
             "or leave --resume out to go on with it."
         )
     if wanted is None and _is_complete(directory, asked):
-        return Opening(choice=Choice(None, 0), completed=True)
+        return ResumeDecision(choice=Choice(None, 0), completed=True)
     check_links(directory)
-    # Before the records are cut back.
-    resumes = _resumes(directory)
+    resumes = 0
+    if directory.events.is_file():  # before the records are cut back
+        resumed = read_events(directory.events, kinds={"resume"})
+        resumes = max((int(event["resumes"]) for event in resumed), default=0)
     choice = prepare_resume(directory, wanted, asked.recipe, asked.plan.total_steps)
-    return _take(directory, asked, Opening(choice=choice, notices=notices, resumes=resumes))
+    return _take(directory, asked, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
 
 
-def _take(directory: RunDirectory, asked: Asked, opening: Opening, *outdated: Path) -> Opening:
+def _take(directory: RunDirectory, asked: Asked, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
     """Write what was asked, and leave nothing there that is no longer true."""
     aside = tuple(_set_damaged_aside(directory))
-    # An earlier launch's outcome is no longer this run's: only a launch that ends writes it anew.
-    _remove(directory.summary, directory.mlperf_log, *outdated)
+    # The outcome of an earlier launch is outdated: only a launch that ends writes it anew.
+    for each in (directory.summary, directory.mlperf_log, *outdated):
+        with contextlib.suppress(NotADirectoryError):  # reported by what would write there
+            each.unlink(missing_ok=True)
     for folder in (directory.checkpoints, directory.ledger):
         folder.mkdir(exist_ok=True)
-    identity = settle_identity(directory, opening.choice)
+    identity = settle_identity(directory, decision.choice)
     sync_directory(directory.root)
-    _write_what_was_asked(directory, asked)
-    choice = replace(opening.choice, incidents=(*opening.choice.incidents, *aside))
-    return replace(opening, choice=choice, identity=identity)
+    environment = capture_environment(asked.device_facts)
+    if asked.lengths is not None and asked.plan.lengths_sha256 is not None:
+        write_lengths(directory.sample_lengths, asked.lengths.tokens)
+    write_json(directory.plan, asked.plan.to_tree())
+    write_json(directory.environment, environment)
+    # Last, since a directory counts as a run's once its recipe is there.
+    write_text(directory.recipe, to_yaml(asked.recipe))
+    choice = replace(decision.choice, incidents=(*decision.choice.incidents, *aside))
+    return replace(decision, choice=choice, identity=identity)
 
 
 def check_links(directory: RunDirectory) -> None:
-    """Refuse links to nothing: what they lead to is on a disk that may come back, and must not be made anew.
+    """Refuse dangling links: the disk they lead to may come back, and their targets must not be created anew.
 
     Raises:
         RunDirectoryError: Naming the first.
@@ -238,13 +246,7 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
     return None
 
 
-def _resumes(directory: RunDirectory) -> int:
-    if not directory.events.is_file():
-        return 0
-    return max((int(event["resumes"]) for event in read_events(directory.events, kinds={"resume"})), default=0)
-
-
-def _begin(directory: RunDirectory, asked: Asked) -> Opening:
+def _begin(directory: RunDirectory, asked: Asked) -> ResumeDecision:
     root = directory.root
     check_links(directory)
     if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
@@ -257,46 +259,29 @@ def _begin(directory: RunDirectory, asked: Asked) -> Opening:
         raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
     outdated = (directory.events, directory.confusion, directory.examples, *tracked)
-    return _take(directory, asked, Opening(choice=Choice(None, 0)), *outdated)
-
-
-def _remove(*files: Path) -> None:
-    for each in files:
-        # What is in the way of its folder is told by what would write there.
-        with contextlib.suppress(NotADirectoryError):
-            each.unlink(missing_ok=True)
+    return _take(directory, asked, ResumeDecision(choice=Choice(None, 0)), *outdated)
 
 
 def _is_ours(name: str) -> bool:
-    """What a launch may have left before there was a run: one that was killed while it opened it, or a batch job."""
+    """Whether a launch that was killed early, or a batch job, may have left this file before there was a run."""
     ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", "run.json", ".lock")
     begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", ".run", "slurm-")
     return name in ours or name.startswith(begun)
 
 
 def never_trained(directory: RunDirectory) -> bool:
-    """A run that failed before its first step leaves nothing that its successor would have to respect."""
+    """Whether no step was ever taken: nothing here then needs to be kept."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
     return not used and not CheckpointStore(directory.checkpoints).steps() and not had_checkpoint(directory)
 
 
-def _write_what_was_asked(directory: RunDirectory, asked: Asked) -> None:
-    environment = capture_environment(asked.device_facts)
-    if asked.lengths is not None and asked.plan.lengths_sha256 is not None:
-        write_lengths(directory.sample_lengths, asked.lengths.tokens)
-    write_json(directory.plan, asked.plan.to_tree())
-    write_json(directory.environment, environment)
-    # Last, since a directory counts as a run's once its recipe is there.
-    write_text(directory.recipe, to_yaml(asked.recipe))
-
-
 def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None = None) -> None:
-    """See to it that what is asked continues a run.
+    """Check that what was asked for continues a run.
 
     Args:
-        directory: What is looked at: the run's recipe and plan.
-        asked: What is asked.
-        address: Where the run lies of which these are copies; None if it lies there.
+        directory: Holds the run's recipe and plan.
+        asked: What was asked for.
+        address: Where the run is of which these are copies; None if it is there.
 
     Raises:
         RunDirectoryError: If it does not.
@@ -316,7 +301,7 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
     for number, key in fixed.items():
         if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
             continue
-        # A key that the plan lacks is younger than the run.
+        # A key that the plan lacks is newer than the run.
         new = getattr(asked.plan, number)
         old = plan.get(number, new)
         if old != new:
@@ -346,7 +331,7 @@ def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewh
             f"the data of the run in {where} has changed since it began: other files, names or sizes; "
             f"restore them, or begin {elsewhere}."
         )
-    # A run that is older than this digest, or of a set that is too large for it, has none.
+    # Runs of earlier versions, and of data sets that are too large for it, have no such digest.
     if before.get("content_digest") != now.get("content_digest") and before.keys() & now.keys() >= {"content_digest"}:
         raise RunDirectoryError(
             f"images of the run in {where} have changed since it began, under the same names and sizes "
@@ -360,7 +345,7 @@ def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewh
 
 
 def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> tuple[str, ...]:
-    """What is otherwise than before, and may be."""
+    """Say what has changed and may change."""
     notices = []
     for number, name in _BITS.items():
         if plan["strategy"] == "exact" and number == "world_size":
@@ -370,9 +355,12 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
         now = getattr(asked.plan, number)
         before = plan.get(number, now)
         if before != now:
-            pairs = ", otherwise mixed" * (number == "logical_ranks" and _mixes(asked.recipe))
+            mixes = asked.recipe.data.mix.mixup > 0 or asked.recipe.data.mix.cutmix > 0
+            pairs = ", otherwise mixed" * (number == "logical_ranks" and mixes)
             notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")
-    before, now = _torch_before(directory), asked.device_facts["torch"]
+    before, now = None, asked.device_facts["torch"]
+    with contextlib.suppress(RunDirectoryError):
+        before = read_environment(directory).get("torch")
     if before is not None and before != now:
         notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
     if asked.plan.strategy == "exact" != plan["strategy"]:
@@ -388,17 +376,6 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> 
         before, now = plan["total_steps"], asked.plan.total_steps
         notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
     return tuple(notices)
-
-
-def _torch_before(directory: RunDirectory) -> Any:
-    try:
-        return read_environment(directory).get("torch")
-    except RunDirectoryError:
-        return None
-
-
-def _mixes(recipe: Recipe) -> bool:
-    return recipe.data.mix.mixup > 0 or recipe.data.mix.cutmix > 0
 
 
 def _wanted(directory: RunDirectory, resume: str) -> Path | None:
