@@ -32,7 +32,7 @@ import torch
 from hardware import spread, write_result
 from torch import nn
 
-from paceline.checkpoint.components import OptimizerComponent, Registry
+from paceline.checkpoint.state import OptimizerComponent, Registry
 from paceline.checkpoint.store import CheckpointStore
 from paceline.units import format_bytes
 

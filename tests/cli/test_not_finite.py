@@ -130,7 +130,7 @@ def test_so_are_means_and_deviations(
 
 
 def test_a_mask_of_zeros_and_minus_infinity_is_meant_so() -> None:
-    from paceline.checkpoint.trained import check_tensors
+    from paceline.checkpoint.weights import check_tensors
     from paceline.errors import NotFiniteError
 
     check_tensors({"mask": torch.full((3, 3), -torch.inf).triu(1), "count": torch.tensor(3)}, "file")

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.best import Best
-from paceline.checkpoint.fetched import fetch_newest
-from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, read_commits
-from paceline.checkpoint.store import CheckpointStore, read_components
+from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, read_commits
+from paceline.checkpoint.store import Best, CheckpointStore, read_components
 from paceline.errors import CheckpointError, StorageError
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries

@@ -1,4 +1,4 @@
-"""How is a checkpoint written while training goes on?"""
+"""Write a checkpoint in the background while training goes on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-# Of a thread, beside the 0 of those that compute: about a quarter of a core that both want.
-_NICENESS = 5
+_NICENESS = 5  # threads that compute have 0: the writer gets about a quarter of a core that both want
 
 
 class BackgroundWriter(Generic[T]):
@@ -24,7 +23,7 @@ class BackgroundWriter(Generic[T]):
     A save under way when the interpreter ends is finished first.
 
     Attributes:
-        given_up: To be set when a save is not to wait for other processes any more.
+        given_up: Set it when a save should stop waiting for other processes.
     """
 
     def __init__(self) -> None:
@@ -53,11 +52,11 @@ class BackgroundWriter(Generic[T]):
         return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
 
     def is_over(self, *, within_seconds: float) -> bool:
-        """Whether no save is under way any more, at the latest after so long; what it raised is kept for later."""
+        """Wait at most so long for the save under way; return whether it is over. Its error is kept for later."""
         return self._under_way is None or bool(wait_for([self._under_way], within_seconds).done)
 
     def raise_if_failed(self) -> None:
-        """Raise what a save has failed with; never waits, and forgets nothing."""
+        """Raise the error of a failed save; never waits, and keeps the error."""
         if self.has_failed and self._under_way is not None:
             self._under_way.result()
 
@@ -84,10 +83,10 @@ class BackgroundWriter(Generic[T]):
 
 
 def _give_way() -> None:
-    """Let this thread, and those that it begins, use what others leave: Linux alone has a niceness of threads.
+    """Lower the priority of this thread, and of those that it starts; only Linux has a niceness of threads.
 
-    Where all cores compute, each operation of a step waits for the thread that was held up, and so the whole step for
-    the writer. What waits for the writer leaves the cores to it.
+    Where all cores compute, each operation of a step waits for the slowest thread, and so the whole step would wait for
+    the writer. Whatever waits for the writer leaves the cores to it.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()

@@ -1,7 +1,7 @@
-"""How does a file reach the disk so that neither a kill nor a power cut can leave half of it?
+"""Durable files: neither a kill nor a power cut leaves half of one.
 
-Every byte of a checkpoint goes through this file: new files only, flushed to the device before anyone may
-rely on them, with their SHA-256 taken from the bytes that were meant, not from those that arrived.
+Every byte of a checkpoint goes through this file: new files only, flushed to the device before anyone may rely on them,
+with their SHA-256 taken from the bytes that were meant, not from those that arrived.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from paceline.errors import CheckpointError
-from paceline.records.run_directory import sync_directory
 
 _ADVICE = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
@@ -33,11 +33,10 @@ _ADVICE = {
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
 _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 
-# Of so many bytes at most the device is still to be heard: a save is seen to get on, however slow the disk, and the
-# pages that it fills do not crowd out those of the data.
+# Most bytes that are written between two flushes: a save is seen to make progress, however slow the disk, and the pages
+# that it fills do not crowd out those of the data.
 _PIECE_BYTES = 64 * 2**20
-# In one call the system is given so much at most: larger ones took twice as much of the processor
-# (docs/decisions/0013, benchmarks/checkpoint.py).
+# Most bytes in one call: larger ones took twice as much processor time (docs/decisions/0013, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
 
 P = ParamSpec("P")
@@ -53,12 +52,12 @@ class FileFacts:
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether the disk, or the system, refused to read: this says nothing about what the file holds."""
+    """Whether the disk or the system refused to read, which says nothing about the file's content."""
     return error.errno not in _NOT_THERE
 
 
 def patient(read: Callable[P, T]) -> Callable[P, T]:
-    """Make a reader try again, after short pauses, where the disk refuses."""
+    """Make a reader retry, after short pauses, where the disk refuses."""
 
     @wraps(read)
     def read_patiently(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -76,7 +75,7 @@ def patient(read: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def reporting_disk_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an :class:`OSError` into one sentence: what could not be done, where, why, and what to change.
+    """Turn an :class:`OSError` into one message: what could not be done, where, why, and what to change.
 
     Raises:
         CheckpointError: With the original error as its cause.
@@ -99,7 +98,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     """
     digest = hashlib.sha256()
     size = 0
-    # Hashing takes longer than writing, and both leave the interpreter to others meanwhile.
+    # Hashing takes longer than writing, and both release the interpreter's lock.
     with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
         waiting = 0
         for chunk in chunks:
@@ -136,9 +135,10 @@ def size_of(directory: Path) -> int:
     return size
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and its parents; a new one is made durable in its parent."""
-    if path.is_dir():
-        return
-    os.makedirs(path, exist_ok=True)
-    sync_directory(path.parent)
+@patient
+def read_regular_file(path: Path) -> bytes:
+    """Read a whole file; a pipe or a device, which might never end, is refused as an :class:`OSError`."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{path} is not a regular file")
+    with open(path, "rb") as file:
+        return file.read()

@@ -1,42 +1,53 @@
-"""How does a copy of a run lie at an address, so that another host can go on with it?
+"""The copy of a run at an address, from which another host can resume it.
 
     checkpoints/step-00000120-3f2a…/…   the files of a checkpoint, named by its manifest's digest, never changed
     records/…                           what the records of the run have grown by since the last copy
     commits/00000012-9c1b….json         names all of these, with sizes and SHA-256; written last
 
 An object store has no rename, so what makes a checkpoint exist is its commit: one small object, which is there or is
-not. Whatever is not named by a commit is an upload that was broken off, is never read, and goes with the next pruning.
+not. Whatever no commit names is an upload that was interrupted; it is never read, and goes with the next pruning.
+
+When a copy is fetched, the records come first and the checkpoint that vouches for them last: after a kill in between,
+the run resumes from an older checkpoint, to which records are cut back, or the fetching begins again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import secrets
+import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.checkpoint.best import Best
-from paceline.checkpoint.durable import is_refusal
-from paceline.checkpoint.manifest import FILE_NAME as MANIFEST
-from paceline.checkpoint.reading import read_manifest
+from paceline.checkpoint.durable import hash_file, is_refusal, reporting_disk_errors
+from paceline.checkpoint.format import MANIFEST
+from paceline.checkpoint.reading import read_manifest, verify
+from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError
 from paceline.plain_json import load_json
+from paceline.records.run_directory import sync_directory
 from paceline.storage.at_once import run_at_once
 from paceline.storage.remote import Remote
+from paceline.units import format_bytes
 
 _FORMAT_VERSION = 1
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
-# A library may hold some 100 MiB of each file that it sends.
+# Uploads at a time: a library may hold some 100 MiB of each file.
 _AT_ONCE = 4
 _PIECE_BYTES = 64 * 2**20
-# So many small pieces of a record are sent anew as one, so that a long run's copy has no endless row of them.
+# More small pieces of a record than this are sent again as one, so that a long run's copy does not collect them.
 _MOST_PIECES = 32
+# Which run it is; small files.
+_IDENTIFYING = ("recipe.yaml", "plan.json", "environment.json")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
@@ -60,8 +71,8 @@ class Commit:
     """A checkpoint at the address, and the records that belong to it.
 
     Attributes:
-        sequence: Commits of a run are counted; the highest is the newest, also where a run went back.
-        run: The run's own word, which no other run has.
+        sequence: Commits of a run are numbered; the highest is the newest, even after a run went back.
+        run: The identity under which the run is copied.
         step: Of the checkpoint.
         files: The checkpoint's files by their names in it.
         records: Files of the run directory by their names in it, each in pieces.
@@ -79,7 +90,7 @@ class Commit:
 
     @property
     def pieces(self) -> set[str]:
-        """The names of all objects that it needs."""
+        """Names of all objects that it needs."""
         return {each.name for each in self.files.values()} | {
             each.name for pieces in self.records.values() for each in pieces
         }
@@ -87,13 +98,13 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Sendable:
-    """A whole checkpoint on this host, and what goes with it.
+    """A whole checkpoint on this host, and the records that go with it.
 
     Attributes:
         step: Its step.
         path: Its directory.
-        growing: Record files of the run directory by their names in it, and how many of their bytes belong to it.
-        small: Files of the run directory that are sent as they are.
+        growing: Record files of the run directory by name, and how many of their bytes belong to the checkpoint.
+        small: Files of the run directory that are sent whole.
         best: What ``best.json`` says.
     """
 
@@ -106,12 +117,12 @@ class Sendable:
 
 @dataclass(frozen=True)
 class Found:
-    """What lies at an address.
+    """The commits at an address.
 
     Attributes:
         commits: Those that are whole, newest first.
-        damaged: What is said of those that are not.
-        names: Of the objects of all of them.
+        damaged: Messages about those that are not.
+        names: Names of all of their objects.
     """
 
     commits: tuple[Commit, ...] = ()
@@ -125,9 +136,9 @@ class Mirror:
     It deletes only after it has sent something itself, and never once another launch has written there.
 
     Args:
-        remote: Where it lies.
-        run: The run's own word.
-        found: What is there, as :func:`read_commits` found it.
+        remote: The address.
+        run: The identity under which the run is copied.
+        found: What :func:`read_commits` found there.
     """
 
     def __init__(self, remote: Remote, run: str, found: Found) -> None:
@@ -142,7 +153,7 @@ class Mirror:
 
     @property
     def moved_at(self) -> float:
-        """When an upload last got further than ever before, by :func:`time.monotonic`."""
+        """Last time an upload got further than ever before, by :func:`time.monotonic`."""
         return self._moved_at
 
     def send(self, what: Sendable, root: Path) -> None:
@@ -153,7 +164,7 @@ class Mirror:
             root: The run directory.
 
         Raises:
-            CheckpointError: If the checkpoint is not there any more.
+            CheckpointError: If the checkpoint is gone.
             UnreadableError: If it, or a record, cannot be read now.
             StorageError: If the address refuses, or another launch writes there.
         """
@@ -307,11 +318,11 @@ class Mirror:
 
 
 class TakenError(StorageError):
-    """Another launch writes to the same address: that does not pass."""
+    """Another launch writes to the same address, which lasts."""
 
 
 def in_line(commits: Iterable[Commit]) -> list[Commit]:
-    """The commits that the newest builds on, newest first: later steps of older ones are what a run went back from."""
+    """Return the commits that the newest builds on, newest first, without those that the run went back from."""
     line: list[Commit] = []
     for each in sorted(commits, key=lambda each: (each.sequence, each.step, each.name), reverse=True):
         if not line or each.step <= line[-1].step:
@@ -320,7 +331,7 @@ def in_line(commits: Iterable[Commit]) -> list[Commit]:
 
 
 def kept_of(commits: Iterable[Commit], keep: int) -> dict[str, Commit]:
-    """The newest commit of each of the ``keep`` steps that came last, and of the best step, by name."""
+    """Return the newest commit of each of the last ``keep`` steps, and of the best step, by name."""
     line = in_line(commits)
     of_step: dict[int, Commit] = {}
     for each in line:
@@ -331,7 +342,7 @@ def kept_of(commits: Iterable[Commit], keep: int) -> dict[str, Commit]:
 
 
 def read_commits(remote: Remote) -> Found:
-    """The commits at an address.
+    """Read the commits at an address.
 
     Raises:
         StorageError: If the address cannot be read.
@@ -390,3 +401,139 @@ def _reading(path: Path) -> BinaryIO:
     except OSError as error:
         kind = UnreadableError if is_refusal(error) else CheckpointError
         raise kind(f"cannot read {path} to copy it: {error.strerror or error}.") from error
+
+
+def fetch_newest(
+    remote: Remote,
+    commits: Iterable[Commit],
+    root: Path,
+    *,
+    beyond: int,
+    say: Callable[[str], None],
+    accept: Callable[[Path], None] | None = None,
+) -> Commit | None:
+    """Copy the newest checkpoint that is whole at the address into a run directory, with the best one and the records.
+
+    Args:
+        remote: The address.
+        commits: What is there.
+        root: The run directory, whose records are replaced.
+        beyond: Only a checkpoint of a later step is taken; -1 for any.
+        say: Takes progress lines.
+        accept: Raises if the run whose recipe, plan and environment are in a folder is not the one wanted; called
+            before anything is written here.
+
+    Returns:
+        What was fetched; None if there is none beyond.
+
+    Raises:
+        StorageError: If the address cannot be read, or all that lies there is damaged.
+        CheckpointError: If this disk refuses.
+    """
+    damaged: list[str] = []
+    line = in_line(commits)
+    for commit in line:
+        if commit.step <= beyond:
+            break
+        size = sum(each.size_bytes for each in commit.files.values())
+        try:
+            if accept is not None:
+                with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+                    for name in set(_IDENTIFYING) & commit.records.keys():
+                        _fetch_record(remote, commit.records[name], Path(folder) / name)
+                    accept(Path(folder))
+            say(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
+            _fetch(remote, commit, line, root)
+        except _DamagedError as error:
+            damaged.append(str(error))
+            say(f"the copy of step {commit.step} is damaged: {error}")
+        else:
+            return commit
+    if damaged and beyond < 0:
+        raise StorageError(f"no checkpoint at {remote.address} is whole: {damaged[0]} Begin again at another address.")
+    return None
+
+
+class _DamagedError(Exception):
+    """An object is not what its commit says."""
+
+
+def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path) -> None:
+    store = CheckpointStore(root / "checkpoints")
+    for path in (*(root / "ledger").glob("rank-*.ids"), root / "run.json"):
+        if str(path.relative_to(root)) not in commit.records:
+            path.unlink(missing_ok=True)
+    # The recipe last: with it, a directory counts as a run.
+    for name in sorted(commit.records, key=lambda each: each == "recipe.yaml"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        _fetch_record(remote, commit.records[name], root / name)
+    best = commit.best
+    has_best = best is not None and (best.step == commit.step or best.step in store.steps())
+    of_best = next((each for each in commits if best is not None and each.step == best.step), None)
+    if of_best is not None and not has_best:
+        # Without its best checkpoint the run resumes too, and keeps its next best one.
+        with contextlib.suppress(_DamagedError):
+            _fetch_checkpoint(remote, of_best, store)
+            has_best = True
+    _fetch_checkpoint(remote, commit, store)
+    if best is not None and has_best:
+        store.write_best(best)
+
+
+def _fetch_record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None:
+    """Write a record's pieces one after another, and give it its name when all are there."""
+    partial = target.with_name(f".{target.name}.fetched")
+    try:
+        with reporting_disk_errors("fetch a record to", target):
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    _check_size(remote, piece)
+                    content = remote.read(piece.name)
+                    _check_content(remote, piece, len(content), hashlib.sha256(content).hexdigest())
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+            sync_directory(target.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) -> None:
+    """Download a checkpoint into a staging directory, verify it, and give it its name."""
+    staging_dir = store.make_staging_dir(commit.step)
+    try:
+        with reporting_disk_errors(f"fetch the checkpoint of step {commit.step} to", staging_dir):
+            for name, piece in commit.files.items():
+                target = staging_dir / name
+                target.parent.mkdir(exist_ok=True)
+                _check_size(remote, piece)
+                remote.download(piece.name, target, piece.size_bytes)
+                found = hash_file(target)
+                _check_content(remote, piece, found.size_bytes, found.sha256)
+                with target.open("rb") as file:
+                    os.fsync(file.fileno())
+        try:
+            verify(staging_dir)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            raise _DamagedError(str(error)) from None
+        store.adopt(staging_dir, commit.step)
+    except BaseException:
+        shutil.rmtree(staging_dir, ignore_errors=True)
+        raise
+
+
+def _check_size(remote: Remote, piece: Piece) -> None:
+    found = remote.size_of(piece.name)
+    if found is None:
+        raise _DamagedError(f"{remote.path(piece.name)} is missing.")
+    if found != piece.size_bytes:
+        raise _DamagedError(f"{remote.path(piece.name)} has {found} bytes instead of {piece.size_bytes}.")
+
+
+def _check_content(remote: Remote, piece: Piece, size_bytes: int, sha256: str) -> None:
+    if (size_bytes, sha256) != (piece.size_bytes, piece.sha256):
+        raise _DamagedError(f"{remote.path(piece.name)} is not what was sent: another size or SHA-256.")

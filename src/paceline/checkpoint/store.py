@@ -1,41 +1,67 @@
-"""How are checkpoints kept so that there is always a whole one?
+"""The checkpoints of a run, of which one is always whole.
 
-A checkpoint is written under a hidden name, flushed, and renamed into place: under its own name it is whole
-or absent. Older ones go only after the new one is durable, and leave their name before they are deleted.
+A checkpoint is written under a hidden name, flushed, and renamed into place: under its own name it is whole or absent.
+Older ones go only after the new one is durable, and leave their name before they are deleted.
+
+Each component has a file ``NAME.json`` (structure and plain values) and, if it has tensors, ``NAME.safetensors``, or a
+folder ``NAME`` where each process holds a part of them; the manifest, which lists them all, is written last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.checkpoint.best import FILE_NAME as BEST_FILE_NAME
-from paceline.checkpoint.best import Best, read_best, write_best
-from paceline.checkpoint.durable import make_directory, patient, reporting_disk_errors, size_of
-from paceline.checkpoint.manifest import Manifest
+from torch import Tensor
+
+from paceline.checkpoint.durable import (
+    FileFacts,
+    patient,
+    read_regular_file,
+    reporting_disk_errors,
+    size_of,
+    write_file,
+)
+from paceline.checkpoint.format import (
+    MANIFEST,
+    ComponentEntry,
+    Manifest,
+    Part,
+    TensorSpec,
+    check_component_names,
+    decode,
+    encode,
+    inventory,
+    write_tensor_file,
+)
 from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
-from paceline.checkpoint.shares import Together
-from paceline.checkpoint.writing import Contents, write_checkpoint, write_share
+from paceline.checkpoint.sharded import Files, ShardedSave, write_parts
+from paceline.checkpoint.state import State
 from paceline.errors import CheckpointError, UnreadableError
+from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 
 __all__ = [
+    "BEST_FILE_NAME",
     "Best",
     "CheckpointStore",
+    "Choice",
     "DamagedCheckpoint",
     "Manifest",
     "SavedCheckpoint",
+    "ShardedSave",
     "State",
-    "Together",
+    "choose",
     "read_component",
     "read_components",
     "read_in_place",
@@ -44,17 +70,18 @@ __all__ = [
     "verify",
 ]
 
-State = Mapping[str, Any]
 T = TypeVar("T")
 
+BEST_FILE_NAME = "best.json"
 _REPLACED = ".replaced"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"\.(saving|deleting)-step-\d{8,}-[0-9a-f]{8}")
+_BEST_LEFTOVER = ".saving-best-"
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is now durable, and what it cost."""
+    """A checkpoint that is now durable, its size and the seconds that the save took."""
 
     path: Path
     step: int
@@ -64,11 +91,99 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A directory with the name of a checkpoint that does not verify, and why."""
+    """A directory with the name of a checkpoint that does not verify, and the reason."""
 
     path: Path
     step: int | None
     reason: str
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best step so far, and the measurement that says so.
+
+    Attributes:
+        step: Names the checkpoint.
+        metric: Name of the metric that decided.
+        value: Its value, in the metric's own unit.
+        weights: Which weights it was measured with, ``model`` or ``ema``.
+    """
+
+    step: int
+    metric: str
+    value: float
+    weights: str = "model"
+
+
+@dataclass(frozen=True)
+class CheckpointPayload:
+    """What is written into one checkpoint, already in the form in which it is written.
+
+    Attributes:
+        step: Optimizer steps done.
+        facts: For the manifest.
+        components: Structure and tensors by component name.
+        header: Metadata of each safetensors file.
+    """
+
+    step: int
+    facts: Mapping[str, Any]
+    components: Mapping[str, tuple[Any, dict[str, Tensor | Part]]]
+    header: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls, step: int, components: Mapping[str, State], facts: Mapping[str, Any], file_metadata: Mapping[str, str]
+    ) -> CheckpointPayload:
+        """Encode everything, so that what cannot be saved is found before anything is written.
+
+        Raises:
+            CheckpointError: Naming the component, or the path of the object, that cannot be saved.
+        """
+        check_component_names(components)
+        if inventory(dict(facts), where="facts"):
+            raise CheckpointError("the facts of a checkpoint hold a tensor; put it into a component.")
+        encoded = {name: encode(dict(state), where=name) for name, state in components.items()}
+        strings = {
+            key: value if isinstance(value, str) else json.dumps(encode(value)[0]) for key, value in facts.items()
+        }
+        return cls(step, facts, encoded, {**strings, **file_metadata, "step": str(step), "format": "pt"})
+
+    def write_files(self, directory: Path, *, rank: int) -> Files:
+        """Write the files of one process: its parts and, on the first, everything else.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
+        written: Files = {}
+        for name, (structure, tensors) in self.components.items():
+            header = {**self.header, "component": name}
+            files: dict[str, FileFacts] = {}
+            whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
+            if len(whole) < len(tensors):
+                files = write_parts(directory, name, tensors, header, rank=rank)
+            elif whole and rank == 0:
+                files[f"{name}.safetensors"] = write_tensor_file(directory / f"{name}.safetensors", whole, header)
+            if rank == 0:
+                text = json.dumps(structure, allow_nan=False).encode("ascii")
+                files[f"{name}.json"] = write_file(directory / f"{name}.json", [text])
+            written[name] = files
+        return written
+
+    def write_manifest(self, directory: Path, written: Files) -> int:
+        """Write the manifest and flush the directory; return the size of all files in bytes.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
+        entries = {
+            name: ComponentEntry(written[name], {key: TensorSpec.of(each) for key, each in tensors.items()})
+            for name, (_, tensors) in self.components.items()
+        }
+        manifest = Manifest(self.step, self.facts, entries)
+        facts = write_file(directory / MANIFEST, [manifest.to_bytes()])
+        sync_directory(directory)
+        return manifest.size_bytes + facts.size_bytes
 
 
 def step_of(path: Path) -> int | None:
@@ -87,7 +202,7 @@ class CheckpointStore:
         """Return where the checkpoint of a step is, or would be."""
         path = self.directory / _name(step)
         aside = _aside(path)
-        # Killed between the two renames of a replacement, the old checkpoint still stands under this name.
+        # Killed between the two renames of a replacement, the old checkpoint is still under this name.
         return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
 
     def save(
@@ -98,7 +213,7 @@ class CheckpointStore:
         *,
         replace: bool = False,
         file_metadata: Mapping[str, str] | None = None,
-        together: Together | None = None,
+        sharded: ShardedSave | None = None,
     ) -> SavedCheckpoint:
         """Write a checkpoint; when this returns it survives a kill and a power cut.
 
@@ -106,52 +221,30 @@ class CheckpointStore:
             step: Optimizer steps done.
             components: State by name; ``NAME.json`` and, if it has tensors, ``NAME.safetensors``.
             facts: JSON-able facts for the manifest; also written as strings into each safetensors header.
-            replace: Put it in the place of an existing checkpoint of this step.
+            replace: Replace an existing checkpoint of this step.
             file_metadata: Further entries of each safetensors header, so that a file alone explains itself.
-            together: The other processes, if they hold parts of the state and write them with :meth:`write_share`.
+            sharded: The other processes, if they hold parts of the state and write them with :meth:`write_share`.
 
         Raises:
             CheckpointError: If it could not be written; the checkpoints that were there are untouched.
         """
         started = time.perf_counter()
         target = self.directory / _name(step)
-        contents = Contents.of(step, components, facts)
+        payload = CheckpointPayload.of(step, components, facts, file_metadata or {})
         with reporting_disk_errors(f"write the checkpoint of step {step} at", target):
             if not replace and os.path.lexists(self.path(step)):
                 raise CheckpointError(f"{self.path(step)} exists already; a checkpoint is replaced only on request.")
-            temporary = self._make_room(step) if together is None else together.room
+            temporary = self._make_staging_dir(step) if sharded is None else sharded.staging_dir
             try:
-                size = write_checkpoint(temporary, contents, file_metadata or {}, together)
+                written = payload.write_files(temporary, rank=0)
+                for name, files in (sharded.gather_notes() if sharded else {}).items():
+                    written[name] |= files
+                size = payload.write_manifest(temporary, written)
                 self._publish(temporary, target, replace=replace)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         return SavedCheckpoint(target, step, size, time.perf_counter() - started)
-
-    def make_room(self, step: int) -> Path:
-        """Make the hidden directory that several processes will write into.
-
-        Raises:
-            CheckpointError: If the disk refuses.
-        """
-        with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / _name(step)):
-            return self._make_room(step)
-
-    def adopt(self, room: Path, step: int) -> Path:
-        """Put a whole checkpoint that was copied into a hidden directory (:meth:`make_room`) under its own name.
-
-        Args:
-            room: The directory, verified, and all of it on the disk.
-            step: Its step; a checkpoint that is there already is replaced.
-
-        Raises:
-            CheckpointError: If the disk refuses.
-        """
-        target = self.directory / _name(step)
-        with reporting_disk_errors(f"put the checkpoint of step {step} at", target):
-            sync_directory(room)
-            self._publish(room, target, replace=True)
-        return target
 
     def write_share(
         self,
@@ -160,16 +253,46 @@ class CheckpointStore:
         facts: Mapping[str, Any],
         *,
         file_metadata: Mapping[str, str],
-        together: Together,
+        sharded: ShardedSave,
     ) -> None:
         """On a process other than the first: write the parts that it holds, and tell the first.
 
         Raises:
             CheckpointError: If they could not be written; the first process's save fails too.
         """
-        contents = Contents.of(step, components, facts)
-        with reporting_disk_errors(f"write a part of the checkpoint of step {step} at", together.room):
-            write_share(contents, file_metadata, together)
+        payload = CheckpointPayload.of(step, components, facts, file_metadata)
+        with reporting_disk_errors(f"write a part of the checkpoint of step {step} at", sharded.staging_dir):
+            try:
+                written = payload.write_files(sharded.staging_dir, rank=sharded.rank)
+            except OSError as error:
+                sharded.leave_note({}, error=error.strerror or str(error))
+                raise
+            sharded.leave_note(written)
+
+    def make_staging_dir(self, step: int) -> Path:
+        """Make the hidden directory that several processes will write into.
+
+        Raises:
+            CheckpointError: If the disk refuses.
+        """
+        with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / _name(step)):
+            return self._make_staging_dir(step)
+
+    def adopt(self, staging_dir: Path, step: int) -> Path:
+        """Put a whole checkpoint that was copied into a staging directory under its own name.
+
+        Args:
+            staging_dir: The directory (:meth:`make_staging_dir`), verified, and all of it on the disk.
+            step: Its step; an existing checkpoint of this step is replaced.
+
+        Raises:
+            CheckpointError: If the disk refuses.
+        """
+        target = self.directory / _name(step)
+        with reporting_disk_errors(f"put the checkpoint of step {step} at", target):
+            sync_directory(staging_dir)
+            self._publish(staging_dir, target, replace=True)
+        return target
 
     def steps(self) -> list[int]:
         """Return the steps with a checkpoint of that name, or a link of that name, ascending; none is verified."""
@@ -181,12 +304,21 @@ class CheckpointStore:
         """Return the newest checkpoint that verifies, and the newer ones that do not, newest first.
 
         Args:
-            without: Steps that are not looked at.
+            without: Steps to ignore.
 
         Raises:
             UnreadableError: If that cannot be found out now.
         """
-        return self.read_newest(_verify_step, without=without)
+
+        def verified(path: Path) -> Path:
+            found = verify(path)
+            if found.step != step_of(path):
+                raise CheckpointError(
+                    f"{path} is not a whole checkpoint: {MANIFEST}: it was saved at step {found.step}."
+                )
+            return path
+
+        return self.read_newest(verified, without=without)
 
     def read_newest(
         self, read: Callable[[Path], T], *, without: Collection[int] = ()
@@ -195,7 +327,7 @@ class CheckpointStore:
 
         Args:
             read: Reads a checkpoint; raises a CheckpointError if it is damaged.
-            without: Steps that are not looked at.
+            without: Steps to ignore.
 
         Returns:
             What was read, or None if no checkpoint is whole; and the newer ones that are damaged, newest first.
@@ -217,7 +349,7 @@ class CheckpointStore:
         return None, damaged
 
     def set_aside(self, damaged: DamagedCheckpoint, ending: str = "damaged") -> Path:
-        """Rename a checkpoint that cannot be used to ``step-N.damaged``: kept to look at, but no checkpoint any more.
+        """Rename a checkpoint that cannot be used to ``step-N.damaged``: kept, but no longer a checkpoint.
 
         Raises:
             CheckpointError: If it is not in this store, or cannot be renamed.
@@ -248,14 +380,18 @@ class CheckpointStore:
         """
         if keep < 1:
             raise CheckpointError(f"found keep={keep}, but at least 1 checkpoint must be kept; give 1 or more.")
-        present = self.steps()
-        kept = [step for step in present if self._looks_whole(step)][-keep:]
+        present, whole = self.steps(), []
+        for step in present:
+            with contextlib.suppress(CheckpointError):
+                check_sizes(self.path(step))
+                whole.append(step)
+        kept = whole[-keep:]
         old = [step for step in present if kept and step < kept[0] and step not in protect]
         self._delete(old)
         return old
 
     def discard_after(self, step: int) -> list[int]:
-        """Delete the checkpoints of later steps, for a run that goes back to ``step`` and on from there.
+        """Delete the checkpoints of later steps, for a run that resumes from an earlier ``step``.
 
         Otherwise they would count as the newest: they would push out the new ones, and be resumed from.
 
@@ -269,64 +405,83 @@ class CheckpointStore:
         self._delete(later)
         return later
 
-    def write_best(self, step: int, metric: str, value: float, *, weights: str = "model") -> Best:
-        """Record which step is the best so far in ``best.json``, replacing it in one move.
-
-        Args:
-            step: A step whose checkpoint is kept.
-            metric: Name of the metric that decided.
-            value: Its value.
-            weights: Which weights it was measured with, ``model`` or ``ema``.
+    def write_best(self, best: Best) -> None:
+        """Replace ``best.json`` in one move; the old content or the new is always there.
 
         Raises:
             CheckpointError: If the disk refuses; the previous file is untouched.
         """
-        best = Best(step=step, metric=metric, value=value, weights=weights)
-        write_best(self.directory, best)
-        return best
+        text = json.dumps(encode(asdict(best), where=BEST_FILE_NAME)[0], allow_nan=False).encode("ascii")
+        temporary = self.directory / f"{_BEST_LEFTOVER}{secrets.token_hex(4)}"
+        with reporting_disk_errors("write", self.directory / BEST_FILE_NAME):
+            for leftover in self.directory.glob(f"{_BEST_LEFTOVER}*"):
+                leftover.unlink(missing_ok=True)
+            try:
+                write_file(temporary, [text])
+                os.rename(temporary, self.directory / BEST_FILE_NAME)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            sync_directory(self.directory)
 
     def read_best(self) -> Best | None:
-        """Return what ``best.json`` says, or None if there is none.
+        """Return the content of ``best.json``, or None if there is none.
 
         Raises:
-            CheckpointError: If the file is damaged.
+            CheckpointError: If it cannot be read or is not what :meth:`write_best` writes.
         """
-        return read_best(self.directory)
+        path = self.directory / BEST_FILE_NAME
+        with reporting_disk_errors("read", path):
+            try:
+                content = read_regular_file(path)
+            except FileNotFoundError:
+                return None
+        try:
+            best = Best(**decode(load_json(content), {}))
+            if type(best.step) is not int or type(best.value) not in (int, float) or type(best.metric) is not str:
+                raise ValueError("its entries have other types")
+        except (ValueError, TypeError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{path} does not name a best step: {error}; delete it, and the next evaluation writes it anew."
+            ) from error
+        return best
 
     def forget_best(self) -> None:
-        """Remove ``best.json``, for a run without a checkpoint of its best step: it may have gone back to before it."""
+        """Remove ``best.json``, for a run that has no checkpoint of its best step."""
         with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
 
     def size_bytes(self) -> int:
-        """What all checkpoints take now, with those that are being written or deleted: it changes while they are."""
+        """Size of all checkpoints now, with those being written or deleted: it changes meanwhile."""
         return size_of(self.directory)
 
     @patient
     def _entries(self) -> list[os.DirEntry[str]]:
-        """List names with their kinds, which are those of one moment: to ask for a kind later would be too late."""
+        """List names with their kinds at one moment: by the time a kind is asked for, the entry may be gone."""
         try:
             with os.scandir(self.directory) as entries:
                 return list(entries)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _make_room(self, step: int) -> Path:
-        make_directory(self.directory)
-        self._remove_leftovers()
-        room = self._hidden("saving", step)
-        os.mkdir(room)
-        return room
+    def _make_staging_dir(self, step: int) -> Path:
+        if not self.directory.is_dir():
+            os.makedirs(self.directory, exist_ok=True)
+            sync_directory(self.directory.parent)
+        # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
+        for path in map(Path, self._entries()):
+            if _LEFTOVER.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    _remove(path)
+            elif path.name.endswith(_REPLACED) and step_of(path) is not None and os.path.lexists(path.with_suffix("")):
+                self._forget_replaced(path.with_suffix(""))
+        staging_dir = self._hidden("saving", step)
+        os.mkdir(staging_dir)
+        return staging_dir
 
     def _hidden(self, purpose: str, step: int) -> Path:
         return self.directory / f".{purpose}-{_name(step)}-{secrets.token_hex(4)}"
-
-    def _looks_whole(self, step: int) -> bool:
-        try:
-            check_sizes(self.path(step))
-        except CheckpointError:
-            return False
-        return True
 
     def _publish(self, temporary: Path, target: Path, *, replace: bool) -> None:
         aside = _aside(target)
@@ -350,26 +505,17 @@ class CheckpointStore:
             os.rename(_aside(target), hidden)
             _remove(hidden)
 
-    def _remove_leftovers(self) -> None:
-        # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
-        for path in map(Path, self._entries()):
-            if _LEFTOVER.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    _remove(path)
-            elif path.name.endswith(_REPLACED) and step_of(path) is not None:
-                original = path.with_suffix("")
-                if os.path.lexists(original):
-                    self._forget_replaced(original)
-
     def _delete(self, steps: list[int]) -> None:
         if not steps:
             return
         hidden: list[Path] = []
         with reporting_disk_errors("delete old checkpoints in", self.directory):
             for step in steps:
-                for path in _both(self.directory / _name(step)):
-                    hidden.append(self._hidden("deleting", step))
-                    os.rename(path, hidden[-1])
+                path = self.directory / _name(step)
+                for each in (_aside(path), path):
+                    if os.path.lexists(each):
+                        hidden.append(self._hidden("deleting", step))
+                        os.rename(each, hidden[-1])
             # Names first, everywhere: a power cut must not bring back a name whose files are gone.
             sync_directory(self.directory)
             for path in hidden:
@@ -377,7 +523,7 @@ class CheckpointStore:
 
 
 def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """Read a checkpoint that another process may replace meanwhile: if it does, read what took its place.
+    """Read a checkpoint that another process may replace meanwhile: if it does, read the new one.
 
     Raises:
         CheckpointError: As ``read`` does, of a checkpoint that was there all the time.
@@ -392,11 +538,45 @@ def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
                 raise
 
 
-def _verify_step(path: Path) -> Path:
-    found = verify(path)
-    if found.step != step_of(path):
-        raise CheckpointError(f"{path} is not a whole checkpoint: manifest.json: it was saved at step {found.step}.")
-    return path
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to resume from, and the newer ones that cannot be used.
+
+    Attributes:
+        path: The checkpoint, or None to begin at step 0.
+        step: Its step; 0 without one.
+        damaged: Newer checkpoints that do not verify, newest first.
+        incidents: What the run's events are to report of what was found, by kind.
+    """
+
+    path: Path | None
+    step: int
+    damaged: tuple[DamagedCheckpoint, ...] = ()
+    incidents: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def lost_everything(self) -> bool:
+        """True if there are checkpoints and none is whole: to begin again must be the user's decision."""
+        return self.path is None and bool(self.damaged)
+
+
+def choose(store: CheckpointStore, *, wanted: Path | None = None, foreign: Collection[int] = ()) -> Choice:
+    """Choose the checkpoint to resume from: the one asked for, or the newest whole one; nothing is changed.
+
+    One process chooses and hands the choice to the others, so that all of them load the same one.
+
+    Args:
+        store: The run's checkpoints.
+        wanted: The one asked for.
+        foreign: Steps whose checkpoints belong to another run.
+
+    Raises:
+        CheckpointError: If the one asked for is not whole; another is never used instead.
+    """
+    if wanted is not None:
+        return Choice(Path(wanted), verify(wanted).step)
+    path, damaged = store.newest_whole(without=foreign)
+    return Choice(path, 0 if path is None else step_of(path) or 0, tuple(damaged))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -409,7 +589,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; of one that lies elsewhere, only the link to it."""
+    """Delete a checkpoint; of a link to one, only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -424,7 +604,3 @@ def _name(step: int) -> str:
 
 def _aside(path: Path) -> Path:
     return path.with_name(path.name + _REPLACED)
-
-
-def _both(path: Path) -> Iterator[Path]:
-    yield from (each for each in (_aside(path), path) if os.path.lexists(each))

@@ -1,7 +1,9 @@
-"""Which weights does a run, a checkpoint or a lone safetensors file hold, and what do they belong to?"""
+"""Weights of a run, a checkpoint or a lone safetensors file: read, checked and loaded into their network."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.checkpoint.adapters import adapter_scale, without_adapters
-from paceline.checkpoint.best import read_best
 from paceline.checkpoint.durable import reporting_disk_errors
-from paceline.checkpoint.hub_folder import WEIGHTS, hub_weights_file, is_hub_folder, read_hub_folder
+from paceline.checkpoint.format import read_tensor_file
+from paceline.checkpoint.hub_folder import WEIGHTS, hub_metadata, hub_weights_file, is_hub_folder
 from paceline.checkpoint.reading import check_sizes, read_weights_file
+from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.store import CheckpointStore, read_in_place
-from paceline.checkpoint.tensor_file import read_tensor_file
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, NotFiniteError
+from paceline.escaping import one_line
 from paceline.plain_json import load_json
 from paceline.records.run_directory import RunDirectory, why_no_run
+
+_LOG = logging.getLogger("paceline.weights")
 
 WEIGHTS_CHOICES = ("auto", "model", "ema")
 ROUNDED = "rounded"
@@ -29,17 +33,19 @@ ROUNDED = "rounded"
 _GIVE = (
     "a run directory, a checkpoint directory, a safetensors file or a hub folder; predict and serve take ONNX files too"
 )
+_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_TRANSPOSED = ".lora_transposed"  # beside a layer whose weight is [in, out]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWeights:
-    """One set of weights with what its file says about itself.
+    """One set of weights with its file's metadata.
 
     Attributes:
         state: Tensors by state_dict key, on the CPU.
         weights: ``model`` or ``ema``.
         path: The file they were read from.
-        metadata: The file's own description: ``recipe`` and ``data`` as JSON, ``step``, and more.
+        metadata: The file's own description: ``recipe`` and ``data`` as JSON, ``step``, and others.
     """
 
     state: dict[str, Tensor]
@@ -49,12 +55,17 @@ class SavedWeights:
 
     @cached_property
     def plain(self) -> dict[str, Tensor]:
-        """The tensors as the network has them without low-rank adapters, which are merged into its weights."""
-        scale = adapter_scale(self.described("recipe")) if "recipe" in self.metadata else None
-        return self.state if scale is None else without_adapters(self.state, scale)
+        """The tensors of the network without low-rank adapters, which are merged into its weights."""
+        model = self.described("recipe").get("model") if "recipe" in self.metadata else None
+        adapters = model.get("adapters") if isinstance(model, Mapping) else None
+        rank, alpha = (adapters.get("rank"), adapters.get("alpha")) if isinstance(adapters, Mapping) else (None, None)
+        # What is not a number is refused where the recipe is validated.
+        if type(rank) is not int or rank <= 0 or not isinstance(alpha, int | float):
+            return self.state
+        return without_adapters(self.state, alpha / rank)
 
     def described(self, key: str) -> dict[str, Any]:
-        """A JSON entry of the description.
+        """Return a JSON entry of the description.
 
         Raises:
             CheckpointError: If the file was not written by Paceline.
@@ -78,7 +89,7 @@ class SavedWeights:
 
 
 class _Described(dict[str, Any]):
-    """What a file says of its data; what it does not say is missed by name."""
+    """A file's description of its data; an absent entry is an error that names it."""
 
     def __init__(self, entry: Mapping[str, Any], path: Path) -> None:
         super().__init__(entry)
@@ -89,7 +100,7 @@ class _Described(dict[str, Any]):
 
 
 def checked_description(key: str, text: str) -> dict[str, Any]:
-    """Read an entry of a weights file's own description, and check what others compute with.
+    """Read an entry of a weights file's own description, and check the values that others compute with.
 
     Raises:
         ValueError: Naming the rule that is broken.
@@ -188,7 +199,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
 
 
 def check_target(target: Path) -> None:
-    """See before any work whether there is anything of that name to read weights from.
+    """Check before any work that there is something of that name to read weights from.
 
     Raises:
         CheckpointError: If there is not.
@@ -244,7 +255,7 @@ def _has_checkpoints(target: Path) -> bool:
 
 
 def _asked(saved: SavedWeights, weights: str) -> SavedWeights:
-    """The one set of weights of a file, if it may be the one that is asked for."""
+    """Return the one set of weights of a file, unless another set was asked for."""
     if weights not in ("auto", saved.weights):
         raise CheckpointError(
             f"{saved.path} holds the '{saved.weights}' weights alone, not '{weights}': leave out --weights, or give "
@@ -256,7 +267,7 @@ def _asked(saved: SavedWeights, weights: str) -> SavedWeights:
 def _from_file(path: Path) -> SavedWeights:
     content = read_tensor_file(path)
     state, metadata = content.tensors, dict(content.metadata)
-    # What `paceline export` wrote says which they are; the file of a checkpoint is named for them.
+    # What `paceline export` wrote says which they are; a checkpoint's file is named after them.
     said = (metadata.get("weights"), metadata.get("component"), path.stem)
     name = next((each for each in said if each in ("model", "ema")), "model")
     if metadata.pop(ROUNDED, None) == "bf16":
@@ -268,12 +279,96 @@ def _from_hub_folder(path: Path) -> SavedWeights:
     saved = _from_file(hub_weights_file(path))
     if "recipe" in saved.metadata:  # ours, which says more than its config.json
         return saved
-    return replace(saved, metadata={**saved.metadata, **read_hub_folder(path).metadata})
+    return replace(saved, metadata={**saved.metadata, **hub_metadata(path)})
 
 
 def _best_of(run: Path) -> Path:
     directory = run / "checkpoints"
-    best = read_best(directory)
+    best = CheckpointStore(directory).read_best()
     if best is None:
         raise CheckpointError(f"{run} names no best checkpoint (checkpoints/best.json); leave out --best.")
     return CheckpointStore(directory).path(best.step)
+
+
+def without_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Merge low-rank adapters into the weights of their layers: W + scale · B A, for linear ones and convolutions.
+
+    The names are then the plain network's, and the weights cost nothing more and need no other library.
+
+    Args:
+        state: Tensors as a network with adapters has them.
+        scale: Factor on what they compute.
+    """
+    merged = {}
+    for name, tensor in state.items():
+        if name.endswith((_DOWN, _UP, _TRANSPOSED)):
+            continue
+        layer, is_base, own = name.rpartition(_BASE)
+        down, up = state.get(f"{layer}{_DOWN}"), state.get(f"{layer}{_UP}")
+        if not is_base or own != "weight" or down is None or up is None:
+            merged[f"{layer}.{own}" if is_base else name] = tensor
+            continue
+        # A: [rank, in, ...], B: [out, rank] or [out, rank, 1, 1]; together shaped as the weight.
+        change = torch.tensordot(up.flatten(1).float(), down.float(), dims=1) * scale
+        change = change.T if f"{layer}{_TRANSPOSED}" in state else change
+        merged[f"{layer}.weight"] = (tensor.float() + change).to(tensor.dtype)
+    return merged
+
+
+def load_trained(network: nn.Module, saved: SavedWeights) -> None:
+    """Load saved weights into their network, and log what was changed for that (by default to standard error).
+
+    Raises:
+        CheckpointError: If they do not fit it.
+        NotFiniteError: As :func:`check_finite`.
+    """
+    own = network.state_dict()
+    state, notices = fitted(own, saved.plain)
+    check_inventory(own, state, where=str(saved.path))
+    check_tensors({name: state[name] for name in own}, str(saved.path))
+    if "data" in saved.metadata:
+        check_scale(saved.described("data"), str(saved.path))
+    network.load_state_dict(state)
+    for notice in notices:
+        _LOG.warning("%s", one_line(f"note: of {saved.path}, {notice}"))
+
+
+def check_finite(saved: SavedWeights) -> None:
+    """Refuse weights, or means and standard deviations of their data, that are not finite numbers.
+
+    Raises:
+        NotFiniteError: Naming the first by name, as a file has no order.
+    """
+    check_tensors(dict(sorted(saved.plain.items())), str(saved.path))
+    if "data" in saved.metadata:
+        check_scale(saved.described("data"), str(saved.path))
+
+
+def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors with values that are not finite numbers; raises NotFiniteError."""
+    spoiled = [name for name, tensor in state.items() if _is_spoiled(tensor)]
+    if spoiled:
+        raise NotFiniteError(
+            f"{where}: {spoiled[0]} holds values that are not finite ({len(spoiled)} of {len(state)} tensors do); "
+            "use an earlier checkpoint or another file."
+        )
+
+
+def check_scale(data: Mapping[str, Any], where: str) -> None:
+    """Refuse a description whose images cannot be normalized; raises NotFiniteError."""
+    for key in ("mean", "std"):
+        for value in data.get(key) or ():
+            if not math.isfinite(value) or (key == "std" and value <= 0):
+                rule = "must be finite" if key == "mean" else "must be finite and above 0"
+                raise NotFiniteError(f"{where}: {key} {list(data[key])} of its images: every number {rule}.")
+
+
+def _is_spoiled(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite does not know float8
+    if bool(values.isfinite().all()):
+        return False
+    # An attention mask of zeros and -inf, which many networks keep as a buffer, is valid.
+    zeros = values == 0
+    return tensor.ndim < 2 or not (bool(zeros.any()) and bool((zeros | (values == -torch.inf)).all()))

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.trained import load_trained
-from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, opened, parse
 from paceline.data.clicks.source import ClickDataset, ClickRows
 from paceline.data.clicks.stored import as_click_rows

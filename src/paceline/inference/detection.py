@@ -13,8 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
-from paceline.checkpoint.trained import load_trained
-from paceline.checkpoint.weights import SavedWeights
+from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.boxes.pipeline import as_floats, as_tensor
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
 from paceline.inference.answers import NOT_FINITE, Box, error_in_words

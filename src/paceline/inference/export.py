@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.components import WRAPPERS, without_prefix
 from paceline.checkpoint.durable import size_of
-from paceline.checkpoint.tensor_file import write_tensor_file
-from paceline.checkpoint.trained import check_finite, check_tensors
-from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_target, read_weights
+from paceline.checkpoint.format import write_tensor_file
+from paceline.checkpoint.state import WRAPPERS, without_prefix
+from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_finite, check_target, check_tensors, read_weights
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.export_onnx import need_onnx, write_onnx
 from paceline.inference.export_program import InBfloat16, write_program

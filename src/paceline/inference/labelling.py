@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from paceline.checkpoint.trained import check_scale
+from paceline.checkpoint.weights import check_scale
 from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.shapes import rectangle
 from paceline.data.image.transforms import evaluation_image

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.trained import load_trained
-from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
 from paceline.data.pipeline import Placement

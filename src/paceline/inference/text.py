@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.trained import load_trained
-from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.tokenizer import MASK_WORDS, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError

@@ -1,6 +1,6 @@
-"""Is this text an address, may it stand in a recipe, and which library speaks its protocol?
+"""Addresses of object stores, ``PROTOCOL://PLACE/PATH``, and the removal of secrets from texts.
 
-An address is ``PROTOCOL://PLACE/PATH``. It never holds a credential: recipes, plans, events and messages show it.
+An address never holds a credential: recipes, plans, events and messages show it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = {
 _HIDDEN = "***"
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"(://)[^\s'\"]+@")
-# A password may hold spaces; what follows a port is none.
+# A password may hold spaces; a port is not a password.
 _PASSWORD = re.compile(r"(://)[^\s:@/'\"]+:(?!\d+\b)[^@/'\"\n]{1,100}@")
 _NAMED = re.compile(
     r"\b(sig|AccountKey|SharedAccessKey|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^\s&;'\"]+",
@@ -68,7 +68,7 @@ class Address:
 
 
 def is_address(text: object) -> bool:
-    """Whether a text is meant as an address, and not as a path."""
+    """Whether a text is an address, and not a path."""
     return isinstance(text, str) and "://" in text
 
 
@@ -77,11 +77,11 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
 
     Args:
         text: What was given.
-        key: What it was given as, for the message.
+        key: Its recipe key or option, for the message.
 
     Raises:
-        StorageError: If its protocol is unknown, it names no place, or a credential stands in it, which the message
-            does not repeat.
+        StorageError: If its protocol is unknown, it names no place, or it holds a credential, which the message does
+            not repeat.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -122,7 +122,7 @@ def _refuse_credentials(protocol: str, place: str, key: str) -> None:
 
 
 def check_library(address: Address) -> None:
-    """See to it that the protocol's library is there.
+    """Check that the protocol's library is installed.
 
     Raises:
         StorageError: Naming the extra that brings it.
@@ -139,15 +139,15 @@ def check_library(address: Address) -> None:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A text without users and passwords in addresses, their queries, and what the environment keeps as a secret.
+    """Remove users, passwords and queries of addresses, and the environment's secrets, from a text.
 
     Args:
-        text: What is to be shown or recorded.
-        environment: Whose secrets are meant; this process's by default.
+        text: Will be shown or recorded.
+        environment: Holds the secrets; this process's by default.
     """
     values = os.environ if environment is None else environment
     for secret in sorted(_secrets(values), key=len, reverse=True):
-        # A short value would stand in every text by chance.
+        # A short value could be in any text by chance.
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, _HIDDEN)
     text = _PASSWORD.sub(rf"\1{_HIDDEN}@", _USER.sub(rf"\1{_HIDDEN}@", text))
@@ -155,7 +155,7 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
 
 
 def _secrets(values: Mapping[str, str]) -> set[str]:
-    """What the environment keeps as a secret, whole and in parts, as it is and as it stands in an address."""
+    """The environment's secrets, whole and in parts, as they are and as they are quoted in an address."""
     found = set()
     for name, value in values.items():
         if _SECRET_NAME.search(name.upper()) and not _is_path(name, value):
@@ -165,5 +165,5 @@ def _secrets(values: Mapping[str, str]) -> set[str]:
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether a value is the path of a file of credentials, and no secret: a secret too may begin with a slash."""
+    """Whether a value is the path of a credentials file, not a secret: a secret may begin with a slash too."""
     return value.startswith("/") and (_PATH_NAME.search(name.upper()) is not None or Path(value).exists())

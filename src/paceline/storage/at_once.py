@@ -1,7 +1,7 @@
-"""How is something done for many files at once, without an interpreter that cannot end before the last answer?
+"""Daemon threads for requests to a store.
 
 The threads of :mod:`concurrent.futures` are joined when the interpreter ends, so that a store which does not answer
-would keep a run alive that is over. These are not.
+would keep a finished run alive. These are not.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: int, name: str) -> None:
-    """Call something for each item, so many at a time.
+    """Call something for each item, in several threads.
 
-    After the first error nothing more is begun, and it is raised when what is under way has ended; an interrupt is
+    After the first error no more calls are started, and it is raised when those under way have ended; an interrupt is
     raised at once.
 
     Args:
         call: Takes an item; its result is dropped.
         items: Each is taken once.
-        threads: At most so many.
-        name: Of the threads.
+        threads: Most threads at a time.
+        name: Name of the threads.
     """
     waiting, errors = list(reversed(list(items))), list[BaseException]()
 
@@ -53,11 +53,11 @@ def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: i
 
 
 def begin(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Begin something in a thread; its outcome, or its error, is the future's.
+    """Call something in a thread; the future has its result or its error.
 
     Args:
-        call: Does it.
-        name: Of the thread.
+        call: Runs in the thread.
+        name: Name of the thread.
     """
     future = Future[T]()
 

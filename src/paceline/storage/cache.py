@@ -1,4 +1,4 @@
-"""Which copies of remote files lie on this host, whole and up to date, and which go when there is no more room?
+"""The cache of remote files on this host: filled, kept up to date, and evicted when there is no room.
 
 Each copy is a folder of its own under ``copies``, named by its address and by a digest of what the address listed
 (names, sizes, ETags). It is filled under a hidden name, and renamed when all of it is there. Locks of the system keep

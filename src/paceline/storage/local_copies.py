@@ -1,4 +1,4 @@
-"""How does what lies at an address become files that readers open like any others?"""
+"""Local copies of files and folders at an address, which readers open like any others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.storage.cache import Cache
 from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries
 
-# Copied once in a process: what a run began with, it goes on with.
+# Copied once in a process: a run keeps using the files that it began with.
 _copied: dict[str, Path] = {}
 
 

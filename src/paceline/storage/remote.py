@@ -1,4 +1,4 @@
-"""How are files at an address listed, read, written and deleted, with patience for what passes?"""
+"""List, read, write and delete files at an address, and retry temporary failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Remote:
 
     Args:
         address: Where.
-        retries: How patiently.
+        retries: Retry policy.
 
     Raises:
         StorageError: If the protocol's library is missing; later, if a request fails for good.

@@ -1,4 +1,4 @@
-"""Which failures of a request pass, how long are they waited for, and how is it told?"""
+"""Retry requests that fail temporarily, and report it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
-# What another try would meet again.
+# Errors that another try would meet again.
 _LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ImportError, TypeError),
@@ -33,17 +33,17 @@ _ADVICE = {
 
 
 def _nowhere(_: str) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @dataclass
 class Retries:
-    """Tries again what may pass: pauses double from 0.2 to 10 seconds, each shortened at random by up to a half.
+    """Retries temporary failures: pauses double from 0.2 to 10 seconds, each shortened at random by up to a half.
 
     Attributes:
         patience_seconds: How long one request may fail before it is given up.
-        told: Takes one line about what failed for a while and then worked.
-        given_up: To be set when nobody waits for the outcome any more; pauses end at once, and nothing more is tried.
+        told: Takes one line about a request that failed at first and then worked.
+        given_up: Set it when nobody waits for the outcome any more; pauses end at once, and nothing is retried.
     """
 
     patience_seconds: float = 60.0
@@ -53,14 +53,14 @@ class Retries:
     _draws: random.Random = field(default_factory=random.Random, repr=False)
 
     def __call__(self, action: str, call: Callable[[], T]) -> T:
-        """Do something, again and again if need be.
+        """Call something, and retry it if it fails.
 
         Args:
-            action: What it is, to follow "cannot": ``read s3://bucket/x``.
-            call: Does it.
+            action: What it does, to follow "cannot": ``read s3://bucket/x``.
+            call: The request.
 
         Raises:
-            StorageError: If it lasts, patience has run out, or it was given up.
+            StorageError: If the failure is permanent, patience has run out, or it was given up.
         """
         begun = time.monotonic()
         failures, reason = 0, ""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from paceline.checkpoint.background import BackgroundWriter
-from paceline.checkpoint.components import Component, OptimizerComponent, Registry
+from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
@@ -41,13 +41,13 @@ from paceline.trainer.kept_answers import Keep
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
-from paceline.trainer.opening import RunLock
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
 from paceline.trainer.profiling import with_profile
 from paceline.trainer.progress import Progress
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
+from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.signals import StopRequest
 from paceline.trainer.utilisation import find_utilisation
 from paceline.trainer.window import Window
@@ -248,9 +248,9 @@ def _component_makers(run: Run) -> tuple[Callable[[nn.Module], Component], Calla
     if not run.strategy.is_sharded:
         return (lambda network: network), OptimizerComponent
     # Only where it is used: torch's distributed tensors take their time to import.
-    from paceline.checkpoint.spread import SpreadModel, SpreadOptimizer
+    from paceline.checkpoint.sharded_state import ShardedModel, ShardedOptimizer
 
-    return SpreadModel, SpreadOptimizer
+    return ShardedModel, ShardedOptimizer
 
 
 def _register(run: Run) -> None:

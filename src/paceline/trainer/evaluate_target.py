@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.hub_folder import UNNAMED
-from paceline.checkpoint.trained import check_scale, load_trained
-from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.image.backend_choice import evaluation_size
 from paceline.data.image.shapes import common_size

@@ -1,7 +1,7 @@
-"""How are a run's checkpoints copied to an address while it trains?
+"""Copy a run's checkpoints to an address while it trains.
 
 A thread of the first process copies the newest whole checkpoint. Training never waits for it: while the address fails,
-newer checkpoints take the place of those that wait, and what happened is told with the next record.
+newer checkpoints replace those that wait, and the failure is reported with the next record.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from paceline.units import format_seconds
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
 
-# How long one request is tried again before its failure is told, and the pause before the next try of all.
+# How long one request is retried before its failure is reported, and the pause before the whole copy is retried.
 REQUEST_PATIENCE_SECONDS = 15.0
 _PAUSE_SECONDS = 5.0
-# Nobody is to wait long for a request that is not answered; nothing is lost with it.
+# Do not wait long for a request that is not answered; nothing is lost with it.
 _AT_CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class News:
-    """What is to be told of the copying."""
+    """Something to report about the copying."""
 
     incident: str
     message: str
@@ -74,18 +74,18 @@ class Mirroring:
 
     @property
     def needed(self) -> list[int]:
-        """Steps whose checkpoints on this host are not to be deleted yet."""
+        """Steps whose checkpoints on this host must not be deleted yet."""
         with self._changed:
             return [*self._waiting, *([] if self._under_way is None else [self._under_way])]
 
     @property
     def has_failed(self) -> bool:
-        """Whether copying has failed for longer than the recipe bears."""
+        """Whether copying has failed for longer than the recipe allows."""
         with self._changed:
             since, mirror = self._patient_since, self._mirror
             if self._patience is None or since is None or self._is_idle():
                 return False
-        # A large upload that has begun again and gets on may take longer than the address may fail.
+        # A large upload that was restarted and makes progress may take longer than the address may fail.
         since = max(since, since if mirror is None else mirror.moved_at)
         return time.monotonic() - since > self._patience.seconds
 
@@ -105,20 +105,20 @@ class Mirroring:
             return self._failure or "it was still being copied"
 
     def offer(self, what: Sendable) -> None:
-        """Have a whole checkpoint copied next; of those that wait, only the best one is kept beside it. Never waits."""
+        """Queue a whole checkpoint to be copied; of those queued before, only the best one is kept. Never waits."""
         with self._changed:
             if self._patient_since is not None and self._is_idle():
-                # What could not be copied went: since then nothing was tried, and so nothing has failed.
+                # The checkpoint that could not be copied is gone: since then nothing was tried, so nothing has failed.
                 self._patient_since = time.monotonic()
             if self._failing_since is None:
-                self._failure = ""  # said why an older one is not there
+                self._failure = ""  # it was about an older one
             best = what.best.step if what.best is not None else None
             self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < what.step}
             self._waiting[what.step] = what
             self._changed.notify_all()
 
     def is_over(self, *, within_seconds: float) -> bool:
-        """Whether nothing is left to be copied, or nothing will be, at the latest after so long."""
+        """Wait at most so long; return whether nothing is left to be copied, or nothing more will be."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, within_seconds)
 
@@ -126,7 +126,7 @@ class Mirroring:
         return bool(self._stands_still) or (not self._waiting and self._under_way is None)
 
     def news(self) -> list[News]:
-        """What has happened since this was asked last."""
+        """Return what has happened since the last call."""
         with self._changed:
             news, self._news = self._news, []
             if self._hiccups:
@@ -138,7 +138,7 @@ class Mirroring:
             return news
 
     def close(self) -> None:
-        """Give up what is still under way; a next launch goes on with it."""
+        """Give up what is still under way; the next launch sends it."""
         self._retries.given_up.set()
         with self._changed:
             self._is_closed = True
@@ -216,7 +216,7 @@ class Mirroring:
 
 
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:
-    """The records that belong to the state of this moment, once they are flushed: by name, and how long they are."""
+    """Return the flushed records of the present state: growing ones with their sizes, and small ones."""
     growing = [directory.events, *ledger_files(directory.ledger)]
     small = (directory.recipe, directory.identity, directory.plan, directory.environment, directory.sample_lengths)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
@@ -224,7 +224,7 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
 
 
 def report_mirror(run: Run) -> None:
-    """Record what is to be told of the copying."""
+    """Record what has happened to the copying."""
     if run.mirroring is None:
         return
     for each in run.mirroring.news():
@@ -233,10 +233,10 @@ def report_mirror(run: Run) -> None:
 
 
 def finish_mirroring(run: Run) -> None:
-    """Wait for what is still to be copied, for as long as the recipe says; a collective.
+    """Wait for what is still to be copied, as long as the recipe allows; a collective.
 
     Raises:
-        TrainingError: On every process, if copying has failed for longer than the recipe bears.
+        TrainingError: On every process, if copying has failed for longer than the recipe allows.
     """
     if run.recipe.checkpoint.mirror is None:
         return

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.restore import Choice, choose
-from paceline.checkpoint.store import CheckpointStore, DamagedCheckpoint, read_manifest, step_of
-from paceline.checkpoint.tensor_file import read_header
+from paceline.checkpoint.format import Manifest, read_header
+from paceline.checkpoint.store import CheckpointStore, Choice, DamagedCheckpoint, choose, read_manifest, step_of
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.recipe.load import differences, stored_recipe

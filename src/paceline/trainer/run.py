@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.background import BackgroundWriter
-from paceline.checkpoint.components import Registry
+from paceline.checkpoint.state import Registry
 from paceline.checkpoint.store import SavedCheckpoint
 from paceline.data.balance import StepLoad
 from paceline.data.batch import Batch

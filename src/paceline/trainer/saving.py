@@ -1,4 +1,4 @@
-"""When is the run's state put away, and how does a run find it again?"""
+"""Save the run's state, and restore it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.checkpoint.mirror import Sendable
-from paceline.checkpoint.restore import Choice
-from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint, Together, read_components
+from paceline.checkpoint.sharded import ShardedSave
+from paceline.checkpoint.store import Best, CheckpointStore, Choice, SavedCheckpoint, read_components
 from paceline.errors import CheckpointError
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.identity import Identity, write_identity
@@ -55,15 +55,15 @@ def save_checkpoint(run: Run) -> None:
 
 def _submit(run: Run) -> None:
     """Let the first process write its state, or all of them their parts."""
+    store, step = CheckpointStore(run.directory.checkpoints), run.progress.step
     if not run.strategy.is_sharded:
-        run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
+        run.collectives.on_first(lambda: run.writer.submit(_write_later(run, store, None)))
         return
-    room = run.collectives.on_first(lambda: CheckpointStore(run.directory.checkpoints).make_room(run.progress.step))
+    staging_dir = run.collectives.on_first(lambda: store.make_staging_dir(step))
     patience = run.recipe.parallel.timeout.seconds
-    together = Together(room, run.world.rank, run.world.world_size, patience, run.writer.given_up)
+    sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
     # Nobody begins before all have taken their state, and found nothing wrong with it.
-    write = run.collectives.on_all(lambda: _write_later(run, together))
-    run.writer.submit(write)
+    run.writer.submit(run.collectives.on_all(lambda: _write_later(run, store, sharded)))
 
 
 def finish_saving(run: Run) -> None:
@@ -102,70 +102,71 @@ def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> tupl
     )
 
 
-def _write_later(run: Run, together: Together | None) -> Callable[[], SavedCheckpoint | None]:
-    """Take the state now, and return what writes it.
+def _write_later(run: Run, store: CheckpointStore, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
+    """Copy the state now, and return the function that writes it.
 
     Args:
         run: The run.
-        together: All processes, if each is to write its part; None if the first writes alone.
+        store: Its checkpoints.
+        sharded: All processes, if each is to write its part; None if the first writes alone.
     """
     states = run.components.snapshot()
     for losses, samples, *_ in states["window"]["ranks"]:
         # Weights behind a loss that is not finite must not push out the last good checkpoint.
         check_loss(run, losses / max(samples, 1))
     check_state(run)
-    store = CheckpointStore(run.directory.checkpoints)
-    plan, progress = run.plan, run.progress
-    step, best = progress.step, dict(progress.best)
+    step, position, best, mirroring = run.progress.step, run.progress.position, dict(run.progress.best), run.mirroring
     facts = {
         "version": __version__,
         "run": run.identity,
         "recipe_sha256": run.recipe_sha256,
-        "world_size": plan.world_size,
-        "position": progress.position,
-        "samples": plan.samples_before(progress.position),
-        "precision": plan.precision,
+        "world_size": run.plan.world_size,
+        "position": position,
+        "samples": run.plan.samples_before(position),
+        "precision": run.plan.precision,
     }
-
-    growing, small = sendable_records(run.directory) if run.mirroring is not None else ({}, ())
-
-    def write_share() -> None:
-        assert together is not None
-        store.write_share(step, states, facts, file_metadata=run.file_metadata, together=together)
+    if sharded is not None and not run.world.is_first:
+        return partial(store.write_share, step, states, facts, file_metadata=run.file_metadata, sharded=sharded)
+    growing, small = sendable_records(run.directory) if mirroring is not None else ({}, ())
 
     def write() -> SavedCheckpoint:
         begun = time.perf_counter()
         run.directory.check_in_place()
-        saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, together=together)
+        saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, sharded=sharded)
         run.directory.check_in_place()
         write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
-        protect = [*_note_best(run, store, best), *(run.mirroring.needed if run.mirroring is not None else ())]
+        protect = [*_note_best(run, store, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
-        if run.mirroring is not None:
-            whole = Sendable(step=step, path=saved.path, growing=growing, small=small, best=store.read_best())
-            run.mirroring.offer(whole)
+        if mirroring is not None:
+            mirroring.offer(Sendable(step=step, path=saved.path, growing=growing, small=small, best=store.read_best()))
         run.cadence.wrote(time.perf_counter() - begun)
         return saved
 
-    return write if run.world.is_first else write_share
+    return write
 
 
 def _note_best(run: Run, store: CheckpointStore, best: Mapping[str, Any]) -> list[int]:
     """Name the best step that has a checkpoint in best.json; returns it as the one to protect.
 
-    Without one nothing is named: what the file still says may be of steps that were gone back on, and are done again.
+    Without one the file is removed: it may name a step that the run went back from and will do again.
     """
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
         store.forget_best()
         return []
-    store.write_best(best["step"], best["metric"], best["value"], weights=best["weights"])
+    store.write_best(Best(best["step"], best["metric"], best["value"], best["weights"]))
     return [best["step"]]
 
 
 def restore(run: Run, choice: Choice, *, resumes: int) -> None:
-    """Put the run where the checkpoint left it, on every rank alike; ``resumes`` is how often that was done before."""
+    """Restore the state of the chosen checkpoint on every rank; ``resumes`` is how often that was done before."""
     if choice.path is not None:
-        _restore(run, choice.path, resumes=resumes)
+        run.components.restore(read_components(choice.path, chunks=run.components.chunks()))
+        # The checkpoint knows none of the resumes that came after it.
+        run.progress.resumes = max(run.progress.resumes, resumes) + 1
+        run.saved_position, run.saved_name = run.progress.position, choice.path.name
+        # A kill between a save and its best.json would have left an older name there.
+        store = CheckpointStore(run.directory.checkpoints)
+        run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))
     for kind, message in choice.incidents:
         run.recorder.write(IncidentEvent(**run.progress.here, incident=kind, message=message))
     if choice.path is not None:
@@ -178,14 +179,3 @@ def restore(run: Run, choice: Choice, *, resumes: int) -> None:
             )
         )
     run.recorder.flush()
-
-
-def _restore(run: Run, checkpoint: Path, *, resumes: int) -> None:
-    states = read_components(checkpoint, chunks=run.components.chunks())
-    run.components.restore(states)
-    # The checkpoint knows none that came after it.
-    run.progress.resumes = max(run.progress.resumes, resumes) + 1
-    run.saved_position, run.saved_name = run.progress.position, checkpoint.name
-    # A kill between a save and its best.json would have left an older name there.
-    store = CheckpointStore(run.directory.checkpoints)
-    run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))

@@ -37,7 +37,13 @@ from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
 from paceline.telemetry.progress import RunProgress
 from paceline.trainer.build import Setting, build_run
-from paceline.trainer.copies import (
+from paceline.trainer.fake_batch import with_stand_in_text
+from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.kept_memory import memory_kept
+from paceline.trainer.leaving import Reporter, leave_pages
+from paceline.trainer.limits import look_for_limits
+from paceline.trainer.loop import fit
+from paceline.trainer.mirror_restore import (
     check_all_go_on,
     check_begun,
     fill_from_mirror,
@@ -45,15 +51,8 @@ from paceline.trainer.copies import (
     mirroring_beside,
     on_first_however_long,
 )
-from paceline.trainer.fake_batch import with_stand_in_text
-from paceline.trainer.feeding import measure_feeding
-from paceline.trainer.kept_memory import memory_kept
-from paceline.trainer.leaving import Reporter, leave_pages
-from paceline.trainer.limits import look_for_limits
-from paceline.trainer.loop import fit
 from paceline.trainer.mirroring import finish_mirroring
 from paceline.trainer.nonfinite import check_outcome, divergence
-from paceline.trainer.opening import Asked, Opening, RunLock, open_directory
 from paceline.trainer.preparation import (
     Prepared,
     plan_network,
@@ -64,6 +63,7 @@ from paceline.trainer.preparation import (
     without_mirror,
 )
 from paceline.trainer.run import Run
+from paceline.trainer.run_dir_checks import Asked, ResumeDecision, RunLock, open_directory
 from paceline.trainer.saving import restore
 from paceline.trainer.shared_directory import check_visible
 from paceline.trainer.signals import StopRequest
@@ -215,7 +215,7 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
 @contextlib.contextmanager
 def _opened(
     loaded: LoadedRecipe, options: Options, launch: Launch, started: float
-) -> Iterator[tuple[LoadedRecipe, Opening, Setting]]:
+) -> Iterator[tuple[LoadedRecipe, ResumeDecision, Setting]]:
     """Everything that a run needs before it is built, held as long as it goes on."""
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
@@ -239,13 +239,13 @@ def _opened(
             _check_agreement(prepared, collectives)
             check_all_go_on(resumes, recipe, collectives)
             asked = _asked(prepared, options, launch)
-            looked = fill_from_mirror(directory, asked, collectives, display.message)
+            mirror_state = fill_from_mirror(directory, asked, collectives, display.message)
             opening = on_first_however_long(collectives, recipe, partial(open_directory, directory, asked), name="open")
             check_begun(resumes, recipe, opening)
-            opening = replace(opening, notices=(*looked.notices, *opening.notices))
+            opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
             with (
                 _held(directory, collectives, opening) as held,
-                mirroring_beside(held, asked, opening, looked, collectives, display.message) as mirroring,
+                mirroring_beside(held, asked, opening, mirror_state, collectives, display.message) as mirroring,
             ):
                 setting = Setting(
                     prepared=prepared,
@@ -264,7 +264,7 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _held(directory: RunDirectory, collectives: Collectives, opening: Opening) -> Iterator[RunDirectory]:
+def _held(directory: RunDirectory, collectives: Collectives, opening: ResumeDecision) -> Iterator[RunDirectory]:
     """Have the first process hold the directory open while it trains; a collective."""
     held = [directory]
     with contextlib.ExitStack() as stack:
@@ -313,7 +313,7 @@ def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
                 )
 
 
-def _run(setting: Setting, loaded: LoadedRecipe, opening: Opening, report: Reporter | None) -> TrainResult:
+def _run(setting: Setting, loaded: LoadedRecipe, opening: ResumeDecision, report: Reporter | None) -> TrainResult:
     with contextlib.closing(setting.display):
         run = build_run(setting)
         try:
@@ -383,7 +383,7 @@ def _fit(run: Run) -> TrainResult:
         raise TrainingError(str(error)) from error
 
 
-def _announce(run: Run, loaded: LoadedRecipe, opening: Opening, notices: tuple[str, ...]) -> None:
+def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: tuple[str, ...]) -> None:
     plan = run.plan
     run.recorder.write(
         StartEvent(

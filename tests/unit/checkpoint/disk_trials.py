@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.store import CheckpointStore, read_components
+from paceline.checkpoint.store import Best, CheckpointStore, read_components
 from paceline.errors import CheckpointError
 
 Act = Callable[[str, object], None]
@@ -102,7 +102,7 @@ def prepare(directory: Path) -> CheckpointStore:
     store = CheckpointStore(directory)
     for step in (1, 2):
         store.save(step, components(step), {})
-    store.write_best(1, "accuracy", 1.0)
+    store.write_best(Best(1, "accuracy", 1.0))
     # What a killed save leaves, so that its removal is among the operations.
     (directory / ".saving-step-00000003-0123abcd").mkdir()
     (directory / ".saving-step-00000003-0123abcd" / "model.json").write_text("{")
@@ -113,7 +113,7 @@ ACTIONS: dict[str, Callable[[CheckpointStore], object]] = {
     "save": lambda store: store.save(3, components(3), {}),
     "replace": lambda store: store.save(2, components(22), {}, replace=True),
     "prune": lambda store: store.prune(keep=1),
-    "best": lambda store: store.write_best(2, "accuracy", 2.0),
+    "best": lambda store: store.write_best(Best(2, "accuracy", 2.0)),
 }
 
 
@@ -129,7 +129,7 @@ def outcome(store: CheckpointStore) -> dict[str, Any]:
         "best": None if best is None else best.value,
     }
     store.save(9, components(9), {})
-    store.write_best(9, "accuracy", 9.0)
+    store.write_best(Best(9, "accuracy", 9.0))
     found["left"] = sorted(entry.name for entry in store.directory.iterdir())
     return found
 
@@ -214,7 +214,7 @@ def kills(directory: Path, count: int = 18) -> list[dict[str, Any]]:
             for step in range(first, first + 10_000):
                 store.save(step, components(step), {})
                 os.write(writer, struct.pack("q", step))
-                store.write_best(step, "accuracy", step)
+                store.write_best(Best(step, "accuracy", step))
                 store.prune(keep=2)
         os.close(writer)
         time.sleep(draw.uniform(0.005, 0.1))

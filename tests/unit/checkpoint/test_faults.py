@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import durable
-from paceline.checkpoint.restore import choose
-from paceline.checkpoint.store import CheckpointStore, read_component
+from paceline.checkpoint.store import Best, CheckpointStore, choose, read_component
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
 
@@ -188,7 +187,7 @@ def test_a_directory_without_the_right_to_write(locked: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"Cannot write the checkpoint of step 2 .*{advice}"):
         store.save(2, STATE, {})
     with pytest.raises(CheckpointError, match=rf"Cannot write .*best\.json.*{advice}"):
-        store.write_best(1, "loss", 1.0)
+        store.write_best(Best(1, "loss", 1.0))
     with pytest.raises(CheckpointError, match=rf"Cannot write the checkpoint of step 1 .*{advice}"):
         store.save(1, STATE, {}, replace=True)
     assert store.newest_whole() == (store.path(1), [])

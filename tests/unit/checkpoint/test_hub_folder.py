@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline.checkpoint.hub_folder import read_hub_folder
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
@@ -26,16 +25,18 @@ def folder(path: Path, config: Any = CONFIG, metadata: dict[str, str] | None = N
     return path
 
 
+def described(path: Path, config: Any = CONFIG) -> tuple[Any, Any]:
+    saved = read_weights(folder(path, config))
+    return saved.described("data"), saved.described("recipe")
+
+
 def test_what_a_config_says(tmp_path: Path) -> None:
-    found = read_hub_folder(folder(tmp_path / "hub"))
-    assert (found.architecture, found.classes, found.labels) == ("resnet18", 2, ("cat", "dog"))
-    assert (found.image_size, found.channels, found.interpolation) == (32, 3, "bicubic")
-    assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
-    assert round(32 / found.crop) == 35  # timm rounds 35.6 down
-    assert found.weights_file == tmp_path / "hub" / "model.safetensors"
-    saved = read_weights(tmp_path / "hub")
-    assert saved.described("data")["class_names"] == ["cat", "dog"]
-    assert saved.described("recipe")["model"] == {"name": "resnet18"}
+    data, recipe = described(tmp_path / "hub")
+    assert recipe["model"] == {"name": "resnet18"}
+    assert (data["classes"], data["class_names"]) == (2, ["cat", "dog"])
+    assert (data["image_size"], data["channels"], data["interpolation"]) == (32, 3, "bicubic")
+    assert (data["mean"], data["std"]) == ([0.5] * 3, [0.2] * 3)
+    assert round(32 / data["evaluation_crop"]) == 35  # timm rounds 35.6 down
 
 
 def test_ours_speak_for_themselves(tmp_path: Path) -> None:
@@ -53,22 +54,22 @@ def test_a_run_with_a_file_of_that_name_is_a_run(tmp_path: Path) -> None:
 
 
 def test_older_and_sparse_folders(tmp_path: Path) -> None:
-    flat = read_hub_folder(folder(tmp_path / "flat", {**SHOWN, "architecture": "resnet18", "labels": ["a"] * 1000}))
-    assert (flat.image_size, flat.classes, len(flat.labels)) == (32, 1000, 1000)
-    bare = read_hub_folder(folder(tmp_path / "bare", {"architecture": "resnet18"}))
-    assert (bare.image_size, bare.crop, bare.interpolation, bare.labels) == (224, 0.875, "bicubic", ())
-    numbered = {**CONFIG, "label_names": {"1": "dog", "0": "cat"}}
-    assert read_hub_folder(folder(tmp_path / "numbered", numbered)).labels == ("cat", "dog")
-    assert read_hub_folder(folder(tmp_path / "short", {**CONFIG, "label_names": ["cat"]})).labels == ()
+    flat, _ = described(tmp_path / "flat", {**SHOWN, "architecture": "resnet18", "labels": ["a"] * 1000})
+    assert (flat["image_size"], flat["classes"], len(flat["class_names"])) == (32, 1000, 1000)
+    bare, _ = described(tmp_path / "bare", {"architecture": "resnet18"})
+    assert (bare["image_size"], bare["evaluation_crop"], bare["interpolation"]) == (224, 0.875, "bicubic")
+    assert bare["class_names_unknown"]
+    numbered, _ = described(tmp_path / "numbered", {**CONFIG, "label_names": {"1": "dog", "0": "cat"}})
+    assert numbered["class_names"] == ["cat", "dog"]
+    assert described(tmp_path / "short", {**CONFIG, "label_names": ["cat"]})[0]["class_names"] == ["0", "1"]
 
 
 def test_a_network_built_for_a_size(tmp_path: Path) -> None:
     fixed = {**CONFIG, "model_args": {"in_chans": 1, "num_classes": 2, "drop_rate": None}}
     fixed["pretrained_cfg"] = {**SHOWN, "fixed_input_size": True, "mean": [0.5], "std": [0.2]}
-    found = read_hub_folder(folder(tmp_path / "hub", fixed))
-    assert found.options == {"img_size": 32}
-    assert found.channels == 1
-    assert not found.refusal
+    data, recipe = described(tmp_path / "hub", fixed)
+    assert recipe["model"]["options"] == {"img_size": 32}
+    assert data["channels"] == 1
 
 
 @pytest.mark.parametrize(

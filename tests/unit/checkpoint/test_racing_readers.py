@@ -20,13 +20,13 @@ SOURCES = Path(__file__).parents[3] / "src"
 WRITER = """
 import os, sys, torch
 os.fsync = lambda descriptor: None
-from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.store import Best, CheckpointStore
 store, step = CheckpointStore(sys.argv[1]), 0
 while True:
     step += 1
     for replace in (False, True):
         store.save(step, {"model": {"w": torch.full((3,), float(step))}}, {}, replace=replace)
-        store.write_best(step, "loss", 1.0)
+        store.write_best(Best(step, "loss", 1.0))
         store.prune(keep=1)
 """
 

@@ -1,4 +1,4 @@
-"""What does a store write, keep, replace and delete?"""
+"""Checkpoints are written, kept, replaced, deleted, and chosen to resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch import nn
 from paceline.checkpoint.store import (
     Best,
     CheckpointStore,
+    Choice,
     DamagedCheckpoint,
+    choose,
     read_component,
     read_components,
     read_manifest,
@@ -258,10 +260,10 @@ def test_a_component_the_checkpoint_lacks_is_named_with_the_nearest(tmp_path: Pa
 def test_best_names_a_step_and_is_replaced_whole(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     assert store.read_best() is None
-    store.write_best(10, "top1_accuracy", 71.5)
+    store.write_best(Best(10, "top1_accuracy", 71.5))
     assert store.read_best() == Best(10, "top1_accuracy", 71.5, "model")
     (store.directory / ".saving-best-0123abcd").write_text("left by a kill")
-    store.write_best(20, "loss", float("inf"), weights="ema")
+    store.write_best(Best(20, "loss", float("inf"), weights="ema"))
     assert store.read_best() == Best(20, "loss", float("inf"), "ema")
     assert names(store.directory) == ["best.json"]
 
@@ -328,3 +330,41 @@ def test_a_file_behind_a_link_that_leads_nowhere_is_not_damaged(tmp_path: Path) 
     file.symlink_to(tmp_path / "disk" / "model.safetensors")
     with pytest.raises(UnreadableError, match=r"model\.safetensors is a link to"):
         store.newest_whole()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in (10, 20, 30):
+        store.save(step, {"model": {"w": torch.ones(3)}}, {})
+    return store
+
+
+def test_the_newest_whole_one_is_chosen_and_the_damaged_are_named(store: CheckpointStore) -> None:
+    assert choose(store) == Choice(store.path(30), 30)
+    (store.path(30) / "model.safetensors").unlink()
+    choice = choose(store)
+    assert (choice.path, choice.step) == (store.path(20), 20)
+    assert [one.step for one in choice.damaged] == [30]
+    assert not choice.lost_everything
+    assert store.steps() == [10, 20, 30]
+
+
+def test_without_checkpoints_a_run_begins_and_with_only_damaged_ones_it_is_told(
+    store: CheckpointStore,
+) -> None:
+    nothing = choose(CheckpointStore(store.directory / "absent"))
+    assert nothing == Choice(None, 0)
+    assert not nothing.lost_everything
+    for step in store.steps():
+        (store.path(step) / "manifest.json").write_text("")
+    choice = choose(store)
+    assert choice.lost_everything
+    assert [one.step for one in choice.damaged] == [30, 20, 10]
+
+
+def test_the_one_asked_for_is_taken_or_refused_never_replaced(store: CheckpointStore) -> None:
+    assert choose(store, wanted=store.path(10)) == Choice(store.path(10), 10)
+    (store.path(10) / "model.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000010 is not .*: model\.json is missing"):
+        choose(store, wanted=store.path(10))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.checkpoint.codec import Part
-from paceline.checkpoint.shares import Together
+from paceline.checkpoint.format import Part
+from paceline.checkpoint.sharded import ShardedSave
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
 from paceline.inference.export import export_safetensors
@@ -40,16 +40,16 @@ def test_the_average_and_the_weights(run: Path, tmp_path: Path) -> None:
 
 def test_parts_are_put_together(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
-    room = store.make_room(1)
+    staging_dir = store.make_staging_dir(1)
     whole = WEIGHTS["weight"]
     for rank in (1, 0):
         part = Part(whole[:2] if rank == 0 else whole[2:], tuple(whole.shape), (2 * rank, 0))
         components = {"model": {"weight": part, "steps": WEIGHTS["steps"]}}
-        together = Together(room, rank, 2, patience_seconds=1)
+        sharded = ShardedSave(staging_dir, rank, 2, patience_seconds=1)
         if rank == 0:
-            store.save(1, components, {}, together=together)
+            store.save(1, components, {}, sharded=sharded)
         else:
-            store.write_share(1, components, {}, file_metadata={}, together=together)
+            store.write_share(1, components, {}, file_metadata={}, sharded=sharded)
     export_safetensors(tmp_path, tmp_path / "whole.safetensors")
     found = load_file(tmp_path / "whole.safetensors")
     assert torch.equal(found["weight"], whole)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.adapters import without_adapters
-from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.weights import read_weights, without_adapters
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.models.adapters import add_adapters, classifier_name

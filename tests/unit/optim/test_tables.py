@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.checkpoint.optimizer_state import OptimizerComponent
+from paceline.checkpoint.state import OptimizerComponent
 from paceline.errors import ModelError, RecipeError
 from paceline.models.dlrm import Dlrm
 from paceline.optim.build import build_optimizer

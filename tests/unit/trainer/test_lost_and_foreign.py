@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import manifest
+from paceline.checkpoint.format import MANIFEST
+from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
 from paceline.records.identity import read_identity
 from paceline.records.run_directory import RunDirectory
@@ -33,9 +34,9 @@ def make_older(run: Path) -> None:
     """Make a run as an earlier version left it: without an identity."""
     (run / "run.json").unlink()
     for checkpoint in (run / "checkpoints").glob("step-*"):
-        found = manifest.read_manifest(checkpoint)
+        found = read_manifest(checkpoint)
         facts = {key: value for key, value in found.facts.items() if key != "run"}
-        (checkpoint / manifest.FILE_NAME).write_bytes(manifest.to_bytes(replace(found, facts=facts)))
+        (checkpoint / MANIFEST).write_bytes(replace(found, facts=facts).to_bytes())
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ def test_a_copy_and_a_run_of_an_earlier_version_go_on(train_tiny: Train, runs: P
     identity = read_identity(RunDirectory(runs / "copy"))
     assert identity is not None
     assert identity.has_checkpoint
-    assert manifest.read_manifest(runs / "copy/checkpoints/step-00000012").facts["run"] == identity.id
+    assert read_manifest(runs / "copy/checkpoints/step-00000012").facts["run"] == identity.id
 
 
 # ------------------------------------------------------------------------------------------- lost records

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.components import check_inventory, fitted
+from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch

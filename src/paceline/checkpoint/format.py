@@ -1,0 +1,557 @@
+"""The files of a checkpoint: states as JSON with named tensors, tensors as safetensors, and the manifest.
+
+Nothing in these files can run code. A state is split into a JSON structure and named tensors. Plain JSON values stand
+for themselves, so that a person can read the structure; everything that JSON cannot say is an object with one key that
+begins with ``$``: tuples, dictionaries with keys that are not plain strings, floats that are not finite (with their
+exact bits), very large integers, and tensors.
+
+Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is taken
+on the way. They are read by the safetensors library, after the header's length has been checked.
+
+The manifest is the last file written. It lists every other file with size and SHA-256 and every tensor with dtype and
+shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from paceline.checkpoint.durable import (
+    FileFacts,
+    patient,
+    read_regular_file,
+    reporting_disk_errors,
+    write_file,
+)
+from paceline.errors import CheckpointError
+from paceline.files import LFS_POINTER, LFS_START
+from paceline.plain_json import load_json
+
+MANIFEST = "manifest.json"
+_FORMAT_VERSION = 1
+_SIZE_LIMIT_BYTES = 100_000_000  # of a manifest, and of a safetensors header
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
+_PART = re.compile(r"/part-\d{5}\.safetensors")
+
+_LARGEST_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
+
+_PREFIX_BYTES = 8
+_METADATA = "__metadata__"  # the one key that a safetensors header keeps for itself
+_RAW_DTYPES = "raw_dtypes"  # metadata entry: tensors whose dtype the format lacks, stored as bytes
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {code: name for name, code in _CODES.items()}
+_PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
+# What else is found under the name of a weights file, by its first bytes in lower case.
+_OTHERS = {
+    LFS_START[:8]: LFS_POINTER,
+    b"<!doctyp": "an HTML page: download the file itself",
+    b"<html": "an HTML page: download the file itself",
+    b"\x1f\x8b": "compressed by gzip: unpack it first",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Dtype name (``bfloat16``) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor | Part) -> TensorSpec:
+        """Describe a tensor on any device; of a part, the whole tensor."""
+        values = tensor.tensor if isinstance(tensor, Part) else tensor
+        return cls(str(values.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """This process's part of a tensor that is sharded over processes.
+
+    Attributes:
+        tensor: Its values; empty if another process has the same part and writes it.
+        shape: Of the whole tensor.
+        offsets: Where the part begins in it, in each dimension.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+# States as JSON and named tensors
+
+
+def encode(state: Any, *, where: str = "state") -> tuple[Any, dict[str, Tensor | Part]]:
+    """Split a state into a JSON-able structure and contiguous CPU tensors.
+
+    The keys of a flat dictionary of tensors are the tensor names, unchanged. Tensors that are already contiguous on the
+    CPU are not copied: write them before the state changes.
+
+    Args:
+        state: Nested dict, list, tuple, str, int, float, bool, None, tensors and parts of them.
+        where: First word of the path in an error, usually the component's name.
+
+    Raises:
+        CheckpointError: If an object inside is of another type; the message has its path and type.
+    """
+    encoder = _Encoded(state, where)
+    return encoder.structure, {name: map_tensors(tensor, _on_host) for name, tensor in encoder.tensors.items()}
+
+
+def inventory(state: Any, *, where: str = "state") -> dict[str, TensorSpec]:
+    """List the tensors of a state under their stored names, without copying any of them."""
+    return {name: TensorSpec.of(tensor) for name, tensor in _Encoded(state, where).tensors.items()}
+
+
+def map_tensors(state: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Rebuild the containers of a state with every tensor replaced by ``change(tensor)``."""
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, Part):
+        return replace(state, tensor=change(state.tensor))
+    if isinstance(state, Mapping):
+        return {key: map_tensors(value, change) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map_tensors(value, change) for value in state)
+    return state
+
+
+def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild the state that :func:`encode` took apart.
+
+    Raises:
+        CheckpointError: If the structure names a tensor that is absent, or is not of this format.
+    """
+    try:
+        return _decode(structure, tensors)
+    except (KeyError, ValueError, TypeError, struct.error, RecursionError) as error:
+        raise CheckpointError(f"the structure of a component is not valid: {error!r}") from error
+
+
+class _Encoded:
+    """A state taken apart: its ``structure``, and its ``tensors`` by name."""
+
+    def __init__(self, state: Any, where: str) -> None:
+        self.where, self.tensors = where, dict[str, Tensor | Part]()
+        try:
+            self.structure = self._encode(state, ())
+        except RecursionError:
+            raise CheckpointError(
+                f"{where} cannot be saved: it is nested too deeply or contains itself; give a flat state."
+            ) from None
+
+    def _encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, (Tensor, Part)):
+            return {"$tensor": self._add(value, path)}
+        if isinstance(value, dict):
+            return self._encode_dict(value, path)
+        # The exact type: a subclass (numpy.float64, an enum, a named tuple) would come back as another.
+        kind = type(value)
+        if kind is list or kind is tuple:
+            items = [self._encode(item, (*path, index)) for index, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind is float and not math.isfinite(value):
+            return {"$float": struct.pack(">d", value).hex()}
+        if kind is int and value.bit_length() > _LARGEST_PLAIN_BITS:
+            return {"$int": hex(value)}
+        if value is None or kind in (str, bool, int, float):
+            return value
+        raise self._unsupported("the value", value, path)
+
+    def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise self._unsupported("the key", key, path)
+        encoded = [(key, self._encode(item, (*path, key))) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(encoded)
+        return {"$dict": [[self._encode(key, path), item] for key, item in encoded]}
+
+    def _add(self, tensor: Tensor | Part, path: tuple[Any, ...]) -> str:
+        plain = (tensor.tensor if isinstance(tensor, Part) else tensor).detach()
+        is_dense = plain.layout is torch.strided and not plain.is_quantized and not plain.is_meta
+        if type(plain) is not Tensor or not is_dense:
+            raise self._unsupported("the tensor (only a dense, whole tensor with values can be saved)", tensor, path)
+        # 'a.b' may be one key or two; a lone surrogate cannot be written as UTF-8.
+        base = _utf8(".".join(map(str, path)) if path else "tensor")
+        name, count = base, 1
+        while name in self.tensors or name == _METADATA:
+            count += 1
+            name = f"{base}#{count}"
+        self.tensors[name] = replace(tensor, tensor=plain) if isinstance(tensor, Part) else plain
+        return name
+
+    def _unsupported(self, what: str, value: Any, path: tuple[Any, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{'.'.join((self.where, *map(str, path)))} cannot be saved: {what} is of type "
+            f"{type(value).__module__}.{type(value).__qualname__}, but a state holds only dict, list, tuple, str, int, "
+            "float, bool, None and torch.Tensor; convert it in state_dict()."
+        )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if on_host.is_contiguous():
+        return on_host
+    # Not by torch: in the thread that writes, it would begin threads beside those that compute, and as long as there
+    # are more of these than cores, OpenMP lets none of them wait actively: every operation of every step is held up.
+    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    numbers = np.ascontiguousarray(on_host.view(same_width[tensor.dtype.itemsize]).numpy())
+    return torch.from_numpy(numbers).view(tensor.dtype)
+
+
+def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    mark = next((key for key in node if key.startswith("$")), None)
+    if mark is None:
+        return {key: _decode(item, tensors) for key, item in node.items()}
+    ((_, content),) = node.items()  # a mark stands alone
+    match mark:
+        case "$tensor":
+            return tensors[content]
+        case "$tuple":
+            return tuple(_decode(item, tensors) for item in content)
+        case "$dict":
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+        case "$float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        case "$int":
+            return int(content, 16)
+    raise ValueError(f"unknown mark {mark!r}")
+
+
+# Tensors in a safetensors file
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The content of one safetensors file."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileFacts:
+    """Write contiguous CPU tensors to a new file and wait until the device has it.
+
+    Raises:
+        OSError: If the file exists, or the disk refuses.
+    """
+    # Widest elements first keeps every tensor aligned; then by name, so that equal states give equal files.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    raw = {name: TensorSpec.of(each).dtype for name, each in ordered if TensorSpec.of(each).dtype not in _CODES}
+    extra = {_RAW_DTYPES: json.dumps(raw)} if raw else {}
+    header: dict[str, Any] = {_METADATA: {**{_utf8(key): _utf8(value) for key, value in metadata.items()}, **extra}}
+    offset = 0
+    for name, tensor in ordered:
+        size, width = tensor.numel() * tensor.dtype.itemsize, [tensor.dtype.itemsize] if name in raw else []
+        code = _CODES.get(TensorSpec.of(tensor).dtype, "U8")
+        header[name] = {"dtype": code, "shape": [*tensor.shape, *width], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % _PREFIX_BYTES)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(_PREFIX_BYTES, "little")
+        yield text
+        for _, tensor in ordered:
+            # A contiguous tensor of at most one element may have any stride, which view() would refuse.
+            yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+    return write_file(path, pieces())
+
+
+def read_tensor_file(path: Path) -> TensorFile:
+    """Read any safetensors file, written by Paceline or not.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, or a pickle, which is never opened.
+    """
+    try:
+        with reporting_disk_errors("read", path):
+            content = read_regular_file(path)
+        return parse_tensor_file(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
+def parse_tensor_file(content: bytes) -> TensorFile:
+    """Build the tensors of a file from its bytes.
+
+    Raises:
+        ValueError: Naming the rule that is broken.
+    """
+    _, metadata, raw = _parse_header(content, len(content))
+    try:
+        tensors = load_safetensors(content)
+    except (SafetensorError, KeyError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"its header does not describe its content ({error})") from error
+    for name, dtype_name in raw.items():
+        dtype, stored = dtype_of(dtype_name), tensors.get(name)
+        if stored is None:
+            raise ValueError(f"it gives the dtype of {name!r}, which it lacks")
+        if stored.dtype is not torch.uint8 or stored.ndim == 0 or stored.shape[-1] != dtype.itemsize:
+            raise ValueError(f"it holds a tensor whose bytes do not fit its dtype {dtype_name!r}")
+        empty = torch.empty(stored.shape[:-1], dtype=dtype)
+        tensors[name] = stored.view(dtype).squeeze(-1) if stored.numel() else empty
+    metadata.pop(_RAW_DTYPES, None)
+    return TensorFile(tensors, metadata)
+
+
+@patient
+def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """List the tensors of a file, and its metadata, from its header alone.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: Naming the rule that is broken.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(_PREFIX_BYTES)
+        header, metadata, raw = _parse_header(start + file.read(_header_length(start, size)), size)
+    specs = {}
+    for name, entry in header.items():
+        code, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(shape, list) or not all(isinstance(side, int) for side in shape):
+            raise ValueError(f"its entry for {name!r} has no shape")
+        is_raw = name in raw
+        dtype = raw[name] if is_raw else _DTYPES.get(str(code))
+        if dtype is None:
+            raise ValueError(f"its tensor {name!r} has the unknown dtype {code!r}")
+        specs[name] = TensorSpec(dtype, tuple(shape[:-1] if is_raw else shape))
+    return specs, metadata
+
+
+def pickle_hint(start: bytes, name: str = "") -> str:
+    """Return a clause about pickles when a file begins like one, or is a program by its name; else an empty string."""
+    if name.endswith((".pt2", ".onnx")):
+        return "; a program of torch.export or ONNX has no weights to read by name: give the run that it was made from"
+    if start.startswith(_PICKLE_STARTS):
+        return (
+            "; it looks like a pickle (torch.save), which can run code and is never opened: convert it to safetensors"
+        )
+    return ""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"it holds a tensor of the unknown dtype {name!r}")
+    return found
+
+
+def _utf8(text: str) -> str:
+    # Lone surrogates have no UTF-8 form, and one bad letter must not cost a checkpoint.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _header_length(start: bytes, file_size: int) -> int:
+    if other := next((what for begin, what in _OTHERS.items() if start.lower().startswith(begin)), None):
+        raise ValueError(f"it is {other}")
+    hint = pickle_hint(start)
+    if len(start) < _PREFIX_BYTES:
+        raise ValueError(f"it has {file_size} bytes, too few for a header{hint}")
+    length = int.from_bytes(start[:_PREFIX_BYTES], "little")
+    if length > _SIZE_LIMIT_BYTES:
+        raise ValueError(f"its header claims {length} bytes, more than the limit of {_SIZE_LIMIT_BYTES}{hint}")
+    if length > file_size - _PREFIX_BYTES:
+        raise ValueError(f"its header claims {length} bytes, but the file has {file_size}{hint}")
+    return length
+
+
+def _parse_header(content: bytes, file_size: int) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Return the entries of the tensors, the metadata, and the dtypes of tensors that are stored as bytes."""
+    length = _header_length(content[:_PREFIX_BYTES], file_size)
+    try:
+        header = load_json(content[_PREFIX_BYTES : _PREFIX_BYTES + length])
+    except ValueError as error:
+        raise ValueError(f"its header is not JSON{pickle_hint(content[:_PREFIX_BYTES])}") from error
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    metadata = _strings(header.pop(_METADATA, {}), "metadata")
+    try:
+        raw = load_json(metadata.get(_RAW_DTYPES, "{}"))
+    except ValueError as error:
+        raise ValueError("its list of raw dtypes is not JSON") from error
+    return header, metadata, _strings(raw, "list of raw dtypes")
+
+
+def _strings(value: Any, what: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise ValueError(f"its {what} is not a JSON object of strings")
+    return value
+
+
+# The manifest
+
+
+@dataclass(frozen=True)
+class ComponentEntry:
+    """The files of one component by name, and its tensors by stored name."""
+
+    files: Mapping[str, FileFacts]
+    tensors: Mapping[str, TensorSpec]
+
+    @property
+    def tensor_files(self) -> list[str]:
+        """The files with the tensors: one, or one for each process that wrote a part."""
+        return sorted(name for name in self.files if name.endswith(".safetensors"))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint holds.
+
+    Attributes:
+        step: Optimizer steps done when it was taken.
+        facts: What the saver said about the run (world size, digest of the recipe, ...).
+        components: In the order they were registered.
+    """
+
+    step: int
+    facts: Mapping[str, Any]
+    components: Mapping[str, ComponentEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum of the component files; the manifest itself is not counted."""
+        return sum(file.size_bytes for entry in self.components.values() for file in entry.files.values())
+
+    def to_bytes(self) -> bytes:
+        """Write the manifest as JSON with its own digest."""
+        content = {
+            "format_version": _FORMAT_VERSION,
+            "step": self.step,
+            "facts": encode(dict(self.facts), where="facts")[0],
+            "components": {
+                name: {
+                    "files": {file: vars(facts) for file, facts in entry.files.items()},
+                    "tensors": {
+                        key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in entry.tensors.items()
+                    },
+                }
+                for name, entry in self.components.items()
+            },
+        }
+        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("ascii")
+
+
+def check_component_names(names: Iterable[str]) -> None:
+    """Refuse a name that could not be a file name, or that would overwrite the manifest.
+
+    Raises:
+        CheckpointError: Naming the component.
+    """
+    for name in names:
+        if not _COMPONENT.fullmatch(name):
+            raise CheckpointError(
+                f"{name!r} cannot name a component: use letters, digits, '_' and '-', "
+                "beginning with a letter, and not 'manifest'."
+            )
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint directory and check it against its own digest.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: Naming the rule that is broken.
+    """
+    file = path / MANIFEST
+    if patient(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
+        raise ValueError(f"it is larger than {_SIZE_LIMIT_BYTES} bytes")
+    try:
+        content = load_json(read_regular_file(file))
+    except ValueError as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    version = content.get("format_version")
+    if version != _FORMAT_VERSION or isinstance(version, bool):
+        raise ValueError(f"its format version is {version!r}, but this version of Paceline reads {_FORMAT_VERSION}")
+    if content.pop("digest", None) != _digest(content):
+        raise ValueError("its content does not match its own digest")
+    entries = _field(content, "components", dict)
+    for name in entries:
+        if not _COMPONENT.fullmatch(name):
+            raise ValueError(f"it names a component {name!r}, which is not allowed")
+    facts = decode(_field(content, "facts", dict), {})
+    if not isinstance(facts, dict):
+        raise ValueError("its facts are not an object")
+    components = {name: _component(name, entry) for name, entry in entries.items()}
+    return Manifest(_count(content, "step"), facts, components)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _component(name: str, entry: Any) -> ComponentEntry:
+    tensors, files = {}, {}
+    for key, value in _field(entry, "tensors", dict).items():
+        shape = _field(value, "shape", list)
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"it holds {shape!r} where a shape should be")
+        tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
+    for key, value in _field(entry, "files", dict).items():
+        digest = _field(value, "sha256", str)
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"it holds {digest!r} where a SHA-256 should be")
+        files[key] = FileFacts(_count(value, "size_bytes"), digest)
+    # Comparing with the only allowed names, not searching for '..', leaves no way out of the directory.
+    parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
+    expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())
+    if files.keys() != expected:
+        raise ValueError(f"it lists the files {sorted(files)} for {name!r}, expected {sorted(expected)}")
+    return ComponentEntry(files, tensors)
+
+
+def _count(value: Any, key: str) -> int:
+    number = _field(value, key, int)
+    if number < 0:
+        raise ValueError(f"its {key!r} is {number}, which is negative")
+    return number
+
+
+def _field(value: Any, key: str, kind: type[T]) -> T:
+    found = value.get(key) if isinstance(value, dict) else None
+    if type(found) is not kind:
+        raise ValueError(f"its entry {key!r} is {found!r}, expected {kind.__name__}")
+    return found

@@ -1,0 +1,144 @@
+"""Checkpoint components for a model and an optimizer whose tensors are sharded over processes.
+
+Their state has a :class:`Part` for each of torch's distributed tensors. It is restored from a checkpoint of any number
+of processes, sharded or not: each process reads the part that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from paceline.checkpoint.format import Part, TensorSpec, map_tensors
+from paceline.checkpoint.sharded import Chunk
+from paceline.checkpoint.state import check_optimizer_state, load_optimizer_state
+from paceline.errors import CheckpointError
+
+
+class ShardedModel:
+    """A module with distributed parameters as a component of a checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parts for distributed tensors; the others as they are."""
+        return {key: as_part(tensor) for key, tensor in self._module.state_dict().items()}
+
+    def chunk_of(self, key: str, spec: TensorSpec) -> Chunk | None:
+        """What this process holds of a stored tensor.
+
+        Raises:
+            CheckpointError: If the module has another tensor of this name.
+        """
+        live = self._module.state_dict().get(key)
+        if live is None:
+            return None  # reported by check_state_dict, with all others
+        if TensorSpec.of(live) != spec:
+            raise CheckpointError(
+                f"{key!r} is {spec} in the checkpoint, but the live object has {TensorSpec.of(live)}. Nothing is cast "
+                "or skipped on load: use the recipe it was saved with."
+            )
+        return chunk_of(live)
+
+    def check_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Raise :class:`CheckpointError` if names are missing or extra."""
+        live = self._module.state_dict()
+        differing = [*(key for key in live if key not in state), *(key for key in state if key not in live)]
+        if differing:
+            where = "absent in the checkpoint" if differing[0] in live else "not in the live object"
+            raise CheckpointError(
+                f"{differing[0]!r} is {where} ({len(differing)} such names); use the recipe it was saved with."
+            )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take over this process's parts, and the tensors that are whole."""
+        for key, live in self._module.state_dict().items():
+            mine = live.to_local() if isinstance(live, DTensor) else live
+            mine.copy_(state[key])
+
+
+class ShardedOptimizer:
+    """An optimizer of distributed parameters as a component of a checkpoint."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own state dictionary, with parts for distributed tensors."""
+        state: dict[str, Any] = map_tensors(self._optimizer.state_dict(), as_part)
+        return state
+
+    def chunk_of(self, key: str, spec: TensorSpec) -> Chunk | None:
+        """What this process holds of a stored tensor: the parameter's part, if the tensor has its shape."""
+        _, index, *_ = key.split(".")
+        parameter = self._parameters().get(int(index)) if index.isdigit() else None
+        if not isinstance(parameter, DTensor) or tuple(parameter.shape) != spec.shape:
+            return None
+        return chunk_of(parameter)
+
+    def check_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Raise :class:`CheckpointError` if the state is not of such an optimizer."""
+        check_optimizer_state(self._optimizer, self._distributed(state))
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take over a saved state, bit for bit."""
+        load_optimizer_state(self._optimizer, self._distributed(state))
+
+    def _parameters(self) -> dict[int, Tensor]:
+        return dict(enumerate(each for group in self._optimizer.param_groups for each in group["params"]))
+
+    def _distributed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = self._parameters()
+        entries = {
+            index: {name: _like(value, parameters.get(index)) for name, value in entry.items()}
+            for index, entry in state.get("state", {}).items()
+        }
+        return {**state, "state": entries}
+
+
+def as_part(tensor: Tensor) -> Tensor | Part:
+    """Return this process's part of a distributed tensor; any other tensor unchanged.
+
+    Of processes that hold the same part, only the first has values to write.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    chunk = chunk_of(tensor)
+    local: Tensor = tensor.to_local().detach()
+    if chunk is None:
+        return local
+    place = tensor.device_mesh.get_coordinate() or ()
+    is_copy = any(where and each.is_replicate() for where, each in zip(place, tensor.placements, strict=True))
+    return Part(local[:0] if is_copy else local, tuple(tensor.shape), chunk.offsets)
+
+
+def chunk_of(tensor: Tensor) -> Chunk | None:
+    """What this process holds of a tensor; None if that is all of it."""
+    if not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # untyped in torch
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _like(value: Any, parameter: Tensor | None) -> Any:
+    """Turn a part that was read into a tensor that is sharded like its parameter."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    local: Tensor = parameter.to_local()
+    if value.shape != local.shape or isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,373 @@
+"""The state of a run: named components, snapshots in host memory, and exact restoration.
+
+A component is anything with ``state_dict`` and ``load_state_dict``: a model, an optimizer, a counter. The registry
+copies all of them at one moment, and restores all of them, or none.
+
+``Optimizer.load_state_dict`` silently casts floating-point state to the dtype of its parameter: float32 moments over
+bfloat16 parameters lose half their bits. Here every saved tensor keeps its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.checkpoint.format import TensorSpec, check_component_names, inventory, map_tensors
+from paceline.checkpoint.sharded import Chunk, ChunkOf
+from paceline.errors import CheckpointError, did_you_mean
+from paceline.machine import available_cores
+
+State = Mapping[str, Any]
+
+WRAPPERS = ("module.", "_orig_mod.", "model.")
+"""What DistributedDataParallel, torch.compile and other trainers' classes put before every name."""
+
+_MOST_THREADS = 4  # more do not raise the memory's bandwidth
+# How the update is executed, not what it computes: these stay as the live optimizer has them.
+_EXECUTION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_COMPARED = _EXECUTION_OPTIONS | {"params", "param_names", "initial_lr"}
+# State that has its parameter's shape in every optimizer that uses the name.
+_PARAMETER_SHAPED = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+_SAME_RECIPE = "Use the recipe it was saved with."
+
+
+class Component(Protocol):
+    """Something whose state is saved and restored, such as a ``torch.nn.Module``."""
+
+    def state_dict(self) -> State:
+        """Return the state: nested containers of plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Take over a state that :meth:`state_dict` returned."""
+        ...
+
+
+@runtime_checkable
+class SelfChecking(Protocol):
+    """A component that checks a saved state itself, because its live one may be empty (a fresh optimizer)."""
+
+    def check_state_dict(self, state: State, /) -> None:
+        """Raise :class:`CheckpointError` if the state does not fit; change nothing."""
+        ...
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A component of whose tensors each process holds, and reads, only a part."""
+
+    def chunk_of(self, key: str, spec: TensorSpec, /) -> Chunk | None:
+        """What this process holds of a stored tensor; None if it is all of it."""
+        ...
+
+
+class Registry:
+    """Named components in the order they were added."""
+
+    def __init__(self) -> None:
+        self._components: dict[str, Component] = {}
+        self._copies = HostCopies()
+
+    def add(self, name: str, component: Component) -> None:
+        """Add a component under a new name.
+
+        Raises:
+            CheckpointError: If the name is taken, or cannot be a file name.
+        """
+        check_component_names([name])
+        if name in self._components:
+            raise CheckpointError(f"the component {name!r} is registered twice; give each its own name.")
+        self._components[name] = component
+
+    def snapshot(self) -> dict[str, State]:
+        """Copy every state to host memory, so that training may go on while the copy is written.
+
+        The copy waits for the device: this is the pause that a save costs. The next snapshot overwrites it.
+        """
+        states = {name: self._copies.take(name, component.state_dict()) for name, component in self._components.items()}
+        self._copies.settle()
+        return states
+
+    def chunks(self) -> dict[str, ChunkOf]:
+        """What this process holds of the tensors of sharded components, by component."""
+        return {name: each.chunk_of for name, each in self._components.items() if isinstance(each, Sharded)}
+
+    def restore(self, states: Mapping[str, State]) -> None:
+        """Give every component its state; all are checked before the first is changed.
+
+        Raises:
+            CheckpointError: If a component is missing or extra, or a state does not fit; names both.
+        """
+        missing = [name for name in self._components if name not in states]
+        extra = [name for name in states if name not in self._components]
+        if missing or extra:
+            parts = [f"it lacks {name!r}.{did_you_mean(name, extra)}" for name in missing]
+            parts += [f"it holds {name!r}, which this run does not use." for name in extra]
+            raise CheckpointError(
+                f"The checkpoint does not fit this run: {' '.join(parts)} {_SAME_RECIPE[:-1]}, "
+                "or start a new run from its weights with initialize_from."
+            )
+        for name, component in self._components.items():
+            with _naming(name):
+                if isinstance(component, SelfChecking):
+                    component.check_state_dict(states[name])
+                else:
+                    check_inventory(component.state_dict(), states[name], where=f"component {name!r}")
+        for name, component in self._components.items():
+            with _naming(name):
+                component.load_state_dict(dict(states[name]))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the component that an error is about: a state that was damaged or made by hand can fail anywhere."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"component {name!r} does not accept its saved state: {error!r}") from error
+
+
+def check_inventory(live: State, saved: State, *, where: str) -> None:
+    """Compare names, dtypes and shapes of the tensors; a live state without tensors is not compared.
+
+    Raises:
+        CheckpointError: Naming the component, the key, what was found and what was expected.
+    """
+    expected, found = inventory(dict(live), where=where), inventory(dict(saved), where=where)
+    if not expected or expected == found:
+        return
+    differing = [key for key in dict.fromkeys((*expected, *found)) if expected.get(key) != found.get(key)]
+    more = f" ({len(differing) - 1} more keys differ.)" if len(differing) > 1 else ""
+    raise CheckpointError(
+        f"{where}: {differing[0]!r} is {found.get(differing[0], 'absent')} in the checkpoint, but the live object has "
+        f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load: u{_SAME_RECIPE[1:]}{more}"
+    )
+
+
+def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
+    """Return weights without the wrapper prefixes that stand before every name, and these prefixes.
+
+    They are removed only if none of the network's own names has them.
+    """
+    prefix = ""
+    while not any(name.removeprefix(prefix) in live for name in saved):
+        wrapper = next((each for each in WRAPPERS if all(name.startswith(prefix + each) for name in saved)), None)
+        if not saved or wrapper is None:
+            return dict(saved), ""
+        prefix += wrapper
+    return {name.removeprefix(prefix): tensor for name, tensor in saved.items()}, prefix
+
+
+def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return weights under a network's names and in its dtypes, and notices of what was changed for that.
+
+    Half precision is widened to float32, which is exact.
+    """
+    state, prefix = without_prefix(live, saved)
+    notices = [f"all names begin with '{prefix}', which was left out"] if prefix else []
+    for name, tensor in state.items():
+        wanted = live.get(name)
+        is_half = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+        if is_half and isinstance(wanted, Tensor) and wanted.dtype == torch.float32:
+            state[name] = tensor.float()
+            notices.append(f"{str(tensor.dtype).removeprefix('torch.')} was cast to float32")
+    return state, tuple(dict.fromkeys(notices))
+
+
+class HostCopies:
+    """Host memory for one snapshot at a time; the next overwrites it.
+
+    New memory costs a page fault for every few thousand bytes, which takes longer than the copy. One copy of the state
+    is therefore held from the first save to the end of the run.
+    """
+
+    def __init__(self) -> None:
+        # Of each tensor: its dtype, shape and strides, and the copy.
+        self._copies: dict[tuple[str, int], tuple[Any, Tensor]] = {}
+        self._pending: list[tuple[Any, Any]] = []  # bytes to be copied on the CPU: where to, and from where
+        self._devices: set[torch.device] = set()
+
+    def take(self, name: str, state: Any) -> Any:
+        """Rebuild a component's state with every tensor in host memory, once :meth:`settle` has returned."""
+        number = iter(range(2**62))
+        return map_tensors(state, lambda tensor: self._copy((name, next(number)), tensor.detach()))
+
+    def settle(self) -> None:
+        """Copy what is on the CPU, and wait until the copies from other devices have arrived.
+
+        The copies on the CPU are shared out among Python's threads, which memory copies run in parallel. torch would
+        cut each copy into parts and wait for the slowest of its threads, hundreds of times over: on a machine that does
+        other work too, that costs many times as much.
+        """
+        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MOST_THREADS))]
+        filled = [0] * len(shares)
+        for pair in sorted(self._pending, key=lambda pair: -pair[0].nbytes):
+            least = filled.index(min(filled))
+            shares[least].append(pair)
+            filled[least] += pair[0].nbytes
+        with ThreadPoolExecutor(len(shares)) as threads:
+            for copying in [threads.submit(_copy_all, share) for share in shares]:
+                copying.result()
+        self._pending.clear()
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)
+        self._devices.clear()
+
+    def _copy(self, key: tuple[str, int], live: Tensor) -> Tensor:
+        if live.layout != torch.strided or live.is_meta:
+            return live  # cannot be written to a file: refused by name when it is to be written
+        live = live.resolve_conj().resolve_neg()
+        kind = live.dtype, live.shape, live.stride()
+        known, copy = self._copies.get(key, (None, live))
+        if known != kind:
+            # Page-locked for CUDA, so that the device copies by itself, and all tensors at once.
+            copy = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
+            self._copies[key] = kind, copy
+        if live.device.type == "cpu" and live.stride() == copy.stride() and _is_dense(live):
+            self._pending.append((_bytes_of(copy), _bytes_of(live)))
+            return copy
+        with torch.no_grad():
+            copy.copy_(live, non_blocking=live.is_cuda)
+        if live.is_cuda:
+            self._devices.add(live.device)
+        return copy
+
+
+def _copy_all(pairs: list[tuple[Any, Any]]) -> None:
+    for copy, live in pairs:
+        np.copyto(copy, live)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, in whatever order."""
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+class OptimizerComponent:
+    """An optimizer as a component of a checkpoint."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's own state dictionary."""
+        return self.optimizer.state_dict()
+
+    def check_state_dict(self, state: State, /) -> None:
+        """Raise :class:`CheckpointError` if the state is not of such an optimizer."""
+        check_optimizer_state(self.optimizer, state)
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take over a saved state, bit for bit."""
+        load_optimizer_state(self.optimizer, state)
+
+
+def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
+    """Restore an optimizer: its options, and its per-parameter state with the saved dtypes.
+
+    Tensors go where the optimizer wants them (moments to their parameter's device, in the parameter's memory format).
+    The options that say only how the update is executed (``fused``, ``foreach``, ...) keep their live values.
+
+    Raises:
+        CheckpointError: If the state has other groups, parameters, options or shapes; then nothing changed.
+    """
+    check_optimizer_state(optimizer, state)
+    groups = []
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        defaults = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**defaults, **saved, **{key: group[key] for key in _EXECUTION_OPTIONS if key in group}})
+    optimizer.load_state_dict({**state, "param_groups": groups})
+    parameters = _parameters(optimizer, groups)
+    for index, values in state["state"].items():
+        if index in parameters:
+            parameter = parameters[index]
+            optimizer.state[parameter] = _with_saved_bits(values, optimizer.state[parameter], parameter)
+
+
+def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
+    """Compare a saved state with an optimizer that may not have made a step yet.
+
+    Raises:
+        CheckpointError: Naming the group or parameter, what was found and what was expected.
+    """
+    if not {"state", "param_groups"} <= state.keys():
+        raise CheckpointError(
+            f"optimizer: the saved state holds {sorted(map(str, state))}, expected 'state' and 'param_groups'."
+        )
+    saved_groups, live_groups = state["param_groups"], optimizer.param_groups
+    if len(saved_groups) != len(live_groups):
+        raise CheckpointError(
+            f"optimizer: the checkpoint has {len(saved_groups)} parameter groups, "
+            f"but the live optimizer has {len(live_groups)}. {_SAME_RECIPE}"
+        )
+    for index, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
+        if len(saved["params"]) != len(live["params"]):
+            raise CheckpointError(
+                f"optimizer: parameter group {index} has {len(saved['params'])} parameters in the checkpoint, "
+                f"but {len(live['params'])} in the live optimizer. {_SAME_RECIPE}"
+            )
+        unknown = sorted(saved.keys() - live.keys() - _NOT_COMPARED)
+        absent = sorted(live.keys() - saved.keys() - _NOT_COMPARED)
+        # A newer PyTorch may know one more option: its default is kept. Differing both ways is another optimizer.
+        if unknown and absent:
+            raise CheckpointError(
+                f"optimizer: parameter group {index} was saved by another optimizer: it has {', '.join(unknown)} "
+                f"and lacks {', '.join(absent)}. {_SAME_RECIPE}"
+            )
+    parameters = _parameters(optimizer, saved_groups)
+    for key, values in state["state"].items():
+        _check_parameter_state(key, values, parameters)
+
+
+def _check_parameter_state(key: Any, values: Any, parameters: Mapping[Any, Tensor]) -> None:
+    if isinstance(key, int) and key not in parameters:
+        raise CheckpointError(
+            f"optimizer: the checkpoint has state for parameter {key}, which is in none of its groups."
+        )
+    if key not in parameters or not isinstance(values, Mapping):
+        return
+    expected = list(parameters[key].shape)
+    for name in _PARAMETER_SHAPED & values.keys():
+        value = values[name]
+        if isinstance(value, Tensor) and list(value.shape) != expected:
+            raise CheckpointError(
+                f"optimizer: {name!r} of parameter {key} has the shape {list(value.shape)} in the checkpoint, "
+                f"but the live parameter has {expected}. {_SAME_RECIPE}"
+            )
+
+
+def _parameters(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
+    return {
+        index: parameter
+        for saved, live in zip(saved_groups, optimizer.param_groups, strict=True)
+        for index, parameter in zip(saved["params"], live["params"], strict=True)
+    }
+
+
+def _with_saved_bits(saved: Any, loaded: Any, parameter: Tensor) -> Any:
+    """Take the structure and devices that the optimizer chose, with the values and dtypes that were saved."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        if saved.shape != parameter.shape:
+            return saved.detach().to(loaded.device, copy=True)
+        # Moments in another memory format than their parameter would take the optimizer's slow path.
+        like = torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device, requires_grad=False)
+        with torch.no_grad():
+            return like.copy_(saved)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        return {key: _with_saved_bits(saved.get(key, value), value, parameter) for key, value in loaded.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(saved)(_with_saved_bits(*pair, parameter) for pair in zip(saved, loaded, strict=True))
+    return loaded

@@ -1,0 +1,400 @@
+"""Decide whether a run directory is new, resumable or complete, and whether this run may use it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, step_of
+from paceline.data.balance import SampleLengths
+from paceline.errors import RunDirectoryError
+from paceline.recipe.load import stored_recipe, to_yaml
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.records.environment import capture_environment
+from paceline.records.identity import had_checkpoint, read_identity
+from paceline.records.ledger import ledger_files
+from paceline.records.lengths import write_lengths
+from paceline.records.reader import (
+    read_environment,
+    read_events,
+    read_json,
+    read_plan_to_resume,
+    read_recipe,
+    read_summary,
+)
+from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
+from paceline.telemetry.trackers import TRACKERS
+from paceline.trainer.resuming import fixed_differences, prepare_resume, settle_identity
+
+# Numbers of the plan that must not change at a resume: arithmetic and samples depend on them.
+_FIXED_NUMBERS = {
+    "precision": "train.precision",
+    "channels_last": "model.channels_last",
+    "train_samples": "data.path",
+    "steps_per_epoch": "batch.global_size",
+    # Otherwise a longer run would freeze again what it trains already.
+    "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
+    "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
+    "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
+}
+
+# Those that an exact run must also keep: its bits depend on them.
+_FIXED_IF_EXACT = {
+    "strategy": "parallel.exact",
+    "logical_ranks": "parallel.logical_ranks",
+    "threads_per_process": "parallel.threads",
+    "compile": "model.compile",
+}
+
+# These affect the bits only where the CPU computes.
+_ON_CPU_ONLY = ("threads_per_process",)
+
+# Numbers that may change at a resume, with a notice: arithmetic then rounds differently.
+_BITS = {
+    "logical_ranks": "micro-batches per step",
+    "world_size": "processes",
+    "device": "device",
+    "threads_per_process": "threads per process",
+    "compile": "compiled",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user asked for.
+
+    Attributes:
+        recipe: The resolved recipe.
+        plan: Its plan in this world.
+        resume: ``auto``, ``never``, or the path of a checkpoint of this run.
+        device_facts: What the trainer knows of the device, for environment.json.
+        lengths: Lengths of the training samples, where these matter.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    resume: str
+    device_facts: dict[str, Any]
+    lengths: SampleLengths | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeDecision:
+    """How the run begins.
+
+    Attributes:
+        choice: The checkpoint to resume from, if any.
+        identity: The run's identity, which its checkpoints carry; empty if it is completed.
+        completed: True if there is nothing left to do.
+        resumes: How often the run was resumed before.
+        notices: What the user should know.
+    """
+
+    choice: Choice
+    identity: str = ""
+    completed: bool = False
+    resumes: int = 0
+    notices: tuple[str, ...] = ()
+
+
+class RunLock:
+    """Keeps two launches from writing to one run directory; released by the system even after SIGKILL."""
+
+    def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
+        self._root, self._is_new = directory.root, is_new
+        path = directory.root / ".lock"
+        try:
+            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise cannot("open", path, error) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise RunDirectoryError(
+                f"another process is training in '{directory.root}', or a run that failed still saves there; wait for "
+                "it, stop it, or choose another --run-dir."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: the check is a courtesy
+
+    def outlast(self, under_way: Future[Any]) -> None:
+        """Keep others out until this save is over too, even if the lock is released before."""
+        # The system holds the lock as long as one descriptor of it is open.
+        another = os.dup(self._descriptor)
+        under_way.add_done_callback(lambda _: os.close(another))
+
+    def release(self) -> None:
+        """Let others in; a directory made for this run in which nothing was written is removed."""
+        # A directory that is gone must not hide why the run ends.
+        with contextlib.suppress(OSError):
+            if self._is_new and os.listdir(self._root) == [".lock"]:
+                (self._root / ".lock").unlink()
+                self._root.rmdir()
+        os.close(self._descriptor)
+
+
+def open_directory(directory: RunDirectory, asked: Asked) -> ResumeDecision:
+    """On the first rank: check the directory, write what was asked, and choose where to begin.
+
+    Raises:
+        RunDirectoryError: If the directory holds something else, or a run that this recipe does not continue.
+        CheckpointError: If there are, or were, checkpoints but none is whole.
+    """
+    try:
+        return _open(directory, asked)
+    except OSError as error:
+        raise cannot("use", Path(error.filename or directory.root), error) from error
+
+
+def _open(directory: RunDirectory, asked: Asked) -> ResumeDecision:
+    if not directory.exists() or never_trained(directory):
+        return _begin(directory, asked)
+    check_same_run(directory, asked)
+    notices = _notices(directory, read_plan_to_resume(directory), asked)
+    wanted = _wanted(directory, asked.resume)
+    if asked.resume == "never" and CheckpointStore(directory.checkpoints).steps():
+        raise RunDirectoryError(
+            f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
+            "or leave --resume out to go on with it."
+        )
+    if wanted is None and _is_complete(directory, asked):
+        return ResumeDecision(choice=Choice(None, 0), completed=True)
+    check_links(directory)
+    resumes = 0
+    if directory.events.is_file():  # before the records are cut back
+        resumed = read_events(directory.events, kinds={"resume"})
+        resumes = max((int(event["resumes"]) for event in resumed), default=0)
+    choice = prepare_resume(directory, wanted, asked.recipe, asked.plan.total_steps)
+    return _take(directory, asked, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
+
+
+def _take(directory: RunDirectory, asked: Asked, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
+    """Write what was asked, and leave nothing there that is no longer true."""
+    aside = tuple(_set_damaged_aside(directory))
+    # The outcome of an earlier launch is outdated: only a launch that ends writes it anew.
+    for each in (directory.summary, directory.mlperf_log, *outdated):
+        with contextlib.suppress(NotADirectoryError):  # reported by what would write there
+            each.unlink(missing_ok=True)
+    for folder in (directory.checkpoints, directory.ledger):
+        folder.mkdir(exist_ok=True)
+    identity = settle_identity(directory, decision.choice)
+    sync_directory(directory.root)
+    environment = capture_environment(asked.device_facts)
+    if asked.lengths is not None and asked.plan.lengths_sha256 is not None:
+        write_lengths(directory.sample_lengths, asked.lengths.tokens)
+    write_json(directory.plan, asked.plan.to_tree())
+    write_json(directory.environment, environment)
+    # Last, since a directory counts as a run's once its recipe is there.
+    write_text(directory.recipe, to_yaml(asked.recipe))
+    choice = replace(decision.choice, incidents=(*decision.choice.incidents, *aside))
+    return replace(decision, choice=choice, identity=identity)
+
+
+def check_links(directory: RunDirectory) -> None:
+    """Refuse dangling links: the disk they lead to may come back, and their targets must not be created anew.
+
+    Raises:
+        RunDirectoryError: Naming the first.
+    """
+    for path in (directory.checkpoints, directory.ledger, directory.events):
+        if path.is_symlink() and not path.exists():
+            raise RunDirectoryError(
+                f"'{path}' is a link to '{os.readlink(path)}', which is not there; nothing was changed. Mount its "
+                "disk, or correct the link."
+            )
+
+
+def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    """Rename outputs that no run depends on and that cannot be read; yields an incident for each."""
+    best = directory.checkpoints / BEST_FILE_NAME
+    for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log, best):
+        why = _damage_of(directory, path)
+        if why is None:
+            continue
+        count = 1
+        while (target := path.with_name(f"{path.name}.damaged{'' if count == 1 else f'-{count}'}")).exists():
+            count += 1
+        path.rename(target)
+        yield "damaged_output", f"{path.name} was set aside as {target.name}: {why}"
+
+
+def _damage_of(directory: RunDirectory, path: Path) -> str | None:
+    """Why a file cannot be read as what its name says; None if it can, or is not there."""
+    if not path.exists():
+        return None
+    if not path.is_file():
+        return "it is not a file"
+    try:
+        if path == directory.summary:
+            read_summary(directory)
+        elif path.suffix == ".json":
+            read_json(path)
+        if path == directory.identity and read_identity(directory) is None:
+            return "it lacks 'id' or 'has_checkpoint'"
+    except RunDirectoryError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # the disk refused: that is no damage
+        return str(error)
+    return None
+
+
+def _begin(directory: RunDirectory, asked: Asked) -> ResumeDecision:
+    root = directory.root
+    check_links(directory)
+    if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
+        raise RunDirectoryError(
+            f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
+        )
+    if asked.resume not in ("auto", "never"):
+        of_run = Path(asked.resume).parent.parent
+        meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
+        raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
+    tracked = [directory.tracked(name) for name in TRACKERS]
+    outdated = (directory.events, directory.confusion, directory.examples, *tracked)
+    return _take(directory, asked, ResumeDecision(choice=Choice(None, 0)), *outdated)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a launch that was killed early, or a batch job, may have left this file before there was a run."""
+    ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", "run.json", ".lock")
+    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", ".run", "slurm-")
+    return name in ours or name.startswith(begun)
+
+
+def never_trained(directory: RunDirectory) -> bool:
+    """Whether no step was ever taken: nothing here then needs to be kept."""
+    used = any(path.stat().st_size for path in ledger_files(directory.ledger))
+    return not used and not CheckpointStore(directory.checkpoints).steps() and not had_checkpoint(directory)
+
+
+def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None = None) -> None:
+    """Check that what was asked for continues a run.
+
+    Args:
+        directory: Holds the run's recipe and plan.
+        asked: What was asked for.
+        address: Where the run is of which these are copies; None if it is there.
+
+    Raises:
+        RunDirectoryError: If it does not.
+    """
+    where = f"'{directory.root}'" if address is None else address
+    elsewhere = "in another --run-dir" if address is None else "at another address (checkpoint.mirror)"
+    stored = stored_recipe(read_recipe(directory), str(directory.recipe))
+    if listed := fixed_differences(stored, asked.recipe):
+        if address is not None:
+            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Begin {elsewhere}.")
+        raise RunDirectoryError(
+            f"{where} holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own recipe: "
+            f"paceline train {directory.recipe} --run-dir {directory.root}"
+        )
+    plan = read_plan_to_resume(directory)
+    fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
+    for number, key in fixed.items():
+        if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
+            continue
+        # A key that the plan lacks is newer than the run.
+        new = getattr(asked.plan, number)
+        old = plan.get(number, new)
+        if old != new:
+            raise RunDirectoryError(
+                f"the run in {where} has {number}={old}, but here it comes to {new}; it can only go on as "
+                f"before (see {key})."
+            )
+    if plan.get("powersgd_start_step") is not None:
+        raise RunDirectoryError(
+            f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
+            f"state. Begin a new run {elsewhere}, with model.initialize_from set to its weights."
+        )
+    task, asked_task = plan["data"].get("task"), asked.plan.data.get("task")
+    if task != asked_task:
+        raise RunDirectoryError(
+            f"the run in {where} trains the task {task}, not {asked_task}; go on with the same, or begin {elsewhere}."
+        )
+    _check_same_data(plan["data"], asked, where, elsewhere)
+
+
+def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewhere: str) -> None:
+    now = asked.plan.data
+    if before.get("digest") != now.get("digest"):
+        raise RunDirectoryError(
+            f"the data of the run in {where} has changed since it began: other files, names or sizes; "
+            f"restore them, or begin {elsewhere}."
+        )
+    # Runs of earlier versions, and of data sets that are too large for it, have no such digest.
+    if before.get("content_digest") != now.get("content_digest") and before.keys() & now.keys() >= {"content_digest"}:
+        raise RunDirectoryError(
+            f"images of the run in {where} have changed since it began, under the same names and sizes "
+            f"({asked.plan.reasons.get('data.content_digest', 'other pixels')}): restore them, or begin {elsewhere}."
+        )
+    if before.get("teacher") != now.get("teacher"):
+        raise RunDirectoryError(
+            f"the run in {where} began with another teacher than {asked.recipe.distillation.teacher} is "
+            f"now; give distillation.teacher the same weights, best a checkpoint's file, or begin {elsewhere}."
+        )
+
+
+def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> tuple[str, ...]:
+    """Say what has changed and may change."""
+    notices = []
+    for number, name in _BITS.items():
+        if plan["strategy"] == "exact" and number == "world_size":
+            continue
+        if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
+            continue
+        now = getattr(asked.plan, number)
+        before = plan.get(number, now)
+        if before != now:
+            mixes = asked.recipe.data.mix.mixup > 0 or asked.recipe.data.mix.cutmix > 0
+            pairs = ", otherwise mixed" * (number == "logical_ranks" and mixes)
+            notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")
+    before, now = None, asked.device_facts["torch"]
+    with contextlib.suppress(RunDirectoryError):
+        before = read_environment(directory).get("torch")
+    if before is not None and before != now:
+        notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
+    if asked.plan.strategy == "exact" != plan["strategy"]:
+        notices.append("parallel.exact: off before, on now: the same samples, but not the same bits")
+    elif "fsdp" in (plan["strategy"], asked.plan.strategy) and plan["strategy"] != asked.plan.strategy:
+        before, now = plan["strategy"], asked.plan.strategy
+        notices.append(f"strategy: {before} before, {now} now: the same samples, but perhaps not the same bits")
+    recipe = stored_recipe(read_recipe(directory), str(directory.recipe))
+    before, now = recipe.parallel.gradient_compression, asked.recipe.parallel.gradient_compression
+    if before != now:
+        notices.append(f"gradients: sent as {before} before, {now} now: the same samples, but not the same bits")
+    if plan["total_steps"] != asked.plan.total_steps:
+        before, now = plan["total_steps"], asked.plan.total_steps
+        notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
+    return tuple(notices)
+
+
+def _wanted(directory: RunDirectory, resume: str) -> Path | None:
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume)
+    if path.parent.resolve() != directory.checkpoints.resolve() or step_of(path) is None:
+        raise RunDirectoryError(
+            f"--resume={resume} is no checkpoint of the run in '{directory.root}'; give one of its "
+            "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
+        )
+    return path
+
+
+def _is_complete(directory: RunDirectory, asked: Asked) -> bool:
+    if not directory.summary.is_file() or _damage_of(directory, directory.summary) is not None:
+        return False
+    summary = read_summary(directory)
+    if summary.status != "completed" or asked.plan.total_steps > read_plan_to_resume(directory)["total_steps"]:
+        return False
+    if summary.details.get("ending") != "patience":
+        return True
+    before = stored_recipe(read_recipe(directory), str(directory.recipe)).evaluate.patience
+    return before == asked.recipe.evaluate.patience

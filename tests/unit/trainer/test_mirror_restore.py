@@ -1,0 +1,246 @@
+"""A copy at an address is gone on from when it is whole and this run's, and nothing there is lost by a mistake."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint.mirror import Found, read_commits
+from paceline.checkpoint.store import Choice
+from paceline.distributed.collectives import Collectives
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
+from paceline.recipe.load import load_recipe
+from paceline.report.audit import audit_run
+from paceline.storage.remote import Remote
+from paceline.telemetry.display import SilentDisplay
+from paceline.trainer import mirror_restore, mirroring
+from paceline.trainer.run_dir_checks import ResumeDecision
+from paceline.trainer.train import Options, train_recipe
+from paceline.world import World
+
+pytest.importorskip("fsspec", reason="the extra http (fsspec) is not installed")
+
+Train = Callable[..., Any]
+SAVES = {"checkpoint.every": "2 steps", "checkpoint.keep": 3, "evaluate.every": "off"}
+
+
+@pytest.fixture
+def address(runs: Path) -> str:
+    return f"file://{runs}/copy"
+
+
+@pytest.fixture
+def mirrored(train_tiny: Train, address: str) -> Train:
+    """Trains as ``train_tiny`` does, with copies at the address."""
+
+    def train(name: str, overrides: Any = None, **more: Any) -> Any:
+        return train_tiny(name, {**SAVES, "checkpoint.mirror": address, **(overrides or {})}, **more)
+
+    return train
+
+
+def steps_at(address: str) -> list[int]:
+    return [each.step for each in read_commits(Remote(address)).commits]
+
+
+def incidents(events: Callable[..., Any], run_dir: Path) -> list[str]:
+    return [f"{each['incident']}: {each['message']}" for each in events(run_dir, "incident")]
+
+
+class OneOfTwo(Collectives):
+    """The first of two processes, of which the other waits for nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(World(rank=0, world_size=2))
+        self.seconds: list[float] = []
+
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.seconds.append(time.perf_counter() - begun)
+
+
+def test_what_takes_longer_than_processes_wait_is_waited_for_in_parts() -> None:
+    """Reading a checkpoint of 100 GB takes longer than parallel.timeout, after which a collective fails."""
+    recipe = load_recipe("digits", ["parallel.timeout=1 seconds"]).recipe
+    collectives = OneOfTwo()
+
+    def read() -> str:
+        time.sleep(1.2)
+        return "whole"
+
+    assert mirror_restore.on_first_however_long(collectives, recipe, read, name="read") == "whole"
+    assert len(collectives.seconds) > 3
+    assert max(collectives.seconds) < 1
+
+
+def test_an_error_of_what_takes_long_reaches_the_caller() -> None:
+    def read() -> str:
+        raise CheckpointError("torn")
+
+    recipe = load_recipe("digits").recipe
+    for collectives in (OneOfTwo(), Collectives(World())):
+        with pytest.raises(CheckpointError, match="torn"):
+            mirror_restore.on_first_however_long(collectives, recipe, read, name="read")
+
+
+def test_a_mistaken_resume_deletes_no_copy(mirrored: Train, address: str, runs: Path) -> None:
+    mirrored("run")
+    before = steps_at(address)
+    shutil.rmtree(runs / "run")
+    for resume in ("run/checkpoints/step-00000001", "other/checkpoints/step-00000001"):
+        with pytest.raises(RunDirectoryError, match="there is no run in"):
+            mirrored("run", resume=str(runs / resume))
+        assert steps_at(address) == before
+    # Another recipe is refused with the checkpoint here, and deletes nothing either.
+    mirrored("run")
+    with pytest.raises(RunDirectoryError, match="another recipe"):
+        mirrored("run", {"seed": 9}, resume=str(runs / "run/checkpoints/step-00000008"))
+    assert steps_at(address)[0] == before[0]
+
+
+def test_a_checkpoint_that_was_asked_for_comes_from_the_copy(
+    mirrored: Train, address: str, runs: Path, events: Callable[..., Any]
+) -> None:
+    first = mirrored("run")
+    back_to = steps_at(address)[1]
+    shutil.rmtree(runs / "run")
+    again = mirrored("run", resume=str(runs / f"run/checkpoints/step-{back_to:08d}"))
+    assert [each["step"] for each in events(again.run_dir, "resume")] == [back_to]
+    assert again.summary.weights_sha256 == first.summary.weights_sha256
+    assert steps_at(address)[0] == 8
+
+
+@pytest.mark.parametrize("gone", ["run", "run/checkpoints"])
+def test_the_copy_is_of_the_same_run(mirrored: Train, runs: Path, events: Callable[..., Any], gone: str) -> None:
+    whole = mirrored("whole", {"checkpoint.mirror": None})
+    first = mirrored("run", {"train.until": "6 steps"})
+    identity = (first.run_dir / "run.json").read_text()
+    shutil.rmtree(runs / gone)
+    again = mirrored("run")
+    assert [each["step"] for each in events(again.run_dir, "resume")] == [6]
+    assert again.summary.weights_sha256 == whole.summary.weights_sha256
+    assert (again.run_dir / "run.json").read_text() == identity
+    assert incidents(events, again.run_dir) == []
+    assert audit_run(again.run_dir).passed
+
+
+@pytest.mark.parametrize("initial", ["nowhere.safetensors", None])
+def test_what_is_damaged_is_no_reason_to_begin_anew_over_it(
+    mirrored: Train, address: str, runs: Path, initial: str | None
+) -> None:
+    mirrored("run")
+    shutil.rmtree(runs / "run")
+    for commit in (runs / "copy/commits").iterdir():
+        commit.write_bytes(commit.read_bytes()[:100])
+    before = sorted(path for path in (runs / "copy").rglob("*") if path.is_file())
+    recipe = load_recipe("digits", {"checkpoint.mirror": address, "model.initialize_from": initial}).recipe
+    assert not mirror_restore.goes_on(recipe, runs / "run", World(world_size=1, local_world_size=1))
+    with pytest.raises(StorageError, match=r"no commit at .* is whole"):
+        mirrored("run")
+    assert sorted(path for path in (runs / "copy").rglob("*") if path.is_file()) == before
+    assert not (runs / "run").exists()
+
+
+def test_without_initial_weights_nothing_is_begun() -> None:
+    begins = ResumeDecision(choice=Choice(None, 0))
+    recipe = load_recipe("digits", {"model.initialize_from": "x.safetensors"}).recipe
+    with pytest.raises(CheckpointError, match="initial weights were left out"):
+        mirror_restore.check_begun(True, recipe, begins)
+    mirror_restore.check_begun(False, recipe, begins)
+    mirror_restore.check_begun(True, load_recipe("digits", {}).recipe, begins)
+
+
+def test_a_host_that_comes_back_late_deletes_no_later_copy(
+    mirrored: Train, address: str, runs: Path, events: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrored("run", {"train.until": "4 steps"})
+    shutil.copytree(runs / "run", runs / "late")
+    mirrored("run")
+    there, asked = steps_at(address), list[Remote]()
+
+    def away_at_first(remote: Remote) -> Found:
+        asked.append(remote)
+        if len(asked) == 1:
+            raise StorageError("cannot list: away")
+        return read_commits(remote)
+
+    monkeypatch.setattr(mirror_restore, "read_commits", away_at_first)
+    late = mirrored("late")
+    assert late.summary.step == 8
+    assert steps_at(address) == there
+    assert any("holds a copy of step 8" in each for each in incidents(events, late.run_dir))
+
+
+def test_checkpoints_on_a_disk_that_is_away_are_not_replaced_by_the_copy(mirrored: Train, runs: Path) -> None:
+    mirrored("run", {"train.until": "4 steps"})
+    (runs / "run/checkpoints").rename(runs / "disk")
+    (runs / "run/checkpoints").symlink_to(runs / "mounted-there")
+    before = {path: path.read_bytes() for path in sorted((runs / "run").rglob("*")) if path.is_file()}
+    with pytest.raises(RunDirectoryError, match="is a link to"):
+        mirrored("run")
+    assert {path: path.read_bytes() for path in sorted((runs / "run").rglob("*")) if path.is_file()} == before
+
+
+def test_another_recipe_is_refused_before_anything_is_fetched(mirrored: Train, address: str, runs: Path) -> None:
+    mirrored("run")
+    with pytest.raises(RunDirectoryError, match=r"copy of a run of another recipe: seed was .* at another address"):
+        mirrored("other", {"seed": 9})
+    assert not (runs / "other").exists()
+
+
+def test_of_several_processes_only_the_first_needs_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(remote: Remote) -> Found:
+        raise StorageError("no route")
+
+    monkeypatch.setattr(mirror_restore, "read_commits", unreachable)
+    plain = load_recipe("digits", {"checkpoint.mirror": "file:///nowhere/x"}).recipe
+    initial = load_recipe("digits", {"checkpoint.mirror": "file:///x", "model.initialize_from": "x"}).recipe
+    two = World(world_size=2, local_world_size=2)
+    assert not mirror_restore.goes_on(plain, None, two)
+    # Told by the first one, when all have joined: nobody waits for one that has gone.
+    assert not mirror_restore.goes_on(initial, None, two)
+    with pytest.raises(StorageError):
+        mirror_restore.goes_on(plain, None, World(world_size=1, local_world_size=1))
+
+    class Disagreeing(Collectives):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, not value]
+
+    with pytest.raises(LaunchError, match=r"others \(rank 1\)"):
+        mirror_restore.check_all_go_on(True, initial, Disagreeing(two))
+    mirror_restore.check_all_go_on(True, plain, Disagreeing(two))
+
+
+def test_what_lacks_of_a_complete_run_is_sent_or_told(
+    mirrored: Train,
+    address: str,
+    runs: Path,
+    tiny_recipe: Path,
+    tiny_task: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(mirroring, "REQUEST_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(mirror_restore, "REQUEST_PATIENCE_SECONDS", 0.3)
+
+    class Listening(SilentDisplay):
+        def message(self, text: str) -> None:
+            said.append(text)
+
+    mirrored("run")
+    shutil.rmtree(runs / "copy")
+    assert mirrored("run").was_complete
+    assert steps_at(address) == [8]
+    shutil.rmtree(runs / "copy")
+    (runs / "copy").touch()  # no folder can be made there
+    recipe = load_recipe(tiny_recipe, {**SAVES, "checkpoint.mirror": address})
+    train_recipe(recipe, Options(run_dir=runs / "run", display=Listening(), task=tiny_task()))
+    assert any(text.startswith("the newest checkpoint of this run is not at") for text in said), said
