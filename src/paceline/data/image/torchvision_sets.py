@@ -153,7 +153,7 @@ def _open_splits(
     if "download" in parameters:
         arguments["download"] = False  # a few classes would, if nobody said
     # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
-    key = next((each for each in _SPLIT_PARAMETERS if each in parameters or _is_mnist(name)), None)
+    key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
     if key is None or (key in options):
         return [_made(made, name, root, arguments)], ""
     words: Sequence[Any] = (True,) if key == "train" else _TRAIN
@@ -171,10 +171,6 @@ def _open_splits(
 
 class _NoSuchSplitError(Exception):
     """The class knows none of the words for a split."""
-
-
-def _is_mnist(name: str) -> bool:
-    return name in _PICKLED
 
 
 def _first(
@@ -240,7 +236,7 @@ def _labels(dataset: Any, name: str) -> Ids:
     """A class for each image: from a list that the data set has, or else by asking for every image once."""
     if len(dataset) == 0:
         raise DataError(f"data.dataset={PREFIX}{name} has no images: correct data.path or data.options.")
-    samples = next((found for key in _FILES if _is_pairs(found := getattr(dataset, key, None), len(dataset))), None)
+    samples = _pairs(dataset, len(dataset))
     lists = [getattr(dataset, key, None) for key in _LABELS]
     lists += [] if samples is None else [[label for _, label in samples]]
     for each in lists:
@@ -268,12 +264,15 @@ def _is_number(value: object) -> bool:
     return whole or (getattr(value, "ndim", None) == 0 and not bool(getattr(value, "is_floating_point", bool)()))
 
 
-def _is_pairs(samples: Any, count: int) -> bool:
-    return (
-        isinstance(samples, list)
-        and len(samples) == count
-        and all(isinstance(each, tuple | list) and len(each) == 2 for each in samples[:_COMPARED])
-    )
+def _pairs(dataset: Any, count: int) -> list[tuple[Any, Any]] | None:
+    """The data set's list of files and labels, if it has one."""
+    for key in _FILES:
+        found = getattr(dataset, key, None)
+        if not isinstance(found, list) or len(found) != count:
+            continue
+        if all(isinstance(each, tuple | list) and len(each) == 2 for each in found[:_COMPARED]):
+            return found
+    return None
 
 
 def _compared(count: int) -> list[int]:
@@ -315,7 +314,7 @@ def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
 
 def _files(dataset: Any, labels: Ids, root: Path | None) -> FileSource | None:
     count = len(labels)
-    samples = next((found for key in _FILES if _is_pairs(found := getattr(dataset, key, None), count)), None)
+    samples = _pairs(dataset, count)
     paths = None if samples is None else [path for path, _ in samples]
     for key in _PATHS if paths is None else ():
         listed = getattr(dataset, key, None)
