@@ -51,7 +51,7 @@ def _backend(setting: Setting, mode: str | None) -> Iterator[int]:
     if mode is None:
         source = open_image_folder(setting.folder, channels=3, validation_fraction=0).train
     else:
-        source = packed_images(packed(setting, mode), channels=3, validation_fraction=0)[0].train
+        source = packed_images(packed(setting, mode), channels=3, validation_fraction=0).train
     view = View(image_size=setting.size, channels=3, augment=Augment(crop="random_resized", flip=0.5))
     backend = PytorchBackend(source, view, workers=setting.workers)
 

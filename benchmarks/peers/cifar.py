@@ -83,9 +83,9 @@ def held_by(source: Path) -> Path | tuple[Path, Path]:
     Raises:
         ValueError: If it holds neither.
     """
-    from paceline.data.image.cifar import find_cifar_archive
+    from paceline.data.image.archives import find_archive
 
-    archive = find_cifar_archive(source)
+    archive = find_archive(source, "cifar10")
     if archive is not None:
         return archive
     held_out = next((source / name for name in ("test", "val") if (source / name).is_dir()), None)
@@ -100,16 +100,17 @@ def arrays(source: Path) -> dict[str, Any]:
     Raises:
         ValueError: If ``source`` holds none.
     """
-    from paceline.data.image.cifar import read_cifar10
+    from paceline.data.image.archives import open_archive
+    from paceline.data.image.source import as_array
 
     held = held_by(source)
     if isinstance(held, Path):
-        train, test = read_cifar10(held)
+        found = open_archive(held, "cifar10")
         return {
-            "train_images": train.images,
-            "train_labels": train.labels,
-            "test_images": test.images,
-            "test_labels": test.labels,
+            "train_images": as_array(found.train),
+            "train_labels": found.train.labels,
+            "test_images": as_array(found.validation),
+            "test_labels": found.validation.labels,
         }
     return _of_folders(held[0], "train") | _of_folders(held[1], "test")
 

@@ -128,9 +128,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Callable[..., 
 
 SLOW = """
 import time
-from paceline.data.image.cifar import CLASSES
 from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.digits import read_digits
+from paceline.data.image.digits import CLASSES, read_digits
 
 
 class Slow:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.dataset_registry import DatasetsUsing
 from paceline.recipe.boxes import Boxes
 from paceline.recipe.clicks import CLICK_DATASETS, Clicks
 from paceline.recipe.fields import (
@@ -59,54 +60,12 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
-_IMAGE_SETS = (
-    "image_folder",
-    "csv",
-    "parquet",
-    "packed",
-    "webdataset",
-    "huggingface",
-    "digits",
-    "cifar10",
-    "cifar100",
-    "mnist",
-    "fashion_mnist",
-    "torchvision:NAME",
-)
-_DOWNLOADED = ("cifar10", "cifar100", "mnist", "fashion_mnist", "torchvision:NAME")
-_SPLIT_BY = ("image_folder", "csv", "parquet", "cifar10", "packed", "webdataset", "huggingface", "digits")
-_WITH_PATH = (
-    "image_folder",
-    "csv",
-    "parquet",
-    "packed",
-    "webdataset",
-    "huggingface",
-    "cifar10",
-    "cifar100",
-    "mnist",
-    "fashion_mnist",
-    "torchvision:NAME",
-    "text_folder",
-    "tokens",
-    "huggingface_text",
-    "criteo",
-    "coco",
-)
-_SPLIT_OFF = (
-    "image_folder",
-    "csv",
-    "parquet",
-    "cifar10",
-    "packed",
-    "webdataset",
-    "huggingface",
-    "digits",
-    "docs",
-    "text_folder",
-    "huggingface_text",
-    "criteo",
-)
+# Of sets of images, each says what it uses, where it is registered (``paceline.dataset_registry``).
+_WITH_PATH = DatasetsUsing("path", "text_folder", "tokens", "huggingface_text", "criteo", "coco")
+_SUBSET = DatasetsUsing("subset")
+_CLASSES = DatasetsUsing("only_classes")
+_SAMPLES = DatasetsUsing("samples", "synthetic_clicks")
+_SPLIT_OFF = DatasetsUsing("validation_fraction", "docs", "text_folder", "huggingface_text", "criteo")
 
 _MIXED = Needs(("data.mix.mixup", "data.mix.cutmix"), "nothing is mixed (data.mix.mixup, data.mix.cutmix)")
 _MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
@@ -260,20 +219,20 @@ class Data:
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
-    image_column: Annotated[Auto | str, Applies("dataset", ("csv", "parquet", "huggingface"))] = "auto"
+    image_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("image_column"))] = "auto"
     """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
-    label_column: Annotated[Auto | str, Applies("dataset", ("csv", "parquet", "huggingface"))] = "auto"
+    label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"
     """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say."""
-    split_column: Annotated[Auto | str | None, Off, Applies("dataset", ("csv", "parquet"))] = "auto"
+    split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
     """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
     there is one; `off`: none."""
-    download: Annotated[Switch, Applies("dataset", _DOWNLOADED)] = False
+    download: Annotated[Switch, Applies("dataset", DatasetsUsing("download"))] = False
     """Download an archive, or a `torchvision:NAME`, into `path` where it is not there yet."""
-    options: Annotated[Options, Applies("dataset", ("torchvision:NAME",))] = Field(default_factory=dict)
+    options: Annotated[Options, Applies("dataset", DatasetsUsing("options"))] = Field(default_factory=dict)
     """What a `torchvision:NAME` is opened with beside its place and split, as `{split: letters}` for EMNIST."""
-    only_classes: Annotated[tuple[_ClassNumber | str, ...] | None, Off, Applies("dataset", _IMAGE_SETS)] = None
+    only_classes: Annotated[tuple[_ClassNumber | str, ...] | None, Off, Applies("dataset", _CLASSES)] = None
     """Classes to take, by name or number, and no others; `off`: all."""
-    subset: Annotated[Part | None, Off, Applies("dataset", _IMAGE_SETS)] = None
+    subset: Annotated[Part | None, Off, Applies("dataset", _SUBSET)] = None
     """Train on so many images (`1000`), or such a share of them (`10%`), of each class alike; always the same ones, and
     those of a smaller subset are among those of a larger one. The held-out images stay; `off`: on all."""
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
@@ -302,10 +261,10 @@ class Data:
     validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
     """Share of each class, or of text of the documents, held out for evaluation, where the data has no split of its
     own."""
-    split_by: Annotated[Literal["order", "name"], Applies("dataset", _SPLIT_BY)] = "order"
+    split_by: Annotated[Literal["order", "name"], Applies("dataset", DatasetsUsing("split_by"))] = "order"
     """What decides who is held out where the data has no split of its own: the image's place among those of its class,
     or its name, by which an image that is added or removed moves at most one other."""
-    saved_split: Annotated[LocalPath | None, Off, Applies("dataset", _SPLIT_BY)] = None
+    saved_split: Annotated[LocalPath | None, Off, Applies("dataset", DatasetsUsing("saved_split"))] = None
     """A file that keeps the split: written by the first run, and held to by all others; or `off`."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What
@@ -318,9 +277,9 @@ class Data:
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""
-    samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", ("synthetic", "synthetic_clicks"))] = 4096
+    samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", _SAMPLES)] = 4096
     """Training samples of a `synthetic` dataset."""
-    classes: Annotated[PositiveInt, Field(le=10**6), Applies("dataset", ("synthetic",))] = 1000
+    classes: Annotated[PositiveInt, Field(le=10**6), Applies("dataset", DatasetsUsing("classes"))] = 1000
     """Classes of the `synthetic` dataset."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How images are resized; always antialiased."""

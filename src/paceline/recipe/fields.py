@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -95,7 +96,7 @@ class Applies:
     """
 
     to: str
-    values: tuple[object, ...]
+    values: Sequence[object]
 
     def allow(self, choice: object) -> bool:
         """Whether the marked field has an effect under a choice; code of one's own may use every field."""

@@ -26,6 +26,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.data.text.stand_in import REFERENCE, VOCABULARY
+from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -39,14 +40,6 @@ BatchMaker = Callable[[int], Batch]
 
 _FEW = 2
 _TEXTS = ("text_folder", "tokens", "huggingface_text")
-_IMAGENET = {"samples": 1_281_167, "classes": 1000}
-_OF_FILES = ("image_folder", "csv", "parquet", "packed", "webdataset", "huggingface")
-_ARCHIVES = {
-    "cifar10": ("CIFAR-10", {"samples": 50_000, "classes": 10, "image_size": 32}),
-    "cifar100": ("CIFAR-100", {"samples": 50_000, "classes": 100, "image_size": 32}),
-    "mnist": ("MNIST", {"samples": 60_000, "classes": 10, "image_size": 28}),
-    "fashion_mnist": ("Fashion-MNIST", {"samples": 60_000, "classes": 10, "image_size": 28}),
-}
 
 
 def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
@@ -62,14 +55,15 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
         return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.SAID
     if data.path is None and data.dataset in _TEXTS:
         return with_stand_in_text(recipe)
-    if data.path is not None or data.dataset not in (*_OF_FILES, *_ARCHIVES):
+    entry = find_dataset(data.dataset)
+    if data.path is not None or entry is None or entry.size is None:
         return recipe, None
-    name, known = _ARCHIVES.get(data.dataset, ("ImageNet", _IMAGENET))
-    size = data.image_size if data.image_size != "auto" else known.get("image_size", 224)
+    usual = entry.size
+    size = data.image_size if data.image_size != "auto" else usual.image_size
     assumed = Data(
         dataset="synthetic",
-        samples=known["samples"],
-        classes=known["classes"],
+        samples=usual.samples,
+        classes=usual.classes,
         image_size=size,
         channels=data.channels,
         evaluation_size=data.evaluation_size,
@@ -77,7 +71,9 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
         progressive=Progressive(),
         mix=data.mix,
     )
-    said = f"data.path is not set: as for {name}, {known['classes']:,} classes and images of {size} pixels are assumed"
+    said = (
+        f"data.path is not set: as for {usual.name}, {usual.classes:,} classes and images of {size} pixels are assumed"
+    )
     return replace(recipe, data=assumed), said
 
 

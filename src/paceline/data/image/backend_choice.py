@@ -1,7 +1,8 @@
-"""Which back-end reads these images, with how many workers, and what can it not do?"""
+"""Choose the back-end that reads the images and its workers, and refuse what it cannot do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -57,9 +58,7 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
         _refuse(data, dataset, processes)
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
-        _refuse_augmentation(data)
-        _refuse_growth(data)
-        _refuse_shapes(data, "synthetic")
+        _refuse(replace(data, backend="synthetic"), dataset, processes)
         return "synthetic", "noise is read from nowhere"
     if data.workers not in ("auto", 0):
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
@@ -207,10 +206,12 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
     if data.backend == "dali":
         _refuse_dali(data, dataset)
     if data.backend == "synthetic":
-        _refuse_augmentation(data)
-        _refuse_growth(data)
-    if data.backend not in ("pytorch", "dali"):
-        _refuse_shapes(data, data.backend)
+        _refuse_synthetic(data)
+    if data.backend not in ("pytorch", "dali") and data.evaluation_shape != "square":
+        raise RecipeError(
+            f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {data.backend} "
+            "back-end holds them in one: use data.backend=pytorch with files, or leave it out."
+        )
     if data.backend != "memory":
         return
     if data.augment.crop == "random_resized":
@@ -252,27 +253,16 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
         raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")
 
 
-def _refuse_growth(data: Data) -> None:
-    if data.progressive.start_size is not None:
-        raise RecipeError(
-            f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
-            "synthetic back-end holds them in one: use a data set of images, or leave it out."
-        )
-
-
-def _refuse_shapes(data: Data, backend: str) -> None:
-    if data.evaluation_shape != "square":
-        raise RecipeError(
-            f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {backend} "
-            "back-end holds them in one: use data.backend=pytorch with files, or leave it out."
-        )
-
-
-def _refuse_augmentation(data: Data) -> None:
+def _refuse_synthetic(data: Data) -> None:
     if data.augment.crop != "none" or data.augment.flip > 0 or asks_for_variation(data.augment):
         raise RecipeError(
             f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}, …) has no effect on noise, which the "
             "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
+        )
+    if data.progressive.start_size is not None:
+        raise RecipeError(
+            f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
+            "synthetic back-end holds them in one: use a data set of images, or leave it out."
         )
 
 

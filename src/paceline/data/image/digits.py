@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.pixels import array_digest, with_channels
 from paceline.data.image.source import ArraySource
 from paceline.errors import DataError
 
@@ -32,6 +34,22 @@ def read_digits() -> ArraySource:
     # round(x * 255 / 16), in whole numbers; halves go up
     grey = ((table[:, :-1] * 255 * 2 + 16) // 32).astype(np.uint8)
     return ArraySource(grey.reshape(-1, SIZE, SIZE, 1), table[:, -1], "digits")
+
+
+def open_digits(channels: int | None, validation_fraction: float) -> StoredImages:
+    """Open the digits, in 1 or 3 channels (None: 1), with a share of each class held out."""
+    source, channels = read_digits(), channels or 1
+    whole = ArraySource(with_channels(source.images, channels), source.labels, source.name)
+    return in_splits(
+        [whole],
+        "",
+        validation_fraction,
+        classes=CLASSES,
+        digest=array_digest(source),
+        channels=channels,
+        probe=Probe(len(source), (SIZE, SIZE), greyscale=True),
+        statistics=Statistics(MEAN * channels, STD * channels, "of the digits"),
+    )
 
 
 def _file() -> Path:

@@ -1,24 +1,17 @@
-"""Which images does a folder hold, and of which class? PATH/{train,val or test}/CLASS/* or PATH/CLASS/*."""
+"""Image folders: PATH/{train,val or test}/CLASS/* or PATH/CLASS/*."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from paceline.data.image.dataset import Probe, StoredImages, in_splits
 from paceline.data.image.decode import image_header
-from paceline.data.image.listing import (
-    EXTENSIONS,
-    Fault,
-    Names,
-    Problems,
-    list_folders,
-)
-from paceline.data.image.source import FileSource, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.listing import EXTENSIONS, Fault, Names, Problems, list_folders
+from paceline.data.image.source import FileSource, SampleSource
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, entries_of, is_folder, is_ignored, visible
 
@@ -26,53 +19,9 @@ _HELD_OUT = ("val", "test")
 _PROBED = 256
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What the heads of some of a folder's files say.
-
-    Attributes:
-        count: Files looked at.
-        size: Height and width if all of these have the same, else None.
-        greyscale: Whether all of these are.
-    """
-
-    count: int
-    size: tuple[int, int] | None
-    greyscale: bool
-
-
-@dataclass(frozen=True)
-class ImageFolder:
-    """An image folder, listed.
-
-    Attributes:
-        train: Training images, sorted by class and name.
-        validation: Held-out images.
-        classes: Class names, sorted; a label is an index into them.
-        digest: SHA-256 over the relative paths and sizes of all files.
-        listing: How the files were found, for people.
-        split: Where the held-out images come from, for people.
-        is_split_off: Whether they were split off the training images.
-        channels: What the files are decoded to: 1 or 3.
-        probe: What some of the training images look like.
-        left_out: What is there and not used, a sentence for each kind.
-    """
-
-    train: SampleSource
-    validation: SampleSource
-    classes: tuple[str, ...]
-    digest: str
-    listing: str
-    split: str
-    is_split_off: bool
-    channels: int
-    probe: Probe
-    left_out: tuple[str, ...] = ()
-
-
 def open_image_folder(
     path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault | None = None
-) -> ImageFolder:
+) -> StoredImages:
     """List an image folder, and look at the heads of a few images.
 
     Args:
@@ -95,34 +44,22 @@ def open_image_folder(
     problems.tell(fault)
     probe = probe_files(root, train.names)
     channels = channels or (1 if probe.greyscale else 3)
-    sources: tuple[SampleSource, SampleSource]
-    classes = train.classes
-    if held_out_folder is None:
-        source = FileSource(root, train.names, train.labels, channels)
-        train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
-        sources = SubsetSource(source, train_ids), SubsetSource(source, held_out_ids)
-        split = split_off(validation_fraction)
-    else:
-        held_out = listed.listings[1]
-        classes = tuple(sorted({*train.classes, *held_out.classes}))
-        sources = (
-            FileSource(root, train.names, train.labels_among(classes), channels),
-            FileSource(root, held_out.names, held_out.labels_among(classes), channels),
-        )
+    classes, split = train.classes, ""
+    if held_out_folder is not None:
+        classes = tuple(sorted({*classes, *listed.listings[1].classes}))
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
     for folder in dict.fromkeys([root, *folders]):
         for entry in visible(folder):
             if not is_folder(entry):
                 left_out.add("files outside the class folders", os.path.relpath(entry.path, root))
-    return ImageFolder(
-        train=sources[0],
-        validation=sources[1],
+    return in_splits(
+        [FileSource(root, each.names, each.labels_among(classes), channels) for each in listed.listings],
+        split,
+        validation_fraction,
         classes=classes,
         digest=listed.digest,
         listing=listed.how,
-        split=split,
-        is_split_off=held_out_folder is None,
         channels=channels,
         probe=probe,
         left_out=left_out.told(),
@@ -230,4 +167,4 @@ def _require_same_classes(
         )
 
 
-__all__ = ["EXTENSIONS", "ImageFolder", "Probe", "open_image_folder", "probe_files"]
+__all__ = ["EXTENSIONS", "open_image_folder", "probe_files"]

@@ -1,4 +1,4 @@
-"""Which images does a Hugging Face dataset on the local disk hold? Read is what ``save_to_disk`` wrote, and parquet.
+"""Datasets of Hugging Face's on the local disk: what ``save_to_disk`` wrote, and parquet files as on the hub.
 
 The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run. Images of
 ``save_to_disk`` lie in the files as they are and are read there, in any order; those of parquet are read with the row
@@ -12,19 +12,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.data.image.arrow import mapped, require_pyarrow
-from paceline.data.image.columns import Asked
-from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, StoredImages, mapped_files, probe
+from paceline.data.image.columns import Asked, files_ending_in, splits_of_files, told_unread
+from paceline.data.image.dataset import StoredImages, in_splits
+from paceline.data.image.mapped import MappedBytes, MappedSource, Names, Places, mapped_files, probe
 from paceline.data.image.parquet import open_parquet
 from paceline.data.image.parquet_source import read_schema
-from paceline.data.image.source import Ids, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
-from paceline.data.image.table_files import files_ending_in, splits_of_files, told_unread
+from paceline.data.image.source import Ids
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below
 from paceline.plain_json import load_json
@@ -51,15 +49,8 @@ class HuggingFaceFiles:
     features: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns in use.
-
-    Attributes:
-        image: Name of the column with images.
-        label: Name of the column with labels.
-        classes: What the labels stand for.
-    """
+class Columns(NamedTuple):
+    """The columns in use, and the names of the classes that labels stand for."""
 
     image: str
     label: str
@@ -157,37 +148,29 @@ def choose_columns(files: HuggingFaceFiles, label_column: str = "auto", image_co
         DataError: If there is no such column, or more than one could be meant.
     """
     kinds = {name: said.get("_type") for name, said in files.features.items() if isinstance(said, dict)}
-    images = [name for name, kind in kinds.items() if kind == "Image"]
-    labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
-    where, columns = str(files.root), ", ".join(kinds) or "none with a known type"
-    if image_column != "auto":
-        if image_column not in images:
+    images, labels = ([name for name, kind in kinds.items() if kind == each] for each in ("Image", "ClassLabel"))
+    where, columns = repr(str(files.root)), ", ".join(kinds) or "none with a known type"
+    for asked, found, kind in ((image_column, images, "Image"), (label_column, labels, "ClassLabel")):
+        if asked != "auto" and asked not in found:
             raise DataError(
-                f"{where!r} has no column {image_column!r} of the type Image (columns: {columns})."
-                f"{did_you_mean(image_column, images)}"
+                f"{where} has no column {asked!r} of the type {kind} (columns: {columns}).{did_you_mean(asked, found)}"
             )
+    if image_column != "auto":
         images = [image_column]
     if len(images) != 1:
         raise DataError(
-            f"{where!r} has {len(images)} columns of images, and one is expected (columns: {columns}): save it again "
+            f"{where} has {len(images)} columns of images, and one is expected (columns: {columns}): save it again "
             "with one column of the type Image, or name one (data.image_column)."
         )
-    chosen = _label_column(labels, label_column, f"{where!r} (columns: {columns})")
-    return Columns(images[0], chosen, tuple(str(name) for name in files.features[chosen].get("names", ())))
-
-
-def _label_column(labels: Sequence[str], asked: str, where: str) -> str:
-    listed = ", ".join(labels)
-    if asked != "auto":
-        if asked not in labels:
-            raise DataError(f"{where} has no column {asked!r} of the type ClassLabel.{did_you_mean(asked, labels)}")
-        return asked
     if not labels:
-        raise DataError(f"{where} has no column of the type ClassLabel: save it again with one.")
-    usual = [name for name in _USUAL_LABELS if name in labels]
-    if len(labels) > 1 and not usual:
-        raise DataError(f"{where} has the labels {listed}: name the one to learn (data.label_column, --label-column).")
-    return usual[0] if usual else labels[0]
+        raise DataError(f"{where} has no column of the type ClassLabel (columns: {columns}): save it again with one.")
+    usual = [name for name in _USUAL_LABELS if name in labels] or labels
+    if label_column == "auto" and len(labels) > 1 and usual is labels:
+        raise DataError(
+            f"{where} has the labels {', '.join(labels)}: name the one to learn (data.label_column, --label-column)."
+        )
+    label = usual[0] if label_column == "auto" else label_column
+    return Columns(images[0], label, tuple(str(name) for name in files.features[label].get("names", ())))
 
 
 def open_huggingface(
@@ -216,46 +199,36 @@ def open_huggingface(
     files = find_files(path, left_out)
     if files is None:
         raise _not_there(Path(path))
+    columns = choose_columns(files, label_column, image_column)
+    train_split, held_out_split, held_out = choose_splits(files)
     if files.is_parquet:
-        choose_splits(files)
-        columns = choose_columns(files, label_column, image_column)
-        asked = Asked(image=columns.image, label=columns.label, split=None)
         return open_parquet(
             path,
             channels=channels,
             validation_fraction=validation_fraction,
-            asked=asked,
+            asked=Asked(image=columns.image, label=columns.label, split=None),
             in_any_order=in_any_order,
         )
-    columns = choose_columns(files, label_column, image_column)
-    train_split, held_out_split, held_out = choose_splits(files)
     digest = hashlib.sha256(json.dumps([columns.image, columns.label, columns.classes]).encode())
-    train = _read_split(files, columns, train_split, digest)
-    found = probe(train)
-    channels = channels or (1 if found.greyscale else 3)
-    train.channels = channels
-    sources: list[SampleSource]
-    if held_out_split is None:
-        sources = [SubsetSource(train, ids) for ids in stratified_split(train.labels, validation_fraction)]
-    else:
-        held_out_images = _read_split(files, columns, held_out_split, digest)
-        held_out_images.channels = channels
-        sources = [train, held_out_images]
-    return StoredImages(
-        train=sources[0],
-        validation=sources[1],
+    splits = [train_split] if held_out_split is None else [train_split, held_out_split]
+    sources = [_read_split(files, columns, split, digest) for split in splits]
+    found = probe(sources[0])
+    for source in sources:
+        source.channels = channels or (1 if found.greyscale else 3)
+    return in_splits(
+        sources,
+        held_out,
+        validation_fraction,
         classes=columns.classes,
         digest=digest.hexdigest(),
-        split=held_out or split_off(validation_fraction),
-        is_split_off=held_out_split is None,
-        channels=channels,
+        channels=sources[0].channels,
         probe=found,
         left_out=left_out.told(),
     )
 
 
 def _not_there(path: Path) -> DataError:
-    """Say what to do where there is no dataset; paths are whole by now, also those that were names on the hub."""
+    """Say what to do where there is no dataset; paths are absolute by now, also those that were names on the hub."""
     said = f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder by save_to_disk"
     name, hub = "NAME", "One from the hub"
     if not path.exists():
@@ -268,59 +241,40 @@ def _not_there(path: Path) -> DataError:
     )
 
 
-def checked_labels(labels: Ids, columns: Columns, split: str, root: Path) -> Ids:
-    """Refuse labels that stand for no class; the library writes -1 for what is not known."""
-    if len(labels) == 0:
-        raise DataError(f"The split {split} of {str(root)!r} is empty.")
-    if labels.min() < 0 or labels.max() >= len(columns.classes):
-        odd = int(labels.min()) if labels.min() < 0 else int(labels.max())
-        raise DataError(
-            f"The split {split} of {str(root)!r} has the label {odd} in column {columns.label!r}, but its classes are "
-            f"0 … {len(columns.classes) - 1}: save it again without that split, or with its labels."
-        )
-    return labels
-
-
 def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: Any) -> MappedSource:
     """Read where the images of a split lie, and add that and their labels and names to a digest."""
-    found_files = mapped_files(files.splits[split])
-    rows = [_rows(Path(file.path), columns) for file in found_files]
-    labels = np.concatenate([each.labels for each in rows])
-    places = Places(
-        file=np.repeat(np.arange(len(rows)), [len(each.labels) for each in rows]),
-        begin=np.concatenate([each.begin for each in rows]),
-        length=np.concatenate([each.length for each in rows]),
-    )
-    found = [name for each in rows for name in each.names]
-    names = Names.of(name or f"{split}[{row}]" for row, name in enumerate(found))
-    checked_labels(labels, columns, split, files.root)
-    for part in (places.length, labels, names.ends, names.blob):
+    mapped_ones = mapped_files(files.splits[split])
+    rows = [_rows(Path(file.path), columns) for file in mapped_ones]
+    begin, length, labels = (np.concatenate([each[column] for each in rows]) for column in range(3))
+    said = [name for each in rows for name in each[3]]
+    names = Names.of(name or f"{split}[{row}]" for row, name in enumerate(said))
+    where = f"The split {split} of {str(files.root)!r}"
+    if len(labels) == 0:
+        raise DataError(f"{where} is empty.")
+    if labels.min() < 0 or labels.max() >= len(columns.classes):  # the library writes -1 for what is not known
+        odd = int(labels.min()) if labels.min() < 0 else int(labels.max())
+        raise DataError(
+            f"{where} has the label {odd} in column {columns.label!r}, but its classes are "
+            f"0 … {len(columns.classes) - 1}: save it again without that split, or with its labels."
+        )
+    for part in (length, labels, names.ends, names.blob):
         digest.update(np.ascontiguousarray(part).tobytes())
-    return MappedSource(MappedBytes(found_files, places), labels, 3, _RowName(names, str(files.root)))
+    places = Places(file=np.repeat(np.arange(len(rows)), [len(each[0]) for each in rows]), begin=begin, length=length)
+    return MappedSource(MappedBytes(mapped_ones, places), labels, 3, _RowName(names, str(files.root)))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What one file holds: where its images lie in it, their labels and names."""
-
-    begin: Ids
-    length: Ids
-    labels: Ids
-    names: list[str]
-
-
-def _rows(path: Path, columns: Columns) -> _Rows:
+def _rows(path: Path, columns: Columns) -> tuple[Ids, Ids, Ids, list[str | None]]:
+    """Where the images of a file lie in it (first byte, length), their labels (-1 for none) and their names."""
     arrow = require_pyarrow()
+    nothing = np.zeros(0, dtype=np.int64)
+    begin, length, labels, names = [nothing], [nothing], [nothing], list[str | None]()
     with mapped(path) as file:
         whole = file.read_buffer()
-        batches = list(arrow.ipc.open_stream(whole))
-        begin, length, names, labels = [], [], [], []
-        rows = 0
-        for batch in batches:
+        for batch in arrow.ipc.open_stream(whole):
             images = batch.column(batch.schema.get_field_index(columns.image))
             content = images.field("bytes")
             if images.null_count:
-                row = rows + images.is_null().to_numpy(zero_copy_only=False).argmax()
+                row = len(names) + images.is_null().to_numpy(zero_copy_only=False).argmax()
                 raise DataError(
                     f"{str(path)!r} has no image in its row {row} (counted from 0): leave such rows out "
                     "(Dataset.filter), and save the dataset again."
@@ -330,33 +284,18 @@ def _rows(path: Path, columns: Columns) -> _Rows:
                     f"{str(path)!r} names image files in place of holding them: save the dataset again, with "
                     "save_to_disk, which puts them in."
                 )
-            ends, first = _ends(arrow, content, whole.address)
-            begin.append(first + ends[:-1])
+            _, offsets, data = content.buffers()
+            kind = "<i8" if arrow.types.is_large_binary(content.type) else "<i4"
+            ends = np.frombuffer(offsets, dtype=kind)[content.offset : content.offset + len(content) + 1]
+            ends = ends.astype(np.int64) + (0 if data is None else data.address - whole.address)
+            if len(ends) > 1 and (ends[:-1].min() < 0 or ends[1:].max() > whole.size):  # a copy, out of compression
+                raise DataError(
+                    f"{str(path)!r} is compressed: pack it with `paceline pack`, or save the dataset again."
+                )
+            begin.append(ends[:-1])
             length.append(np.diff(ends))
-            _check_inside(begin[-1], length[-1], whole.size, path)
-            labels.append(batch.column(batch.schema.get_field_index(columns.label)).to_numpy(zero_copy_only=False))
-            names += [name or "" for name in images.field("path").to_pylist()]
-            rows += len(images)
-    joined = np.concatenate(labels) if labels else np.zeros(0)
-    if joined.dtype.kind == "f":  # as Arrow hands out integers of which some are missing
-        joined = np.nan_to_num(joined, nan=-1)
-    return _Rows(
-        np.concatenate(begin or [np.zeros(0, dtype=np.int64)]),
-        np.concatenate(length or [np.zeros(0, dtype=np.int64)]),
-        joined.astype(np.int64),
-        names,
-    )
-
-
-def _ends(arrow: ModuleType, column: Any, base: int) -> tuple[Ids, int]:
-    """Return where each entry of a binary column begins and ends, and where in the file that is counted from."""
-    _, offsets, data = column.buffers()
-    wide = arrow.types.is_large_binary(column.type)
-    ends = np.frombuffer(offsets, dtype="<i8" if wide else "<i4")[column.offset : column.offset + len(column) + 1]
-    return ends.astype(np.int64), (data.address - base if data is not None else 0)
-
-
-def _check_inside(begin: Ids, length: Ids, size: int, path: Path) -> None:
-    """Refuse a file whose buffers are no parts of it: those of compressed ones are copies."""
-    if len(begin) and (begin.min() < 0 or (begin + length).max() > size):
-        raise DataError(f"{str(path)!r} is compressed: pack it with `paceline pack`, or save the dataset again.")
+            said = batch.column(batch.schema.get_field_index(columns.label)).to_numpy(zero_copy_only=False)
+            # Arrow hands out integers of which some are missing as floats.
+            labels.append((np.nan_to_num(said, nan=-1) if said.dtype.kind == "f" else said).astype(np.int64))
+            names += images.field("path").to_pylist()
+    return np.concatenate(begin), np.concatenate(length), np.concatenate(labels), names

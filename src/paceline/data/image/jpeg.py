@@ -10,9 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn.functional import interpolate
 
 from paceline.data.image.augmentation import Box
 
@@ -108,6 +106,9 @@ def _resizes_as_torch() -> bool:
     """Try it, once per process: another torch, or another processor, may round otherwise."""
     if _REGION is None:
         return False
+    import torch
+    from torch.nn.functional import interpolate
+
     words = np.random.Philox(key=0).random_raw(30 * 41 * 3 // 8 + 1)
     image = words.view(np.uint8)[: 30 * 41 * 3].reshape(30, 41, 3)
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Which images does a table of paths name, and of which class? A CSV or TSV file, or a column of a parquet table."""
+"""Tables of paths and labels: a CSV or TSV file, or columns of a parquet table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.image.columns import Asked, Parts, find_columns, parts_of
+from paceline.data.image.dataset import StoredImages, in_splits
 from paceline.data.image.folder import probe_files
 from paceline.data.image.labels import as_label, number_classes
 from paceline.data.image.listing import Fault, Names, Problems
-from paceline.data.image.mapped import StoredImages
-from paceline.data.image.source import FileSource, Ids, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.source import FileSource, Ids
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
 from paceline.files import odd_kind, refuse_odd_kinds
@@ -97,7 +96,7 @@ def open_paths(
     Raises:
         DataError: See :func:`open_csv`.
     """
-    parts = [rows.parts.train] if rows.parts.held_out is None else [rows.parts.train, rows.parts.held_out]
+    parts = rows.parts.splits
     problems = Problems()
     sizes = _sizes(rows, np.concatenate(parts), problems)
     problems.tell(fault)
@@ -111,21 +110,17 @@ def open_paths(
     probe = probe_files(rows.root, listed[0])
     channels = channels or (1 if probe.greyscale else 3)
     whole = [FileSource(rows.root, each, label, channels) for each, label in zip(listed, numbered, strict=True)]
-    sources: list[SampleSource] = list(whole)
-    if len(whole) == 1:
-        sources = [SubsetSource(whole[0], ids) for ids in stratified_split(numbered[0], validation_fraction)]
     digest = hashlib.sha256()
     for part, numbers in zip(parts, numbered, strict=True):
         lines = (b"%s\0%d\0%d\n" % (names[row], sizes[row], label) for row, label in zip(part, numbers, strict=True))
         digest.update(b"".join(lines) + b"\0")
     digest.update("\0".join(classes).encode())
-    return StoredImages(
-        train=sources[0],
-        validation=sources[1],
+    return in_splits(
+        whole,
+        rows.parts.told,
+        validation_fraction,
         classes=classes,
         digest=digest.hexdigest(),
-        split=rows.parts.told or split_off(validation_fraction),
-        is_split_off=len(whole) == 1,
         channels=channels,
         probe=probe,
     )
@@ -138,7 +133,8 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline(_LARGEST_HEAD)
             opened.seek(0)
-            reader = csv.reader(opened, delimiter=_delimiter(file, first), strict=True)
+            delimiter = "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
+            reader = csv.reader(opened, delimiter=delimiter, strict=True)
             header = [name.strip() for name in next(reader, [])]
             rows, lines = [], []
             for row in reader:
@@ -155,12 +151,6 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         ) from None
     _check(file, header, rows, lines)
     return header, rows, lines
-
-
-def _delimiter(file: Path, first: str) -> str:
-    if file.suffix.lower() in (".tsv", ".tab"):
-        return "\t"
-    return max(",;\t", key=first.count)
 
 
 def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int]) -> None:

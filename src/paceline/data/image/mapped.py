@@ -1,4 +1,4 @@
-"""How are images read that lie inside larger files? As a slice of mapped memory: no file is opened for an image.
+"""Images inside larger files, read as slices of mapped memory: no file is opened for an image.
 
 Where each image lies stands in a few numpy arrays, which loader processes share; so do the mapped files, whose pages
 are the system's own copy of the disk. No Python object is kept per image.
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.dataset import Probe
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
-from paceline.data.image.folder import Probe
-from paceline.data.image.source import EncodedSource, Ids, Image, SampleSource
+from paceline.data.image.source import EncodedSource, Ids, Image
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
 
@@ -109,35 +109,6 @@ class Places:
     def part(self, chosen: slice | Ids) -> Places:
         """Those of some of the images."""
         return Places(file=self.file[chosen], begin=self.begin[chosen], length=self.length[chosen])
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredImages:
-    """The images of a dataset that lies in larger files, opened: what an ``ImageFolder`` is of a folder.
-
-    Attributes:
-        train: Training images.
-        validation: Held-out images.
-        classes: Class names; a label is an index into them.
-        digest: Tells the dataset from others.
-        split: Where the held-out images come from, for people.
-        is_split_off: Whether they were split off the training images.
-        channels: What the images are decoded to: 1 or 3.
-        probe: What some of the training images look like.
-        listing: How the images were found, or what reading them costs, for people; empty if there is nothing to say.
-        left_out: What is there and not used, a sentence for each kind.
-    """
-
-    train: SampleSource
-    validation: SampleSource
-    classes: tuple[str, ...]
-    digest: str
-    split: str
-    is_split_off: bool
-    channels: int
-    probe: Probe
-    listing: str = ""
-    left_out: tuple[str, ...] = ()
 
 
 class MappedBytes:

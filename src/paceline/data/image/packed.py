@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.folder import Probe
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Names, Places, StoredImages
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Names, Places
 from paceline.data.image.packed_layout import SPLITS, Manifest, read_manifest
 from paceline.data.image.pixels import with_channels
-from paceline.data.image.source import Ids, Image, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.source import Ids, Image, SampleSource
 from paceline.errors import DataError
 
 Column = NDArray[Any]
@@ -187,9 +186,7 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
     return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], places), index)
 
 
-def packed_images(
-    path: Path, *, channels: int | None, validation_fraction: float
-) -> tuple[StoredImages, tuple[tuple[float, ...], tuple[float, ...]] | None]:
+def packed_images(path: Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
     """Open a packed dataset as training and held-out images.
 
     Args:
@@ -197,50 +194,36 @@ def packed_images(
         channels: What images are decoded to; None for what the source's would be.
         validation_fraction: Share of each class held out where the source had no split of its own.
 
-    Returns:
-        The images, and their mean and standard deviation if the source is a set with known ones.
-
     Raises:
         DataError: See :func:`open_packed`.
     """
     packed = open_packed(path)
-    manifest, form = packed.manifest, packed.manifest.form
+    manifest, form, origin = packed.manifest, packed.manifest.form, packed.manifest.origin
     wanted = channels or form.channels
-    begin, sources = 0, {}
-    for split in SPLITS:
+    sources: list[SampleSource] = []
+    begin = 0
+    for split in SPLITS if origin.held_out else SPLITS[:1]:
         end = begin + manifest.samples.get(split, 0)
-        sources[split] = _source(packed, begin, end, wanted)
+        index, content = packed.index.part(begin, end), packed.content.part(begin, end)
+        name = _SampleName(index.name, str(packed.root))
+        if form.mode == "raw":
+            sources.append(PackedPixels(content, index, (form.channels, wanted), name))
+        else:
+            sources.append(PackedFiles(content, index, wanted, name))
         begin = end
-    train, held_out, split_text = sources["train"], sources["validation"], manifest.origin.held_out
-    is_split_off = not split_text
-    if is_split_off:
-        train_ids, held_out_ids = stratified_split(train.labels, validation_fraction)
-        train, held_out = SubsetSource(train, train_ids), SubsetSource(train, held_out_ids)
-        split_text = split_off(validation_fraction)
-    folder = StoredImages(
-        train=train,
-        validation=held_out,
+    known = None
+    if origin.mean is not None and origin.std is not None and len(origin.mean) == wanted:
+        known = Statistics(origin.mean, origin.std, "of the set that was packed")
+    return in_splits(
+        sources,
+        origin.held_out,
+        validation_fraction,
         classes=manifest.classes,
         digest=manifest.digest,
-        split=split_text,
-        is_split_off=is_split_off,
         channels=wanted,
         probe=Probe(count=manifest.total, size=manifest.native_size, greyscale=form.channels == 1),
+        statistics=known,
     )
-    known = manifest.origin
-    if known.mean is None or known.std is None or len(known.mean) != wanted:
-        return folder, None
-    return folder, (known.mean, known.std)
-
-
-def _source(packed: PackedDataset, begin: int, end: int, channels: int) -> SampleSource:
-    index = packed.index.part(begin, end)
-    content = packed.content.part(begin, end)
-    name = _SampleName(index.name, str(packed.root))
-    form = packed.manifest.form
-    if form.mode == "raw":
-        return PackedPixels(content, index, (form.channels, channels), name)
-    return PackedFiles(content, index, channels, name)
 
 
 def _columns(path: Path, manifest: Manifest) -> dict[str, Column]:

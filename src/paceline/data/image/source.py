@@ -1,4 +1,4 @@
-"""Where does one sample come from? The small interface every set of images offers to the back-ends.
+"""Sources of samples: the small interface that every set of images offers to the back-ends.
 
 A source is shared with forked loader processes. It therefore keeps its million paths and labels in a few
 numpy arrays: a list of a million strings would be copied page by page into every worker, because reading a
@@ -98,9 +98,8 @@ class ForeseeingSource(SampleSource, Protocol):
 def announce(source: SampleSource, samples: Ids) -> None:
     """Tell a source which samples are going to be read, if that is of use to it."""
     if isinstance(source, SubsetSource):
-        announce(source.base, source.ids[samples])
-    elif isinstance(source, RepeatedSource):
-        announce(source.base, np.unique(samples % len(source.base)))
+        ids = source.ids[samples]
+        announce(source.base, np.unique(ids) if isinstance(source, RepeatedSource) else ids)
     elif isinstance(source, ForeseeingSource):
         source.will_read(samples)
 
@@ -193,7 +192,9 @@ class SubsetSource:
 
     def encoded(self, sample: int) -> Content:
         """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
-        return _required(self._files).encoded(int(self.ids[sample]))
+        if self._files is None:
+            raise TypeError("this source has no files")
+        return self._files.encoded(int(self.ids[sample]))
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return the base's (height, width), if it knows it."""
@@ -204,28 +205,11 @@ class SubsetSource:
         return self.base.path(int(self.ids[sample]))
 
 
-class RepeatedSource:
+class RepeatedSource(SubsetSource):
     """Every sample of another source several times: ids ``i``, ``i + n``, ``i + 2n``, … of ``n`` are the same image."""
 
     def __init__(self, base: SampleSource, repeats: int) -> None:
-        self.base = base
-        self.labels: Ids = np.tile(base.labels, repeats)
-        self._files = encoded_source(base)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def read(self, sample: int) -> Image:
-        """Read the base's sample; raises BrokenImageError."""
-        return self.base.read(sample % len(self.base))
-
-    def encoded(self, sample: int) -> Content:
-        """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
-        return _required(self._files).encoded(sample % len(self.base))
-
-    def path(self, sample: int) -> str:
-        """Return the base's name of the sample."""
-        return self.base.path(sample % len(self.base))
+        super().__init__(base, np.tile(np.arange(len(base)), repeats))
 
 
 def repeated(source: SampleSource, repeats: int) -> SampleSource:
@@ -240,7 +224,7 @@ def unrepeated(source: SampleSource) -> SampleSource:
 
 def encoded_source(source: SampleSource) -> EncodedSource | None:
     """The source as one that hands files over undecoded, or None where it, or what lies under it, has no files."""
-    if isinstance(source, SubsetSource | RepeatedSource):
+    if isinstance(source, SubsetSource):
         return None if encoded_source(source.base) is None else source
     return source if isinstance(source, EncodedSource) and _decodes_as_we_do(type(source)) else None
 
@@ -251,18 +235,10 @@ def _decodes_as_we_do(kind: type) -> bool:
     return "encoded" in vars(first)
 
 
-def _required(files: EncodedSource | None) -> EncodedSource:
-    if files is None:
-        raise TypeError("this source has no files")
-    return files
-
-
 def files_of(source: SampleSource, samples: Ids) -> Sequence[str] | None:
     """Paths of the files that samples lie in; None if the source does not know."""
     if isinstance(source, SubsetSource):
-        return files_of(source.base, source.ids[samples])
-    if isinstance(source, RepeatedSource):
-        return files_of(source.base, np.unique(samples % len(source.base)))
+        return files_of(source.base, np.unique(source.ids[samples]))
     return source.files(samples) if isinstance(source, FiledSource) else None
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.dataset import Probe, Statistics, StoredImages
+from paceline.recipe.data import Data
+
 _KEY = 0x6E6F6973
+_SIZE = 224
 
 
 class SyntheticSource:
@@ -32,3 +36,22 @@ class SyntheticSource:
     def path(self, sample: int) -> str:
         """Return ``synthetic[sample]``."""
         return f"synthetic[{self._first + sample}]"
+
+
+def open_synthetic(data: Data) -> StoredImages:
+    """Images of the size and channels of a recipe (colour and 224 pixels if it leaves them open), a tenth held out."""
+    channels = 3 if data.channels == "auto" else data.channels
+    size = _SIZE if data.image_size == "auto" else data.image_size
+    shape = (size, size, channels)
+    held_out = max(1, data.samples // 10)
+    return StoredImages(
+        train=SyntheticSource(data.samples, data.classes, shape),
+        validation=SyntheticSource(held_out, data.classes, shape, first=data.samples),
+        classes=tuple(str(index) for index in range(data.classes)),
+        digest=f"noise {data.samples} {data.classes} {shape}",
+        split="",
+        is_split_off=False,
+        channels=channels,
+        probe=Probe(data.samples, (size, size), greyscale=channels == 1),
+        statistics=Statistics((0.5,) * channels, (0.2887,) * channels, "of uniform noise"),
+    )

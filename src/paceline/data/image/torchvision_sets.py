@@ -1,7 +1,7 @@
-"""What does a data set of torchvision's hold? Its files or arrays where they are known, else what it hands out.
+"""Data sets of torchvision: their files or arrays where these are known, else the images that they hand out.
 
-Of torchvision are used the lists of files and labels, none of its transforms. What is found so is held against what the
-data set itself hands out for some samples; where the two differ, or nothing is found, the images are asked of it.
+The lists of files and labels are used, none of torchvision's transforms. They are compared with what the data set hands
+out for some samples; where the two differ, or nothing is listed, the images are asked of the data set.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.image.archives import downloading
+from paceline.data.image.dataset import Probe, StoredImages, in_splits
 from paceline.data.image.decode import BrokenImageError, pixels_of
-from paceline.data.image.downloads import downloading
-from paceline.data.image.folder import Probe, probe_files
-from paceline.data.image.mapped import StoredImages
+from paceline.data.image.folder import probe_files
 from paceline.data.image.pixels import array_digest, with_channels
-from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
+from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below, is_ignored_member
 
@@ -66,36 +65,24 @@ def open_torchvision(
     Raises:
         DataError: If there is none of that name, its files are not there, or its labels are no classes.
     """
-    opened = _open_splits(_class(name), name, root, download, dict(options or {}))
-    labels = [_labels(each, name) for each in opened.splits]
-    classes = _classes(opened.splits[0], labels, options or {})
-    found = [_source(each, label, root) for each, label in zip(opened.splits, labels, strict=True)]
+    splits, held_out = _open_splits(_class(name), name, root, download, dict(options or {}))
+    labels = [_labels(each, name) for each in splits]
+    classes = _classes(splits[0], labels, options or {})
+    found = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
     probe = _probe(found[0], root)
     channels = channels or (1 if probe.greyscale else 3)
     whole = [_as_seen(each, channels) for each in found]
-    sources: list[SampleSource] = list(whole)
-    if len(whole) == 1:
-        sources = [SubsetSource(whole[0], ids) for ids in stratified_split(labels[0], validation_fraction)]
-    return StoredImages(
-        train=sources[0],
-        validation=sources[1],
+    return in_splits(
+        whole,
+        held_out,
+        validation_fraction,
         classes=classes,
-        digest=_digest(found, opened.splits, root),
-        split=opened.told or split_off(validation_fraction),
-        is_split_off=len(whole) == 1,
+        digest=_digest(found, splits, root),
         channels=channels,
         probe=probe,
         listing=_told(whole[0]),
         left_out=_left_out(found, name, root),
     )
-
-
-class _Opened:
-    """The splits of a data set, and where the held-out one comes from."""
-
-    def __init__(self, splits: list[Any], told: str) -> None:
-        self.splits = splits
-        self.told = told
 
 
 class AskedSource:
@@ -144,8 +131,10 @@ def _class(name: str) -> Any:
     return found
 
 
-def _open_splits(made: Any, name: str, root: Path | None, download: bool, options: dict[str, Any]) -> _Opened:
-    """Open the training split and the held-out one, by the words that the class knows for them."""
+def _open_splits(
+    made: Any, name: str, root: Path | None, download: bool, options: dict[str, Any]
+) -> tuple[list[Any], str]:
+    """Open the splits by the words that the class knows; return them, and where the held-out one comes from."""
     parameters = inspect.signature(made.__init__).parameters
     known = [key for key in parameters if key not in _NO_OPTIONS]
     unknown = [key for key in options if key in _NO_OPTIONS or (key not in known and "kwargs" not in known)]
@@ -164,28 +153,24 @@ def _open_splits(made: Any, name: str, root: Path | None, download: bool, option
     if "download" in parameters:
         arguments["download"] = False  # a few classes would, if nobody said
     # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
-    key = next((each for each in _SPLIT_PARAMETERS if each in parameters or _is_mnist(name)), None)
+    key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
     if key is None or (key in options):
-        return _Opened([_made(made, name, root, arguments)], "")
+        return [_made(made, name, root, arguments)], ""
     words: Sequence[Any] = (True,) if key == "train" else _TRAIN
     train, _ = _first(made, name, root, arguments, key, words)
     try:
         held_out, word = _first(made, name, root, arguments, key, (False,) if key == "train" else _HELD_OUT)
     except _NoSuchSplitError:
-        return _Opened([train], "")
+        return [train], ""
     said = "test" if key == "train" else word
     unread = ""
     if said in ("val", "valid") and _accepts(made, {**arguments, key: "test"}):
         unread = "; test is not read"
-    return _Opened([train, held_out], f"torchvision's split {said}{unread}")
+    return [train, held_out], f"torchvision's split {said}{unread}"
 
 
 class _NoSuchSplitError(Exception):
     """The class knows none of the words for a split."""
-
-
-def _is_mnist(name: str) -> bool:
-    return name in _PICKLED
 
 
 def _first(
@@ -251,7 +236,7 @@ def _labels(dataset: Any, name: str) -> Ids:
     """A class for each image: from a list that the data set has, or else by asking for every image once."""
     if len(dataset) == 0:
         raise DataError(f"data.dataset={PREFIX}{name} has no images: correct data.path or data.options.")
-    samples = next((found for key in _FILES if _is_pairs(found := getattr(dataset, key, None), len(dataset))), None)
+    samples = _pairs(dataset, len(dataset))
     lists = [getattr(dataset, key, None) for key in _LABELS]
     lists += [] if samples is None else [[label for _, label in samples]]
     for each in lists:
@@ -279,12 +264,15 @@ def _is_number(value: object) -> bool:
     return whole or (getattr(value, "ndim", None) == 0 and not bool(getattr(value, "is_floating_point", bool)()))
 
 
-def _is_pairs(samples: Any, count: int) -> bool:
-    return (
-        isinstance(samples, list)
-        and len(samples) == count
-        and all(isinstance(each, tuple | list) and len(each) == 2 for each in samples[:_COMPARED])
-    )
+def _pairs(dataset: Any, count: int) -> list[tuple[Any, Any]] | None:
+    """The data set's list of files and labels, if it has one."""
+    for key in _FILES:
+        found = getattr(dataset, key, None)
+        if not isinstance(found, list) or len(found) != count:
+            continue
+        if all(isinstance(each, tuple | list) and len(each) == 2 for each in found[:_COMPARED]):
+            return found
+    return None
 
 
 def _compared(count: int) -> list[int]:
@@ -326,7 +314,7 @@ def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
 
 def _files(dataset: Any, labels: Ids, root: Path | None) -> FileSource | None:
     count = len(labels)
-    samples = next((found for key in _FILES if _is_pairs(found := getattr(dataset, key, None), count)), None)
+    samples = _pairs(dataset, count)
     paths = None if samples is None else [path for path, _ in samples]
     for key in _PATHS if paths is None else ():
         listed = getattr(dataset, key, None)

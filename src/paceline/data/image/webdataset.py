@@ -1,4 +1,4 @@
-"""Which samples do WebDataset tars hold? Members with the same name up to its first dot belong together.
+"""WebDataset tars: members with the same name up to its first dot are one sample.
 
 ``000123.jpg`` with ``000123.cls`` (the label as a number, or a class name), or with ``000123.json`` that has the key
 ``label`` or ``cls``. Images are read where they lie in the tars, in any order: the tars' order is not the run's.
@@ -17,21 +17,20 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.image.folder import EXTENSIONS
+from paceline.data.image.columns import files_ending_in
+from paceline.data.image.dataset import StoredImages, in_splits
 from paceline.data.image.labels import as_label, number_classes
+from paceline.data.image.listing import EXTENSIONS
 from paceline.data.image.mapped import (
     MappedBytes,
     MappedFile,
     MappedSource,
     Names,
     Places,
-    StoredImages,
     mapped_files,
     probe,
 )
-from paceline.data.image.source import Ids, SampleSource, SubsetSource
-from paceline.data.image.splits import split_off, stratified_split
-from paceline.data.image.table_files import files_ending_in
+from paceline.data.image.source import Ids
 from paceline.data.image.tar_index import TarIndex, index_tar, memory_of
 from paceline.data.remembered import recall_arrays, remember_arrays
 from paceline.errors import DataError
@@ -41,6 +40,8 @@ from paceline.plain_json import load_json
 _LABELS = ("label", "cls")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _HELD_OUT = ("val", "validation", "test")
+_DOTTED = "images with a dot in their names, where the name of a WebDataset sample ends (rename them)"
+_OTHER = "members that are neither an image nor a label of one"
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,17 @@ def open_webdataset(path: str | Path, *, channels: int | None, validation_fracti
     classes, labels = number_classes([part.labels for part in parts], str(path))
     found = probe(MappedSource(train.content, labels[0], 3, train.name))
     channels = channels or (1 if found.greyscale else 3)
-    whole = [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)]
-    sources: list[SampleSource] = list(whole)
-    if len(parts) == 1:
-        sources = [SubsetSource(whole[0], ids) for ids in stratified_split(labels[0], validation_fraction)]
-    return StoredImages(
-        train=sources[0],
-        validation=sources[1],
+    digest = hashlib.sha256()
+    for part in parts:
+        for sample, label in enumerate(part.labels):
+            digest.update(f"{part.name.names[sample]}\0{part.lengths[sample]}\0{label}\n".encode())
+        digest.update(b"\0")
+    return in_splits(
+        [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)],
+        held_out,
+        validation_fraction,
         classes=classes,
-        digest=_digest(parts),
-        split=held_out or split_off(validation_fraction),
-        is_split_off=len(parts) == 1,
+        digest=digest.hexdigest(),
         channels=channels,
         probe=found,
         left_out=left_out.told(),
@@ -104,16 +105,16 @@ def open_webdataset(path: str | Path, *, channels: int | None, validation_fracti
 def expand(pattern: str) -> list[str]:
     """Write out ``{000..010}`` and ``{a,b}`` in a pattern, in order."""
     pieces = re.split(r"\{([^{}]*)\}", pattern)
-    choices = [[piece] if index % 2 == 0 else _alternatives(piece) for index, piece in enumerate(pieces)]
+    choices = []
+    for index, piece in enumerate(pieces):
+        if index % 2 == 0:
+            choices.append([piece])
+        elif (match := _RANGE.fullmatch(piece)) is not None:
+            numbers = range(int(match[1]), int(match[2]) + 1)
+            choices.append([str(number).zfill(len(match[1])) for number in numbers])
+        else:
+            choices.append(piece.split(","))
     return ["".join(chosen) for chosen in product(*choices)]
-
-
-def _alternatives(text: str) -> list[str]:
-    match = _RANGE.fullmatch(text)
-    if match is None:
-        return text.split(",")
-    first, last = int(match[1]), int(match[2])
-    return [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
 
 
 def _splits(path: str | Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
@@ -187,9 +188,12 @@ def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple
             continue
         members = groups.setdefault(f"{folder}/{stem}", {})
         if suffix.lower() in members:
+            one, other = index.names[members[suffix.lower()]], index.names[member]
+            first_dot = "which are one sample's (its name ends at the first dot, whatever the case)"
+            both = f"{one!r} twice" if one == other else f"both {one!r} and {other!r}, {first_dot}"
             raise DataError(
-                f"{file.path!r} holds {_both(index.names[members[suffix.lower()]], index.names[member])}, and which of "
-                "the two is meant cannot be told: give each sample a name of its own."
+                f"{file.path!r} holds {both}, and which of the two is meant cannot be told: give each sample a name of "
+                "its own."
             )
         members[suffix.lower()] = member
     found = []
@@ -201,24 +205,12 @@ def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple
         used = (*images, "cls" if "cls" in members else "json") if images else ()
         for suffix, member in members.items():
             if suffix not in used:
-                left_out.add(_why_unread(suffix), index.names[member])
+                reason = _DOTTED if has_ending(suffix, EXTENSIONS) else _OTHER
+                left_out.add(reason, index.names[member])
     for number in range(len(index.special)):
         if not is_ignored_member(index.special[number].removeprefix("./")):
             left_out.add("links and special files in tars", index.special[number])
     return found
-
-
-def _why_unread(suffix: str) -> str:
-    if has_ending(suffix, EXTENSIONS):
-        return "images with a dot in their names, where the name of a WebDataset sample ends (rename them)"
-    return "members that are neither an image nor a label of one"
-
-
-def _both(one: str, other: str) -> str:
-    """Two members of a sample that would be the same one, by their names."""
-    if one == other:
-        return f"{one!r} twice"
-    return f"both {one!r} and {other!r}, which are one sample's (its name ends at the first dot, whatever the case)"
 
 
 def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str, int]]]) -> list[int | str]:
@@ -253,13 +245,3 @@ def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | st
         f"{name!r} has no label: expected is a member with the same name and .cls, or .json with the key "
         f"{' or '.join(map(repr, _LABELS))}."
     )
-
-
-def _digest(parts: list[_Part]) -> str:
-    """Over names, lengths and labels, in order; like an image folder's, it does not read the images."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for sample, label in enumerate(part.labels):
-            digest.update(f"{part.name.names[sample]}\0{part.lengths[sample]}\0{label}\n".encode())
-        digest.update(b"\0")
-    return digest.hexdigest()

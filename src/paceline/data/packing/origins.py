@@ -1,91 +1,40 @@
-"""What is the source that is to be packed? Its kind is seen from its files, and its images are opened."""
+"""Sources to be packed: their kind is seen from their files, and their images are opened in their order."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from paceline.data.image import cifar, cifar100, mnist
-from paceline.data.image.archives import ArchiveName, find_archive, read_archive
+from paceline.data.image.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.columns import Asked
+from paceline.data.image.dataset import DatasetRequest
+from paceline.data.image.datasets import open_stored
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.folder import ImageFolder, open_image_folder
-from paceline.data.image.huggingface import HuggingFaceFiles, find_files, open_huggingface
-from paceline.data.image.manifest import open_csv
-from paceline.data.image.mapped import MappedSource, Names, StoredImages
-from paceline.data.image.packed import PackedPixels, open_packed, packed_images
-from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Origin
-from paceline.data.image.parquet import open_parquet
+from paceline.data.image.huggingface import find_files
+from paceline.data.image.mapped import MappedSource
+from paceline.data.image.packed import PackedPixels
+from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Origin, read_manifest
 from paceline.data.image.parquet_source import ParquetSource
-from paceline.data.image.pixels import array_digest
 from paceline.data.image.selection import choose_classes, digest_of, first_of_all, of_classes
-from paceline.data.image.source import ArraySource, FileSource, Ids, SampleSource, SubsetSource, encoded_source
-from paceline.data.image.webdataset import open_webdataset
+from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
+from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
 from paceline.files import is_ignored, refuse_odd_kinds
-from paceline.recipe.data import check_part
+from paceline.recipe.data import Data, check_part
 
-Kind = Literal[
-    "image_folder",
-    "csv",
-    "parquet",
-    "webdataset",
-    "huggingface",
-    "cifar10",
-    "cifar100",
-    "mnist",
-    "fashion_mnist",
-    "packed",
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
-_ARCHIVES: dict[str, Kind] = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
+_ARCHIVES = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
 
 _WEIGHED = 1024
 _LOOKED_AT = 16
-
-
-@dataclass(frozen=True)
-class RelativeName:
-    """Names image files by their paths within the source, which lead anywhere the source is copied to."""
-
-    source: FileSource
-    root: str
-
-    def __call__(self, sample: int) -> str:
-        """Return the file's path within the source."""
-        return os.path.relpath(self.source.path(sample), self.root)
-
-
-@dataclass(frozen=True)
-class InnerName:
-    """Names images by what the file that they lie in calls them."""
-
-    names: Names
-
-    def __call__(self, sample: int) -> str:
-        """Return the image's name within its file."""
-        return self.names[sample]
-
-
-@dataclass(frozen=True)
-class PartName:
-    """Names the images of a part of a source as the source names them."""
-
-    name: Callable[[int], str]
-    ids: Ids
-
-    def __call__(self, sample: int) -> str:
-        """Return the name within the source."""
-        return self.name(int(self.ids[sample]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +43,22 @@ class OriginSplit:
 
     Attributes:
         source: Its images.
-        name: What each of them is called in the packed dataset.
+        root: Names of image files are relative to this folder: wherever the source is copied to, they lead somewhere.
     """
 
     source: SampleSource
-    name: Callable[[int], str]
+    root: str
+
+    def name(self, sample: int) -> str:
+        """Name of an image in the packed dataset: as in the file that it lies in, or its path within the source."""
+        source = self.source
+        if isinstance(source, SubsetSource):
+            return replace(self, source=source.base).name(int(source.ids[sample]))
+        if isinstance(source, FileSource):
+            return os.path.relpath(source.path(sample), self.root)
+        if isinstance(source, MappedSource | PackedPixels | ParquetSource):
+            return source.names[sample]
+        return source.path(sample)
 
     @property
     def has_files(self) -> bool:
@@ -171,50 +131,59 @@ def wanted_part(
         raise DataError(f"--subset: {error}.") from None
 
 
-def open_origin(path: str, kind: Kind | None = None, part: Wanted | None = None) -> OpenedOrigin:
+def open_origin(path: str, kind: str | None = None, part: Wanted | None = None) -> OpenedOrigin:
     """Open a source.
 
     Args:
         path: A file, a folder, or a pattern of tars.
-        kind: What it is; None to look.
+        kind: What it is, by the name of the data set that opens it; None to look.
         part: What of it; None for all.
 
     Raises:
         DataError: If there is none, or it is not what it should be.
         RecipeError: If what is wanted of it leaves nothing, or a class empty.
     """
-    kind, wanted = kind or detect(path), part or Wanted()
-    _check_columns(wanted.columns, kind)
-    opened = _opened(path, Path(path).expanduser(), kind, wanted.columns)
+    kind, wanted, root = kind or detect(path), part or Wanted(), Path(path).expanduser()
+    entry, asked = find_dataset(kind), wanted.columns
+    for name in ("image", "label", "split"):
+        if getattr(asked, name) != "auto" and (entry is None or f"{name}_column" not in entry.keys):
+            raise DataError(f"--{name}-column has no effect on a source of the kind {kind}: leave it out.")
+    data = Data(
+        dataset=kind,
+        path=path,
+        validation_fraction=0,
+        image_column=asked.image,
+        label_column=asked.label,
+        split_column=asked.split,
+    )
+    stored = open_stored(DatasetRequest(data=data, in_any_order=False))
+    sources: dict[str, SampleSource] = {"train": stored.train, "validation": stored.validation}
+    if stored.is_split_off:
+        assert isinstance(stored.train, SubsetSource)
+        sources = {"train": stored.train.base}
+    known = stored.statistics
+    origin = Origin(
+        kind=kind,
+        digest=stored.digest,
+        held_out="" if stored.is_split_off else stored.split,
+        mean=None if known is None else known.mean,
+        std=None if known is None else known.std,
+    )
+    within = str(root.absolute().parent if kind == "csv" else root)
+    opened = OpenedOrigin(
+        # A dataset that is packed anew keeps what was packed first.
+        origin=replace(read_manifest(root).origin, digest=stored.digest) if kind == "packed" else origin,
+        classes=tuple(map(utf8, stored.classes)),
+        channels=1 if stored.channels == 1 else 3,
+        splits={name: OriginSplit(source=source, root=within) for name, source in sources.items()},
+        left_out=stored.left_out,
+    )
     if wanted.only_classes is not None:
         opened = _of_classes(opened, wanted.only_classes)
-    return opened if wanted.subset is None else _first(opened, wanted.subset)
-
-
-def _check_columns(asked: Asked, kind: Kind) -> None:
-    uses = {"image": ("csv", "parquet", "huggingface"), "label": ("csv", "parquet", "huggingface")}
-    for name, kinds in {**uses, "split": ("csv", "parquet")}.items():
-        if getattr(asked, name) != "auto" and kind not in kinds:
-            raise DataError(f"--{name}-column has no effect on a source of the kind {kind}: leave it out.")
-
-
-def _opened(path: str, root: Path, kind: Kind, asked: Asked) -> OpenedOrigin:
-    given: dict[str, Any] = {"channels": None, "validation_fraction": 0}
-    match kind:
-        case "cifar10" | "cifar100" | "mnist" | "fashion_mnist":
-            return _open_archive(root, kind)
-        case "huggingface":
-            given |= {"label_column": asked.label, "image_column": asked.image}
-            return _of_images(kind, open_huggingface(root, in_any_order=False, **given), str(root))
-        case "parquet":
-            return _of_images(kind, open_parquet(path, asked=asked, in_any_order=False, **given), str(root))
-        case "csv":
-            return _of_images(kind, open_csv(root, asked=asked, **given), str(root.absolute().parent))
-        case "webdataset":
-            return _of_images(kind, open_webdataset(path, **given), str(root))
-        case "packed":
-            return _open_packed(root)
-    return _of_images(kind, open_image_folder(root, **given), str(root))
+    if wanted.subset is not None:
+        first = first_of_all(opened.splits["train"].source, wanted.subset, "--subset")
+        opened = _with_parts(opened, {"train": first}, "subset", first.ids)
+    return opened
 
 
 def _of_classes(opened: OpenedOrigin, asked: Sequence[int | str]) -> OpenedOrigin:
@@ -225,82 +194,66 @@ def _of_classes(opened: OpenedOrigin, asked: Sequence[int | str]) -> OpenedOrigi
         missing = sorted(set(range(len(chosen))) - set(part.labels.tolist()))
         if missing and (name == "train" or len(part) == 0):
             raise DataError(f"--only-classes names {names[missing[0]]!r}, of which there is no {name} image.")
-    digest = digest_of(opened.origin.digest, "only classes", names, *(part.ids for part in parts.values()))
-    return replace(opened, classes=names, splits=_parts(opened, parts), origin=replace(opened.origin, digest=digest))
+    ids = [part.ids for part in parts.values()]
+    return replace(_with_parts(opened, parts, "only classes", names, *ids), classes=names)
 
 
-def _first(opened: OpenedOrigin, part: int | str) -> OpenedOrigin:
-    parts = {"train": first_of_all(opened.splits["train"].source, part, "--subset")}
-    digest = digest_of(opened.origin.digest, "subset", parts["train"].ids)
-    return replace(opened, splits=_parts(opened, parts), origin=replace(opened.origin, digest=digest))
+def _with_parts(opened: OpenedOrigin, parts: Mapping[str, SubsetSource], *why: object) -> OpenedOrigin:
+    """Parts of some splits in place of the whole ones; ``why`` goes into the digest."""
+    taken = {name: replace(opened.splits[name], source=part) for name, part in parts.items()}
+    origin = replace(opened.origin, digest=digest_of(opened.origin.digest, *why))
+    return replace(opened, splits={**opened.splits, **taken}, origin=origin)
 
 
-def _parts(opened: OpenedOrigin, parts: Mapping[str, SubsetSource]) -> dict[str, OriginSplit]:
-    """The splits of a source, of which parts were taken; images keep their names."""
-    taken = {}
-    for name, split in opened.splits.items():
-        if name not in parts:
-            taken[name] = split
-            continue
-        # A part's ids are those of the whole source, whatever parts were taken on the way.
-        whole = split.name.name if isinstance(split.name, PartName) else split.name
-        taken[name] = OriginSplit(source=parts[name], name=PartName(whole, parts[name].ids))
-    return taken
-
-
-def detect(path: str) -> Kind:
-    """Say what kind of source lies there.
+def detect(path: str) -> str:
+    """Say what kind of source lies there, by the name of the data set that opens it.
 
     Raises:
         DataError: If nothing does, a file that is none, or folders that may not be read.
     """
+    root = Path(path).expanduser()
     try:
-        return _detected(path)
+        if not root.exists():
+            if "{" in path or has_magic(path):
+                return "parquet" if path.endswith(".parquet") else "webdataset"
+            raise DataError(f"there is no {str(root)!r}: correct the path.")
+        if not root.is_dir():
+            refuse_odd_kinds(root)
+            return _kind_of_file(root)
+        return _kind_of_folder(root)
     except PermissionError as error:
         raise DataError(
             f"{error.filename!r} cannot be read ({error.strerror}): give the right to, or name the kind."
         ) from None
 
 
-def _detected(path: str) -> Kind:
-    root = Path(path).expanduser()
-    if not root.exists():
-        if "{" in path or has_magic(path):
-            return "parquet" if path.endswith(".parquet") else "webdataset"
-        raise DataError(f"there is no {str(root)!r}: correct the path.")
-    if not root.is_dir():
-        refuse_odd_kinds(root)
-        return _kind_of_file(root)
+def _kind_of_folder(root: Path) -> str:
     if (root / MANIFEST).is_file() or (root / UNFINISHED).is_dir():
         return "packed"
-    if cifar.find_cifar_archive(root) is not None:
-        return "cifar10"
-    if cifar100.find_cifar100_archive(root) is not None:
-        return "cifar100"
-    if (folder := mnist.find_mnist_folder(root)) is not None:
-        return "fashion_mnist" if mnist.is_fashion(folder) else "mnist"
-    return _kind_of_folder(root)
-
-
-def _kind_of_folder(root: Path) -> Kind:
+    for kind in ("cifar10", "cifar100"):
+        if find_archive(root, kind) is not None:
+            return kind
+    if (folder := find_mnist(root)) is not None:
+        return mnist_kind(folder)
     suffixes = _suffixes(root)
-    if (".json" in suffixes or ".parquet" in suffixes) and (found := find_files(root)) is not None:
-        return _kind_of_tables(found)
+    if (".json" in suffixes or ".parquet" in suffixes) and (tables := _kind_of_tables(root)) is not None:
+        return tables
     if suffixes & _COMPRESSED and ".tar" not in suffixes and not any(each.is_dir() for each in root.iterdir()):
         raise DataError(f"{str(root)!r} holds compressed files: uncompress them, for tars are read where images lie.")
     return "webdataset" if ".tar" in suffixes else "image_folder"
 
 
-def _kind_of_file(path: Path) -> Kind:
+def _kind_of_file(path: Path) -> str:
     for start, kind in _ARCHIVES.items():
         if path.name.startswith(start):
             return kind
-    if path.suffix.lower() in (".csv", ".tsv"):
+    ending = path.suffix.lower()
+    if ending in (".csv", ".tsv"):
         return "csv"
-    if path.suffix.lower() == ".parquet" and (found := find_files(path)) is not None:
-        return _kind_of_tables(found)
-    if path.suffix.lower() == ".tar":
+    if ending == ".tar":
         return "webdataset"
+    if ending == ".parquet" and (found := _kind_of_tables(path)) is not None:
+        return found
     raise DataError(
         f"{str(path)!r} is a file, and none that can be packed by its name (a .tar of WebDataset, a .parquet, a .csv "
         "or .tsv of paths and labels, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it "
@@ -308,8 +261,11 @@ def _kind_of_file(path: Path) -> Kind:
     )
 
 
-def _kind_of_tables(found: HuggingFaceFiles) -> Kind:
-    """Hugging Face's, if they say what is an image and what a label; otherwise tables of anyone's."""
+def _kind_of_tables(path: Path) -> str | None:
+    """Hugging Face's, if they say what is an image and what a label; otherwise tables of anyone's; None if neither."""
+    found = find_files(path)
+    if found is None:
+        return None
     kinds = [said.get("_type") for said in found.features.values() if isinstance(said, dict)]
     return "huggingface" if not found.is_parquet or {"Image", "ClassLabel"} <= set(kinds) else "parquet"
 
@@ -327,63 +283,6 @@ def _suffixes(root: Path) -> set[str]:
             seen = (each.name for each in inside if not is_ignored(each.name))
             found |= {Path(name).suffix.lower() for name in islice(seen, _LOOKED_AT)}
     return found
-
-
-def _of_images(kind: Kind, opened: ImageFolder | StoredImages, root: str) -> OpenedOrigin:
-    """A source that is opened for training in the same way."""
-    sources: dict[str, SampleSource] = {"train": opened.train, "validation": opened.validation}
-    if opened.is_split_off:
-        assert isinstance(opened.train, SubsetSource)
-        sources = {"train": opened.train.base}
-    return OpenedOrigin(
-        origin=Origin(kind=kind, digest=opened.digest, held_out="" if opened.is_split_off else opened.split),
-        classes=tuple(map(utf8, opened.classes)),
-        channels=1 if opened.channels == 1 else 3,
-        splits={name: _split(source, root) for name, source in sources.items()},
-        left_out=opened.left_out,
-    )
-
-
-def _split(source: SampleSource, root: str) -> OriginSplit:
-    if isinstance(source, SubsetSource):
-        whole = _split(source.base, root)
-        return OriginSplit(source=source, name=PartName(whole.name, source.ids))
-    if isinstance(source, FileSource):
-        return OriginSplit(source=source, name=RelativeName(source, root))
-    if isinstance(source, MappedSource | PackedPixels | ParquetSource):
-        return OriginSplit(source=source, name=InnerName(source.names))
-    return OriginSplit(source=source, name=source.path)
-
-
-def _open_packed(root: Path) -> OpenedOrigin:
-    manifest = open_packed(root).manifest
-    opened, _ = packed_images(root, channels=manifest.form.channels, validation_fraction=0)
-    found = _of_images("packed", opened, str(root))
-    return replace(
-        found,
-        origin=replace(manifest.origin, digest=manifest.digest),
-    )
-
-
-def _open_archive(root: Path, kind: ArchiveName) -> OpenedOrigin:
-    if find_archive(root, kind) is None:
-        raise DataError(f"{str(root)!r} holds no files of {kind}: correct the path, or leave --kind out.")
-    read = read_archive(root, kind)
-    return OpenedOrigin(
-        origin=Origin(
-            kind=kind,
-            digest=array_digest(read.train, read.test),
-            held_out="the archive's test images",
-            mean=read.mean,
-            std=read.std,
-        ),
-        classes=read.classes,
-        channels=1 if read.train.images.shape[-1] == 1 else 3,
-        splits={
-            "train": OriginSplit(source=read.train, name=read.train.path),
-            "validation": OriginSplit(source=read.test, name=read.test.path),
-        },
-    )
 
 
 def mean_bytes(opened: OpenedOrigin) -> float:

@@ -25,7 +25,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.packed import open_packed
 from paceline.data.image.packed_layout import MANIFEST, SPLITS, UNFINISHED, Form, Manifest, Mode, Shard
 from paceline.data.packing.assembly import assemble, left_out, refuse_broken
-from paceline.data.packing.origins import Kind, OpenedOrigin, Wanted, mean_bytes, open_origin
+from paceline.data.packing.origins import OpenedOrigin, Wanted, mean_bytes, open_origin
 from paceline.data.packing.processes import Progress, make_shards
 from paceline.data.packing.recoding import stored
 from paceline.data.packing.shards import Work, is_made, reporting_disk_errors, write_whole
@@ -64,7 +64,7 @@ class Request:
 
     source: str
     destination: Path
-    kind: Kind | None = None
+    kind: str | None = None
     mode: Mode | None = None
     max_side: int | None = None
     quality: int | None = None

@@ -1,4 +1,4 @@
-"""How is one shard made? Images of one split, one after the other, into one Arrow file and a part of the index.
+"""Make one shard: images of one split, one after the other, into one Arrow file and a part of the index.
 
 A shard is a function of the source and the form alone, so that any process can make any of them, twice if need be, with
 the same bytes. Its part of the index is written first and the shard gets its name last: a shard that is there is whole.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.packed_layout import UNFINISHED, Form, LeftOut, Shard
-from paceline.data.image.source import Ids
+from paceline.data.image.source import Content, Ids
 from paceline.data.packing.origins import OriginSplit
 from paceline.data.packing.recoding import Stored, stored
 from paceline.errors import PacelineError
@@ -33,6 +33,8 @@ from paceline.records.run_directory import sync_directory
 _BATCH_BYTES = 16 * 2**20
 _BATCH_ROWS = 16384
 _NOTED_EVERY = 64
+_NUMBERS = ("label", "height", "width")
+_COLUMNS = ("label", "name", "height", "width", "length", "sha256")
 
 
 class PackingError(PacelineError):
@@ -56,27 +58,6 @@ class Work:
     splits: dict[str, OriginSplit]
     classes: tuple[str, ...]
     form: Form
-
-
-@dataclass
-class _Rows:
-    """What is collected for the index."""
-
-    label: list[int] = field(default_factory=list)
-    name: list[str] = field(default_factory=list)
-    height: list[int] = field(default_factory=list)
-    width: list[int] = field(default_factory=list)
-    length: list[int] = field(default_factory=list)
-    sha256: list[bytes] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
-
-    def add(self, image: Stored, label: int, name: str) -> None:
-        self.label.append(label)
-        self.name.append(name)
-        self.height.append(image.height)
-        self.width.append(image.width)
-        self.length.append(len(image.content))
-        self.sha256.append(hashlib.sha256(image.content).digest())
 
 
 def part_path(root: Path, shard: Shard) -> Path:
@@ -108,93 +89,85 @@ def read_part(root: Path, shard: Shard) -> tuple[Any, dict[str, Any]]:
 
 
 def make_shard(work: Work, shard: Shard, note: Callable[[int], None]) -> None:
-    """Write a shard and its part of the index; ``note`` is told now and then how many images were done since.
+    """Write a shard and its part of the index; ``note`` is called now and then with the number of images done since.
 
     Raises:
         PackingError: If the disk refuses.
     """
-    with reporting_disk_errors(work.root / shard.file):
-        target = work.root / shard.file
-        partial = target.with_name(f".{target.name}.partial")
-        rows = _Rows()
-        with hashed_file(partial) as file:
-            batches = _write(file, work, shard, rows, note)
-        offsets = _offsets(partial, batches, np.array(rows.length, dtype=np.int64), _content_column(work.form))
-        facts = {
-            "size": file.size,
-            "sha256": file.sha256.hexdigest(),
-            "left_out": [asdict(each) for each in rows.left_out],
-        }
-        _write_part(part_path(work.root, shard), rows, offsets, facts)
+    target = work.root / shard.file
+    partial = target.with_name(f".{target.name}.partial")
+    with reporting_disk_errors(target):
+        with hashed_file(partial) as file, require_pyarrow().ipc.new_file(file, shard_schema(work)) as arrow_file:
+            writer = _Writer(arrow_file, shard_schema(work))
+            left_out = _write(writer, work, shard, note)
+        facts = {"size": file.size, "sha256": file.sha256.hexdigest(), "left_out": list(map(asdict, left_out))}
+        _write_part(part_path(work.root, shard), writer.rows, _offsets(partial, writer, work.form), facts)
         os.replace(partial, target)
         sync_directory(work.root)
 
 
-def _write(file: HashingFile, work: Work, shard: Shard, rows: _Rows, note: Callable[[int], None]) -> list[int]:
-    """Write the images; return the number of rows of each record batch."""
-    arrow = require_pyarrow()
-    schema, split = shard_schema(work), work.splits[shard.split]
-    batch = _Batch(arrow, schema, rows)
-    done = 0
-    with arrow.ipc.new_file(file, schema) as writer:
-        for sample in range(shard.begin, shard.end):
-            try:
-                image = stored(split.source, sample, work.form)
-            except BrokenImageError as error:
-                rows.left_out.append(
-                    LeftOut(split=shard.split, name=_printable(split.name(sample)), reason=error.reason)
-                )
-            else:
-                if not batch.has_room_for(image):
-                    writer.write_batch(batch.taken())
-                rows.add(image, int(split.source.labels[sample]), _printable(split.name(sample)))
-                batch.add(image)
-            done += 1
-            if done == _NOTED_EVERY:
-                note(done)
-                done = 0
-        if batch.images:
-            writer.write_batch(batch.taken())
+def _write(writer: _Writer, work: Work, shard: Shard, note: Callable[[int], None]) -> list[LeftOut]:
+    """Write the images of a shard; return those that cannot be read."""
+    split, left_out, done = work.splits[shard.split], list[LeftOut](), 0
+    for sample in range(shard.begin, shard.end):
+        # Names are text; bytes of a file's name that are none are written out.
+        name = split.name(sample).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        try:
+            image = stored(split.source, sample, work.form)
+        except BrokenImageError as error:
+            left_out.append(LeftOut(split=shard.split, name=name, reason=error.reason))
+        else:
+            writer.add(image, int(split.source.labels[sample]), name)
+        done += 1
+        if done == _NOTED_EVERY:
+            note(done)
+            done = 0
+    writer.flush()
     note(done)
-    return batch.counts
+    return left_out
 
 
-class _Batch:
-    """Images that are held in memory until there are enough of them for a record batch."""
+class _Writer:
+    """Writes images in record batches, and collects their rows of the index.
 
-    def __init__(self, arrow: ModuleType, schema: Any, rows: _Rows) -> None:
-        self._arrow, self._schema, self._rows = arrow, schema, rows
-        self._bytes = 0
-        self.images: list[Stored] = []
+    Attributes:
+        rows: Columns of the index.
+        counts: How many images each record batch has.
+    """
+
+    def __init__(self, file: Any, schema: Any) -> None:
+        self.rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.counts: list[int] = []
+        self._file, self._schema = file, schema
+        self._images: list[Content] = []
+        self._bytes = 0
 
-    def has_room_for(self, image: Stored) -> bool:
-        """Whether another image belongs to it; the first always does."""
-        wanted = self._bytes + len(image.content)
-        return not self.images or (wanted <= _BATCH_BYTES and len(self.images) < _BATCH_ROWS)
+    def add(self, image: Stored, label: int, name: str) -> None:
+        """Take an image; earlier ones are written first where they are enough for a record batch."""
+        length = len(image.content)
+        if self._bytes + length > _BATCH_BYTES or len(self._images) == _BATCH_ROWS:
+            self.flush()
+        self._images.append(image.content)
+        self._bytes += length
+        row = (label, name, image.height, image.width, length, hashlib.sha256(image.content).digest())
+        for column, value in zip(self.rows.values(), row, strict=True):
+            column.append(value)
 
-    def add(self, image: Stored) -> None:
-        """Take an image whose row was added last."""
-        self.images.append(image)
-        self._bytes += len(image.content)
-
-    def taken(self) -> Any:
-        """Return the record batch, and begin the next."""
-        self.counts.append(len(self.images))
-        found = _record_batch(
-            self._arrow, self._schema, self.images, self._rows, len(self._rows.label) - len(self.images)
-        )
-        self.images, self._bytes = [], 0
-        return found
-
-
-def _printable(name: str) -> str:
-    """Names are text; bytes of a file's name that are none are written out."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def _content_column(form: Form) -> str:
-    return "pixels" if form.mode == "raw" else "image"
+    def flush(self) -> None:
+        """Write the images that are held in memory."""
+        if not self._images:
+            return
+        pa, first = require_pyarrow(), len(self.rows["label"]) - len(self._images)
+        content = pa.array(self._images, pa.binary())
+        names = pa.array(self.rows["name"][first:], pa.string())
+        numbers = [pa.array(self.rows[each][first:], self._schema.field(each).type) for each in _NUMBERS]
+        if "pixels" in self._schema.names:
+            columns = [content, names, *numbers]
+        else:
+            columns = [pa.StructArray.from_arrays([content, names], ["bytes", "path"]), *numbers]
+        self._file.write_batch(pa.record_batch(columns, schema=self._schema))
+        self.counts.append(len(self._images))
+        self._images, self._bytes = [], 0
 
 
 def shard_schema(work: Work) -> Any:
@@ -218,67 +191,54 @@ def shard_schema(work: Work) -> Any:
     return pa.schema(fields, metadata=metadata)
 
 
-def _record_batch(pa: ModuleType, schema: Any, images: list[Stored], rows: _Rows, first: int) -> Any:
-    content = pa.array([each.content for each in images], pa.binary())
-    names = pa.array(rows.name[first:], pa.string())
-    numbers = [
-        pa.array(rows.label[first:], pa.int64()),
-        pa.array(rows.height[first:], pa.int32()),
-        pa.array(rows.width[first:], pa.int32()),
-    ]
-    if "pixels" in schema.names:
-        return pa.record_batch([content, names, *numbers], schema=schema)
-    image = pa.StructArray.from_arrays([content, names], ["bytes", "path"])
-    return pa.record_batch([image, *numbers], schema=schema)
-
-
-def _offsets(path: Path, counts: list[int], lengths: Ids, column: str) -> Ids:
+def _offsets(path: Path, writer: _Writer, form: Form) -> Ids:
     """Where in the file each image begins, int64 [N]: asked of Arrow, which alone knows how it lays out its files."""
     arrow = require_pyarrow()
+    lengths = np.array(writer.rows["length"], dtype=np.int64)
     found = [np.zeros(0, dtype=np.int64)]
     with arrow.memory_map(str(path)) as file:
         whole = file.read_buffer()
         opened = arrow.ipc.open_file(arrow.BufferReader(whole))
         first = 0
-        for number, count in enumerate(counts):
-            content = opened.get_batch(number).column(column)
-            data = (content.field("bytes") if column == "image" else content).buffers()[2]
-            ends = np.cumsum(lengths[first : first + count])
+        for number, count in enumerate(writer.counts):
+            batch = opened.get_batch(number)
+            content = batch.column("pixels") if form.mode == "raw" else batch.column("image").field("bytes")
+            data = content.buffers()[2]
+            part = lengths[first : first + count]
+            ends = np.cumsum(part)
             assert data.size >= ends[-1]
-            found.append(data.address - whole.address + ends - lengths[first : first + count])
+            found.append(data.address - whole.address + ends - part)
             first += count
     return np.concatenate(found)
 
 
-def _write_part(path: Path, rows: _Rows, offsets: Ids, facts: dict[str, Any]) -> None:
+def _write_part(path: Path, rows: dict[str, list[Any]], offsets: Ids, facts: dict[str, Any]) -> None:
     pa = require_pyarrow()
-    columns = {
-        "label": pa.array(rows.label, pa.int64()),
-        "name": pa.array(rows.name, pa.large_string()),
-        "height": pa.array(rows.height, pa.int32()),
-        "width": pa.array(rows.width, pa.int32()),
-        "offset": pa.array(offsets, pa.int64()),
-        "length": pa.array(rows.length, pa.int64()),
-        "sha256": pa.array(rows.sha256, pa.binary(32)),
+    types = {
+        "label": pa.int64(),
+        "name": pa.large_string(),
+        "height": pa.int32(),
+        "width": pa.int32(),
+        "offset": pa.int64(),
+        "length": pa.int64(),
+        "sha256": pa.binary(32),
     }
-    table = pa.table(columns).replace_schema_metadata({"paceline": json.dumps(facts)})
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
+    values = {**rows, "offset": offsets}
+    table = pa.table({name: pa.array(values[name], kind) for name, kind in types.items()})
+    table = table.replace_schema_metadata({"paceline": json.dumps(facts)})
+    content = pa.BufferOutputStream()
+    with pa.ipc.new_file(content, table.schema) as writer:
+        writer.write_table(table)
+    write_whole(path, content.getvalue())
 
 
-class HashingFile:
+class HashingFile(io.RawIOBase):
     """A new file for Arrow to write to, hashed on the way."""
 
     def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
         self.sha256 = hashlib.sha256()
         self.size = 0
-        self.closed = False
         self._file = file
 
     def write(self, content: Any) -> int:
@@ -289,28 +249,13 @@ class HashingFile:
         self._file.write(view)
         return view.nbytes
 
-    def flush(self) -> None:
-        """Hand what was written to the system."""
-        self._file.flush()
-
     def tell(self) -> int:
         """How much was written."""
         return self.size
 
     def writable(self) -> bool:
-        """It is for writing."""
+        """It is for writing, from beginning to end."""
         return True
-
-    def readable(self) -> bool:
-        """And for nothing else."""
-        return False
-
-    def seekable(self) -> bool:
-        """It is written from beginning to end."""
-        return False
-
-    def close(self) -> None:
-        """Arrow is done with it; what was written is not on the disk yet."""
 
 
 @contextmanager
@@ -341,8 +286,8 @@ def reporting_disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, whatever happens; raises OSError."""
+def write_whole(path: Path, content: Any) -> None:
+    """Write bytes to a file so that it is there as a whole or not at all, whatever happens; raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         file.write(content)

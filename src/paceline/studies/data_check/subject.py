@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.image.cifar import find_cifar_archive
+from paceline.data.image.archives import find_archive
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.folder import open_unread_test, unread_entries
 from paceline.data.image.source import Ids, SampleSource, as_array
@@ -136,7 +136,7 @@ def _opened(recipe: Recipe, layout: Sentences) -> ImageDataset:
 
 def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:
     name = recipe.data.dataset
-    return name == "image_folder" or (name == "cifar10" and find_cifar_archive(root) is None)
+    return name == "image_folder" or (name == "cifar10" and find_archive(root, "cifar10") is None)
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:

@@ -1,8 +1,9 @@
-"""CIFAR-100, MNIST and Fashion-MNIST in every published form."""
+"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST in every published form, and pickles that would run code."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import pickle
 import struct
 import tarfile
@@ -11,16 +12,193 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.image.cifar100 import find_cifar100_archive, read_cifar100
+from paceline.data.image.archives import find_archive, find_mnist, mnist_kind, open_archive
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.mnist import FASHION, find_mnist_folder, is_fashion, read_mnist
+from paceline.data.image.source import ArraySource
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
-NAMES = [f"class_{number}" for number in range(100)]
+NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+Part = tuple[np.ndarray, list[int]]
 
 
-def cifar100(folder: Path, *, binary: bool) -> tuple[Path, np.ndarray, list[int]]:
+def parts() -> dict[str, Part]:
+    """Small batches: uint8 [n, 3072], channel after channel, and labels."""
+    generator = np.random.default_rng(0)
+    counts = (3, 2, 4, 1, 2, 5)
+    return {
+        name: (generator.integers(0, 256, (count, 3072), dtype=np.uint8), generator.integers(0, 10, count).tolist())
+        for name, count in zip(NAMES, counts, strict=True)
+    }
+
+
+def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
+    """Write what Python 2 wrote in 2009: protocol 2, byte strings without a type of their own."""
+
+    def text(value: bytes) -> bytes:
+        if len(value) < 256:
+            return pickle.SHORT_BINSTRING + bytes([len(value)]) + value
+        return pickle.BINSTRING + struct.pack("<i", len(value)) + value
+
+    def number(value: int) -> bytes:
+        return pickle.BININT + struct.pack("<i", value)
+
+    def name(module: bytes, attribute: bytes) -> bytes:
+        return pickle.GLOBAL + module + b"\n" + attribute + b"\n"
+
+    def items(values: list[bytes]) -> bytes:
+        return pickle.EMPTY_LIST + pickle.MARK + b"".join(values) + pickle.APPENDS
+
+    empty = name(b"numpy.core.multiarray", b"_reconstruct")
+    empty += pickle.MARK + name(b"numpy", b"ndarray") + number(0) + pickle.TUPLE1 + text(b"b") + pickle.TUPLE
+    empty += pickle.REDUCE
+    dtype = name(b"numpy", b"dtype") + pickle.MARK + text(b"u1") + number(0) + number(1) + pickle.TUPLE + pickle.REDUCE
+    dtype += pickle.MARK + number(3) + text(b"|") + pickle.NONE * 3 + number(-1) + number(-1) + number(0)
+    dtype += pickle.TUPLE + pickle.BUILD
+    state = pickle.MARK + number(1) + number(len(pixels)) + number(3072) + pickle.TUPLE2 + dtype
+    state += pickle.NEWFALSE + text(pixels.tobytes()) + pickle.TUPLE
+    array = empty + state + pickle.BUILD
+    fields = {
+        b"data": array,
+        b"labels": items([number(label) for label in labels]),
+        b"batch_label": text(b"training batch 1 of 5"),
+        b"filenames": items([text(b"leptodactylus_pentadactylus_s_000004.png")] * len(labels)),
+    }
+    body = b"".join(text(key) + value for key, value in fields.items())
+    return pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.MARK + body + pickle.SETITEMS + pickle.STOP
+
+
+def binary(pixels: np.ndarray, labels: list[int]) -> bytes:
+    return np.concatenate([np.array(labels, dtype=np.uint8)[:, None], pixels], axis=1).tobytes()
+
+
+def python3_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
+    return pickle.dumps({b"data": pixels, b"labels": labels, b"batch_label": b"x"}, protocol=2)
+
+
+WRITERS = {"bin": binary, "py": python2_pickle, "py3": python3_pickle}
+
+
+def write(folder: Path, version: str, content: dict[str, Part] | None = None) -> Path:
+    archive = folder / f"cifar-10-batches-{version[:3].rstrip('3')}"
+    archive.mkdir()
+    for name, part in (content or parts()).items():
+        (archive / (name + (".bin" if version == "bin" else ""))).write_bytes(WRITERS[version](*part))
+    (archive / "readme.html").write_text("<html/>")
+    return archive
+
+
+def pack(archive: Path) -> Path:
+    path = archive.parent / "cifar-10.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(archive, arcname=archive.name)
+    return path
+
+
+def read(path: Path, kind: str = "cifar10") -> tuple[ArraySource, ArraySource, tuple[str, ...]]:
+    found = open_archive(path, kind)
+    assert isinstance(found.train, ArraySource)
+    assert isinstance(found.validation, ArraySource)
+    return found.train, found.validation, found.classes
+
+
+def check(archive: Path | None) -> None:
+    assert archive is not None
+    content = parts()
+    train, test, _ = read(archive)
+    for source, names in ((train, NAMES[:5]), (test, NAMES[5:])):
+        planes = np.concatenate([content[name][0] for name in names]).reshape(-1, 3, 32, 32)
+        assert np.array_equal(source.images, planes.transpose(0, 2, 3, 1))
+        assert source.labels.tolist() == [label for name in names for label in content[name][1]]
+    assert test.path(0) == "cifar10 test[0]"
+
+
+@pytest.mark.parametrize("version", WRITERS)
+def test_every_published_form(tmp_path: Path, version: str) -> None:
+    archive = write(tmp_path, version)
+    check(find_archive(tmp_path, "cifar10"))
+    check(find_archive(archive, "cifar10"))
+    check(find_archive(pack(archive), "cifar10"))
+
+
+def test_an_image_folder_is_no_archive(tmp_path: Path) -> None:
+    assert find_archive(tmp_path, "cifar10") is None
+
+
+@pytest.mark.parametrize("version", ["bin", "py"])
+def test_a_missing_batch_is_named(tmp_path: Path, version: str) -> None:
+    content = parts()
+    del content["data_batch_3"]
+    with pytest.raises(DataError, match=r"lacks data_batch_3(\.bin)?, but"):
+        read(write(tmp_path, version, content))
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_loading_never_runs_code(tmp_path: Path) -> None:
+    archive = write(tmp_path, "py")
+    sprung = tmp_path / "sprung"
+    traps = {
+        "touch": pickle.dumps({b"data": Trap(sprung), b"labels": []}, protocol=2),
+        "system": b"cos\nsystem\n(S'touch " + str(sprung).encode() + b"'\ntR.",
+        "eval": b"c__builtin__\neval\n(S'open(\"" + str(sprung).encode() + b'", "w")\'\ntR.',
+        "dotted": b"\x80\x04\x8c\x05numpy\x8c\x0endarray.tofile\x93.",
+        "memory": b"cnumpy\nndarray\n((I999999999999\ntR.",
+        "dtype": b"cnumpy\ndtype\n(S'O'\ntR.",
+    }
+    for trap in traps.values():
+        (archive / "data_batch_2").write_bytes(trap)
+        with pytest.raises(DataError, match="data_batch_2' is no part of CIFAR-10"):
+            read(archive)
+    assert not sprung.exists()
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    pixels, _ = parts()["data_batch_1"]
+    damaged = {
+        "bin": [b"", binary(pixels, [1, 2, 3])[:-1], binary(pixels, [1, 2, 10])],
+        "py": [b"", b"\x80\x02}", pickle.dumps({b"data": pixels, b"labels": [1]}, protocol=2), pickle.dumps([], 2)],
+    }
+    for version, contents in damaged.items():
+        archive = write(tmp_path, version)
+        for content in contents:
+            (archive / ("data_batch_1" + (".bin" if version == "bin" else ""))).write_bytes(content)
+            with pytest.raises(DataError, match="is no part of CIFAR-10"):
+                read(archive)
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    path = pack(write(tmp_path, "bin"))
+    whole = path.read_bytes()
+    for content in (b"", b"text", whole[: len(whole) // 2], gzip.compress(b"text")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"cannot be read as a \.tar\.gz|lacks data_batch"):
+            read(path)
+
+
+def test_an_archive_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "evil.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name in (*NAMES, "../../outside"):
+            member = tarfile.TarInfo(f"../{name}.bin")
+            content = binary(*parts()[NAMES[0]])
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    before = sorted(tmp_path.parent.rglob("*"))
+    read(path)
+    assert sorted(tmp_path.parent.rglob("*")) == before
+
+
+FINE = [f"class_{number}" for number in range(100)]
+
+
+def write_cifar100(folder: Path, *, binary: bool) -> tuple[Path, np.ndarray, list[int]]:
     """Write an archive of five training and three test images; return it, and the training images and labels."""
     draws = np.random.default_rng(0)
     pixels = draws.integers(0, 256, (8, 3072), dtype=np.uint8)
@@ -36,46 +214,48 @@ def cifar100(folder: Path, *, binary: bool) -> tuple[Path, np.ndarray, list[int]
             content = {b"data": pixels[rows], b"fine_labels": fine[rows], b"coarse_labels": coarse[rows]}
             (root / split).write_bytes(pickle.dumps(content, protocol=2))
     if binary:
-        (root / "fine_label_names.txt").write_text("\n".join(NAMES) + "\n")
+        (root / "fine_label_names.txt").write_text("\n".join(FINE) + "\n")
     else:
-        (root / "meta").write_bytes(pickle.dumps({b"fine_label_names": [name.encode() for name in NAMES]}, protocol=2))
+        (root / "meta").write_bytes(pickle.dumps({b"fine_label_names": [name.encode() for name in FINE]}, protocol=2))
     return root, pixels[:5].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), fine[:5]
 
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_cifar100(tmp_path: Path, binary: bool) -> None:
-    root, images, labels = cifar100(tmp_path, binary=binary)
+    root, images, labels = write_cifar100(tmp_path, binary=binary)
     archive = tmp_path / "cifar-100-x.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(root, root.name)
     for path in (root, tmp_path, archive):
-        found = find_cifar100_archive(path)
-        assert found is not None
-        train, test, classes = read_cifar100(found)
+        train, test, classes = read(path, "cifar100")
         assert np.array_equal(train.images, images)
-        assert (train.labels.tolist(), len(test), classes) == (labels, 3, tuple(NAMES))
-    assert find_cifar100_archive(tmp_path / "nothing") is None
+        assert (train.labels.tolist(), len(test), classes) == (labels, 3, tuple(FINE))
+    assert find_archive(tmp_path / "nothing", "cifar100") is None
 
 
 def test_damaged_cifar100(tmp_path: Path) -> None:
-    root, _, _ = cifar100(tmp_path, binary=False)
+    root, _, _ = write_cifar100(tmp_path, binary=False)
     (root / "train").write_bytes(pickle.dumps({b"data": print}, protocol=2))
     with pytest.raises(DataError, match=r"it asks for (__builtin__|builtins)\.print, and only arrays are read"):
-        read_cifar100(root)
+        read(root, "cifar100")
     (root / "train").unlink()
+    with pytest.raises(DataError, match=r"holds no files of CIFAR-100 \(cifar100\)"):
+        read(root, "cifar100")
+    with tarfile.open(tmp_path / "part.tar", "w") as tar:
+        tar.add(root, root.name)
     with pytest.raises(DataError, match="lacks train, but CIFAR-100 is train, test, meta"):
-        read_cifar100(root)
-    root, _, _ = cifar100(tmp_path / "b", binary=True)
+        read(tmp_path / "part.tar", "cifar100")
+    root, _, _ = write_cifar100(tmp_path / "b", binary=True)
     (root / "test.bin").write_bytes(b"x" * 3073)
     with pytest.raises(DataError, match="its 3073 bytes are no multiple of 3074"):
-        read_cifar100(root)
+        read(root, "cifar100")
     (root / "test.bin").write_bytes(b"\xff" * 3074)
     with pytest.raises(DataError, match="it has labels outside 0 … 99"):
-        read_cifar100(root)
+        read(root, "cifar100")
     (root / "test.bin").write_bytes(b"\0" * 3074)
     (root / "fine_label_names.txt").write_text("a\nb\n")
     with pytest.raises(DataError, match="it names 2 classes"):
-        read_cifar100(root)
+        read(root, "cifar100")
 
 
 def mnist(folder: Path, *, packed: bool, dot: str = "-") -> tuple[np.ndarray, np.ndarray]:
@@ -100,30 +280,29 @@ def mnist(folder: Path, *, packed: bool, dot: str = "-") -> tuple[np.ndarray, np
 )
 def test_mnist(tmp_path: Path, place: str, packed: bool, dot: str) -> None:
     images, labels = mnist(tmp_path / "set" / place, packed=packed, dot=dot)
-    found = find_mnist_folder(tmp_path / "set")
+    found = find_mnist(tmp_path / "set")
     assert found == tmp_path / "set" / place
-    train, test = read_mnist(found)
+    train, test, _ = read(found, "mnist")
     assert np.array_equal(train.images[..., 0], images)
     assert train.labels.tolist() == labels.tolist()
     assert (len(test), test.read(0).shape) == (4, (28, 28, 1))
-    assert find_mnist_folder(tmp_path / "other") is None
+    assert find_mnist(tmp_path / "other") is None
 
 
 def test_fashion_is_seen_from_the_name(tmp_path: Path) -> None:
-    assert is_fashion(tmp_path / "FashionMNIST" / "raw")
-    assert not is_fashion(tmp_path / "MNIST" / "raw")
-    assert len(FASHION) == 10
+    assert mnist_kind(tmp_path / "FashionMNIST" / "raw") == "fashion_mnist"
+    assert mnist_kind(tmp_path / "MNIST" / "raw") == "mnist"
 
 
 @pytest.mark.parametrize(("folder", "kind"), [("MNIST", "fashion_mnist"), ("FashionMNIST", "mnist")])
 def test_files_of_one_mnist_are_never_taken_for_the_other(tmp_path: Path, folder: str, kind: str) -> None:
     mnist(tmp_path / folder / "raw", packed=False)
-    assert find_mnist_folder(tmp_path, kind) is None
+    assert find_mnist(tmp_path, kind) is None
     with pytest.raises(DataError, match=r"holds no files of .*, by its name, for '.*raw' is the other MNIST's"):
         open_dataset(Data(dataset=kind, path=str(tmp_path)))
-    assert find_mnist_folder(tmp_path / folder, kind) == tmp_path / folder / "raw"
+    assert find_mnist(tmp_path / folder, kind) == tmp_path / folder / "raw"
     mnist(tmp_path / "ours" / "raw", packed=False)
-    assert find_mnist_folder(tmp_path, kind) == tmp_path / "ours" / "raw"
+    assert find_mnist(tmp_path, kind) == tmp_path / "ours" / "raw"
 
 
 def test_damaged_mnist(tmp_path: Path) -> None:
@@ -139,7 +318,7 @@ def test_damaged_mnist(tmp_path: Path) -> None:
     ):
         labels.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
-            read_mnist(tmp_path / "set")
+            read(tmp_path / "set", "mnist")
     labels.unlink()
     with pytest.raises(DataError, match="lacks t10k-labels-idx1-ubyte"):
-        read_mnist(tmp_path / "set")
+        read(tmp_path / "set", "mnist")

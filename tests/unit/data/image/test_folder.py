@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image.folder import EXTENSIONS, ImageFolder, open_image_folder
+from paceline.data.image.dataset import StoredImages
+from paceline.data.image.folder import EXTENSIONS, open_image_folder
 from paceline.errors import DataError
 
 
@@ -22,11 +23,11 @@ def make(root: Path, *names: str, size: tuple[int, int] = (8, 8), mode: str = "R
     return root
 
 
-def opened(root: Path, fraction: float = 0.5, channels: int | None = None) -> ImageFolder:
+def opened(root: Path, fraction: float = 0.5, channels: int | None = None) -> StoredImages:
     return open_image_folder(root, channels=channels, validation_fraction=fraction)
 
 
-def paths(folder: ImageFolder, root: Path) -> tuple[list[str], list[str]]:
+def paths(folder: StoredImages, root: Path) -> tuple[list[str], list[str]]:
     names = [
         [os.path.relpath(source.path(sample), root) for sample in range(len(source))]
         for source in (folder.train, folder.validation)

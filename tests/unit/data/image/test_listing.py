@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from paceline.data.image import listing
-from paceline.data.image.folder import ImageFolder, open_image_folder
+from paceline.data.image.dataset import StoredImages
+from paceline.data.image.folder import open_image_folder
 from paceline.data.image.listing import Names, cache_file
 
 
@@ -35,11 +36,11 @@ def age(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing.time, "time_ns", lambda: now)
 
 
-def opened(root: Path) -> ImageFolder:
+def opened(root: Path) -> StoredImages:
     return open_image_folder(root, channels=3, validation_fraction=0.5)
 
 
-def facts(folder: ImageFolder) -> tuple[object, ...]:
+def facts(folder: StoredImages) -> tuple[object, ...]:
     sources = (folder.train, folder.validation)
     return (
         folder.classes,
@@ -49,7 +50,7 @@ def facts(folder: ImageFolder) -> tuple[object, ...]:
     )
 
 
-def is_recalled(folder: ImageFolder) -> bool:
+def is_recalled(folder: StoredImages) -> bool:
     return "as remembered" in folder.listing
 
 

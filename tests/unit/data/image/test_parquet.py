@@ -215,7 +215,8 @@ def test_images_that_a_file_stores_once_count_as_often_as_they_are_read(
     one = png(1)
     path = write(tmp_path / "t.parquet", {"image": [one] * 40, "label": [0, 1] * 20}, group=20)
     monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 10 * len(one))
-    assert parquet_source.open_table([path], "image", "image").groups[0].size < 10 * len(one)
+    source = parquet_source.ParquetSource([path], "image", np.zeros(40, np.int64), [""] * 40)
+    assert source.groups[0].size < 10 * len(one)
     with pytest.raises(DataError, match=r"has 20 images, .* in one row group"):
         open_dataset(data(path))
     monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 30 * len(one))

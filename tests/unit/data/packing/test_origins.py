@@ -19,8 +19,9 @@ from paceline.cli.pack import KINDS as KINDS_OF_THE_COMMAND
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.folder import open_image_folder
 from paceline.data.image.packed_layout import read_manifest
-from paceline.data.packing.origins import KINDS, detect, open_origin
+from paceline.data.packing.origins import detect, open_origin
 from paceline.data.packing.pack import Request, pack
+from paceline.dataset_registry import DatasetsUsing
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -70,7 +71,7 @@ def tars(folder: Path, photos: Path) -> Path:
 
 
 def test_the_command_knows_every_kind() -> None:
-    assert KINDS_OF_THE_COMMAND == KINDS
+    assert {*KINDS_OF_THE_COMMAND, "torchvision:NAME"} == set(DatasetsUsing("path"))
 
 
 def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "readme.txt").touch()
     with pytest.raises(DataError, match="is a file, and none that can be packed by its name"):
         detect(str(tmp_path / "readme.txt"))
-    with pytest.raises(DataError, match="holds no files of cifar100: correct the path, or leave --kind out"):
+    with pytest.raises(DataError, match=r"holds no files of CIFAR-100 \(cifar100\): correct the path"):
         open_origin(str(photos), "cifar100")
 
 

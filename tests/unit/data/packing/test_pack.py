@@ -42,7 +42,7 @@ def packed(source: Path | str, destination: Path, **options: object) -> Packed:
 
 
 def splits(root: Path, channels: int | None = None) -> tuple[SampleSource, SampleSource]:
-    opened, _ = packed_images(root, channels=channels, validation_fraction=0.25)
+    opened = packed_images(root, channels=channels, validation_fraction=0.25)
     return opened.train, opened.validation
 
 
@@ -53,8 +53,8 @@ def files(root: Path) -> dict[str, str]:
 def test_originals_are_the_files(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "dest")
     folder = open_image_folder(photos, channels=None, validation_fraction=0)
-    opened, statistics = packed_images(tmp_path / "dest", channels=None, validation_fraction=0)
-    assert statistics is None
+    opened = packed_images(tmp_path / "dest", channels=None, validation_fraction=0)
+    assert opened.statistics is None
     assert (opened.classes, opened.channels, opened.split) == (("cat", "dog"), 3, "the folder val/")
     for ours, theirs in ((opened.train, folder.train), (opened.validation, folder.validation)):
         assert isinstance(ours, EncodedSource)
@@ -187,7 +187,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 from pathlib import Path
 from paceline.data.image.packed import packed_images
-opened, _ = packed_images(Path(sys.argv[1]), channels=None, validation_fraction=0)
+opened = packed_images(Path(sys.argv[1]), channels=None, validation_fraction=0)
 print(sum(int(opened.train.read(sample).sum()) for sample in range(len(opened.train))))
 assert 'torch' not in sys.modules
 """

@@ -1,0 +1,119 @@
+"""Registry of data sets of images: find one by its name, among our own and those of installed packages.
+
+A data set is one function under :func:`dataset`, in a file of its own. Our files lie in ``paceline/data/image/sets``;
+another package names its function in the entry points ``paceline.datasets``. A recipe's keys are checked against what a
+data set says that it uses, so the files must import neither torch nor what imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, TypeVar, overload
+
+ENTRY_POINTS = "paceline.datasets"
+_OURS = "paceline.data.image.sets"
+_FAMILY = ":NAME"
+
+Opener = Callable[[Any], Any]
+"""Takes a ``DatasetRequest`` and returns ``StoredImages``, both of ``paceline.data.image.dataset``."""
+AnyOpener = TypeVar("AnyOpener", bound=Opener)
+
+
+class Size(NamedTuple):
+    """How large a data set usually is, to estimate a run without its files."""
+
+    name: str
+    samples: int
+    classes: int
+    image_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetEntry:
+    """A data set that a recipe can name.
+
+    Attributes:
+        name: Its name; ``library:NAME`` stands for all names that begin with ``library:``.
+        open: Opens it.
+        keys: Keys of a recipe's ``data`` section that have an effect on it and not on every data set.
+        size: How large it usually is; None if there is no telling.
+    """
+
+    name: str
+    open: Opener
+    keys: frozenset[str]
+    size: Size | None = None
+
+
+_entries: dict[str, DatasetEntry] = {}
+
+
+def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) -> Callable[[AnyOpener], AnyOpener]:
+    """Register the function below under a name."""
+
+    def register(opener: AnyOpener) -> AnyOpener:
+        _entries[name] = DatasetEntry(name=name, open=opener, keys=frozenset(keys), size=size)
+        return opener
+
+    return register
+
+
+def dataset_names() -> tuple[str, ...]:
+    """Names of all data sets: our own first, then those of other packages, which are not imported for this."""
+    _load_ours()
+    return tuple(dict.fromkeys((*_entries, *(each.name for each in entry_points(group=ENTRY_POINTS)))))
+
+
+def find_dataset(name: str) -> DatasetEntry | None:
+    """The data set of that name, or None; imports the package that offers it."""
+    _load_ours()
+    family = name.partition(":")[0] + _FAMILY
+    if name not in _entries and family not in _entries:
+        for each in entry_points(group=ENTRY_POINTS, name=name):
+            found = each.load()
+            if name not in _entries:  # it stands for itself, without a decorator
+                dataset(name, keys=("path", "options"))(found)
+    return _entries.get(name) or _entries.get(family)
+
+
+@cache
+def _load_ours() -> None:
+    for module in pkgutil.iter_modules(importlib.import_module(_OURS).__path__, f"{_OURS}."):
+        importlib.import_module(module.name)
+
+
+class DatasetsUsing(Sequence[str]):
+    """Names of the data sets that a key has an effect on; looked up when they are first asked for."""
+
+    def __init__(self, key: str, *others: str) -> None:
+        """Take the key, and names of data sets that are not in the registry."""
+        self._key = key
+        self._others = others
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        _load_ours()
+        return (*(each.name for each in _entries.values() if self._key in each.keys), *self._others)
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._others:
+            return True
+        found = find_dataset(name) if isinstance(name, str) else None
+        return found is not None and self._key in found.keys
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return self._names[index]
