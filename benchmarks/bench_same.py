@@ -17,10 +17,10 @@ from pathlib import Path
 
 from hardware import write_result
 
-from paceline.formulas.intervals import share_interval
+from paceline.metrics.intervals import share_interval
 from paceline.report.benchmark_comparison import compare
-from paceline.studies.bench.grid import Asked, measure_grid
-from paceline.studies.bench.report import BenchReport
+from paceline_advisor.bench.grid import Asked, measure_grid
+from paceline_advisor.bench.report import BenchReport
 
 RECIPE = "digits"
 

@@ -29,14 +29,14 @@ from paceline.data.image.decode import Picture
 from paceline.data.image.transforms import resized_part
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.devices import DEVICES
-from paceline.formulas.memory import allocated_bytes, training_state_bytes, zero_bytes
-from paceline.formulas.roofline import convolution_intensity, gemm_intensity, ridge_point
-from paceline.formulas.tiles import tile_overhead
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.lecture_net import lecture_net
 from paceline.models.recompute import recompute_blocks
+from paceline.models.roofline import convolution_intensity, gemm_intensity, ridge_point
 from paceline.models.small_resnet import small_resnet
 from paceline.world import World
+from paceline_advisor.formulas.memory import allocated_bytes, training_state_bytes, zero_bytes
+from paceline_advisor.formulas.tiles import tile_overhead
 
 Figures = dict[str, float]
 COUNTS: dict[str, Callable[[], Figures]] = {}

@@ -22,17 +22,24 @@ from typing import Any
 import matplotlib.pyplot as plt
 from hardware import write_result as write_figures
 
-from paceline.formulas.intervals import Interval
+from paceline.metrics.intervals import Interval
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
-from paceline.studies.batch_sweep.report import COLUMNS, RuleResult, SweepReport, conclude, knee_in_words, table_rows
-from paceline.studies.batch_sweep.sweep import sweep
-from paceline.studies.bench.target import Target
-from paceline.studies.commands import NoiseScale, SweepBatch
-from paceline.studies.noise_scale import NoiseReport, measure_noise
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
+from paceline_advisor.bench.target import Target
+from paceline_advisor.commands import NoiseScale, SweepBatch
+from paceline_advisor.tuning.batch_sweep.report import (
+    COLUMNS,
+    RuleResult,
+    SweepReport,
+    conclude,
+    knee_in_words,
+    table_rows,
+)
+from paceline_advisor.tuning.batch_sweep.sweep import sweep
+from paceline_advisor.tuning.noise_scale import NoiseReport, measure_noise
 
 OVERRIDES = (
     "model.options.width=8",

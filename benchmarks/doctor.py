@@ -18,9 +18,9 @@ import numpy as np
 from hardware import write_result
 from PIL import Image
 
-from paceline.studies.doctor.findings import Gain
-from paceline.studies.doctor.measuring import Pace, measure
-from paceline.studies.doctor.study import Asked, examine
+from paceline_advisor.doctor.findings import Gain
+from paceline_advisor.doctor.measuring import Pace, measure
+from paceline_advisor.doctor.study import Asked, examine
 
 WIDE = (
     *("model.name=small_resnet", "model.options={width: 32, stages: 2}", "data.image_size=32", "data.classes=10"),

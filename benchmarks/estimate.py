@@ -21,12 +21,12 @@ from hardware import write_result
 from memory_cases import ON_CPU, Case, on_gpu
 
 from paceline.distributed.device import describe_machine
-from paceline.studies.memory.measured import measured_peaks
-from paceline.studies.memory.replay import peak_of
-from paceline.studies.memory.surroundings import with_libraries
-from paceline.studies.memory.trace import EVALUATION, FIRST, STEP, trace_step, without_collection
 from paceline.trainer.fake_run import fake_run
 from paceline.units import format_bytes
+from paceline_advisor.memory.measured import measured_peaks
+from paceline_advisor.memory.replay import peak_of
+from paceline_advisor.memory.surroundings import with_libraries
+from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, without_collection
 
 
 def compared(case: Case, device: torch.device) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ import torch
 from hardware import spread, write_result
 
 import paceline
-from paceline.studies.landscape.opening import Selection
-from paceline.studies.landscape.study import LandscapeRequest, explore
+from paceline_advisor.landscape.opening import Selection
+from paceline_advisor.landscape.study import LandscapeRequest, explore
 
 SMALL, LARGE, RATE = 32, 256, 0.1
 # Samples of each split over which sharpness is sought; accuracies too.

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import StepWork, WorkCounter
-from paceline.studies.roofline.study import choose
+from paceline_advisor.roofline.study import choose
 
 # Network, size of images, samples on a CPU and on a GPU.
 CASES = (

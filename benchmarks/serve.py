@@ -30,8 +30,8 @@ from hardware import write_result
 
 import paceline
 from paceline.files import LeftOut
-from paceline.formulas.intervals import quantile
 from paceline.inference.sources import pictures_of
+from paceline.metrics.intervals import quantile
 
 BOUNDARY = "paceline-benchmark"
 SIZE = 32

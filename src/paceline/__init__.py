@@ -29,7 +29,7 @@ _HOMES = {
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",
     "TrainResult": "paceline.trainer.train",
-    "find_lr": "paceline.studies.lr_range.study",
+    "find_lr": "paceline_advisor.tuning.lr_range.study",
     "load_recipe": "paceline.recipe.load",
     "train": "paceline.training",
 }
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.recipe.load import load_recipe
     from paceline.recipe.schema import Recipe
-    from paceline.studies.lr_range.study import find_lr
     from paceline.tasks.image_classification import ImageClassification
     from paceline.tasks.task import Task
     from paceline.trainer.train import TrainResult

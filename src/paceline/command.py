@@ -2,7 +2,7 @@
 
 A command is declared once::
 
-    @command("noise-scale", runs="paceline.studies.noise_scale:measure_noise")
+    @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise")
     @dataclass(frozen=True, kw_only=True)
     class NoiseScale:
         '''Measure the gradient noise scale of a recipe, or of a run at each of its checkpoints.'''

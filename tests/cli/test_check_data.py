@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.studies.data_check.kinds import SEVERITIES
+from paceline.data.inspect.kinds import SEVERITIES
 
 SOURCES = Path(__file__).parents[2] / "src"
 

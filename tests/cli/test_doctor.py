@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.doctor import _runs_here
 from paceline.recipe.load import load_recipe
+from paceline_advisor.cli.doctor import _runs_here
 
 SMALL = (
     "model.options={width: 64, stages: 1}",

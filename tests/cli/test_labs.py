@@ -135,7 +135,8 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
 
 @pytest.mark.slow
 def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_path: Path) -> None:
-    right = paceline("labs", "grade", ROOT / "labs" / "assessment" / "reference.py", timeout=280)
+    reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
+    right = paceline("labs", "grade", reference, timeout=280)
     assert right.code == 0, right.out + right.err
     assert right.out.splitlines()[-1] == "Passed."
     (tmp_path / "empty.py").write_text("pass\n")
@@ -149,10 +150,11 @@ def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_pa
 def test_slides_are_written(paceline: Callable[..., Any], tmp_path: Path) -> None:
     """The whole command on a lab that runs in a moment."""
     pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
-    package = tmp_path / "src" / "paceline"
-    shutil.copytree(SOURCES / "paceline", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "labs" / "1_small.py").write_text(
+    ignored = shutil.ignore_patterns("__pycache__", "notebooks")
+    shutil.copytree(SOURCES, tmp_path / "src", ignore=ignored)
+    notebooks = tmp_path / "src" / "paceline_course" / "notebooks"
+    notebooks.mkdir()
+    (notebooks / "1_small.py").write_text(
         '# %% [markdown] tags=["slide"]\n# # Lab 1: Small\n\n# %% tags=["slide"]\nprint("shown", 6 * 7)\n'
     )
     done = subprocess.run(

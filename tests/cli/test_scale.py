@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.scaling_options import shown_hours
+from paceline_advisor.cli.scaling_options import shown_hours
 
 SMALL = ("digits", "model.options={width: 4, stages: 1}")
 GIVEN = ("--throughput", "1000", "--cluster", "dgx-a100")

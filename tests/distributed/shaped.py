@@ -20,18 +20,18 @@ from typing import Any
 
 from paceline.clusters import Cluster, Link
 from paceline.errors import PacelineError
-from paceline.formulas.parallel_step import Host, Prediction, Way, predict
 from paceline.machine import available_cores
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
-from paceline.studies.bursts import for_bursts
-from paceline.studies.scaling.here import probe
-from paceline.studies.scaling.measure import Trials, measure
-from paceline.studies.scaling.network import describe
-from paceline.studies.scaling.shares import Share
-from paceline.studies.scaling.study import fabric_of
 from paceline.units import Duration
+from paceline_advisor.bench.interleaved import for_bursts
+from paceline_advisor.formulas.parallel_step import Host, Prediction, Way, predict
+from paceline_advisor.scaling.here import probe
+from paceline_advisor.scaling.measure import Trials, measure
+from paceline_advisor.scaling.network import describe
+from paceline_advisor.scaling.shares import Share
+from paceline_advisor.scaling.study import fabric_of
 
 SOURCES = Path(__file__).parents[2] / "src"
 # Of Ethernet's frames, what is left to the messages in them: 1448 of 1514 bytes.
@@ -180,7 +180,7 @@ def all_reduce_seconds(size: int, megabits: float, message_bytes: int, folder: P
     """Median seconds of a sum over so many processes, each on a host of its own."""
     folder.mkdir()
     names = [f"host{rank}" for rank in range(size)]
-    words = [sys.executable, "-m", "paceline.studies.scaling.link_probe", str(folder), str(size), str(message_bytes)]
+    words = [sys.executable, "-m", "paceline_advisor.scaling.link_probe", str(folder), str(size), str(message_bytes)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "e0", "PYTHONPATH": str(SOURCES)}
     with hosts.network(*names) as made:
         for host in made.hosts.values():

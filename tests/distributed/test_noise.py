@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline.formulas.noise import NoiseAverages, estimate
+from paceline.metrics.gradient_noise import NoiseAverages, estimate
 from paceline.trainer.noise import HALF_LIFE
 
 # Each sample's gradient is a row of a table: the loss is linear in the weights.

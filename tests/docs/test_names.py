@@ -25,7 +25,7 @@ from paceline.records.summary import LedgerFacts, Summary
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-SOURCES = sorted((ROOT / "src" / "paceline").rglob("*.py"))
+SOURCES = sorted(path for path in (ROOT / "src").rglob("*.py") if "notebooks" not in path.parts)
 OF_PAGES = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -147,14 +147,19 @@ def defined_in(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+def source(file: str) -> Path:
+    """A file of the trainer, or of the package that its name begins with."""
+    return ROOT / "src" / (file if file.startswith("paceline_") else f"paceline/{file}")
+
+
 @pytest.mark.parametrize("page_name", ["tour.md", "glossary.md"])
 def test_the_code_has_what_tour_and_glossary_point_to(page_name: str, page: Callable[[Path], Any]) -> None:
     text = page(ROOT / "docs" / page_name).prose
     for file in re.findall(r"`([\w/]+\.py)`", text):
-        assert (ROOT / "src" / "paceline" / file).is_file(), file
+        assert source(file).is_file(), file
     for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, | and )?)+)", text):
         for name in codes(names) - {code for code in codes(names) if code.endswith(".py")}:
-            assert name in defined_in(ROOT / "src" / "paceline" / file), f"{file}: {name}"
+            assert name in defined_in(source(file)), f"{file}: {name}"
 
 
 def test_every_name_in_the_tour_exists(page: Callable[[Path], Any]) -> None:

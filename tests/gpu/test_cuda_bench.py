@@ -30,7 +30,7 @@ class Greedy(paceline.ImageClassification):
 
 
 def test_runs_take_turns_on_one_device(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.studies.bursts import Variant, run_bursts
+    from paceline_advisor.bench.interleaved import Variant, run_bursts
 
     (tmp_path / "greedy.py").write_text(GREEDY)
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.studies.doctor.calls import CallWatcher
+from paceline_advisor.doctor.calls import CallWatcher
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
 pytest.importorskip("IPython", reason="needs IPython, which the extra labs brings")
 
-from paceline.labs.cells import tags_of, with_answers
-from paceline.labs.checking import check_lab
-from paceline.labs.course import Lab, all_labs
+from paceline_course.cells import tags_of, with_answers
+from paceline_course.checking import check_lab
+from paceline_course.course import Lab, all_labs
 
 LABS = pytest.mark.parametrize("lab", all_labs(), ids=lambda lab: lab.number)
 # With these labs' answers there is much to train.

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+import paceline_course
 from paceline.errors import PacelineError
-from paceline.labs.grading import Marks, grade
-from paceline.labs.grading.grade import Host, hosting
-from paceline.labs.grading.supervise import Limits
+from paceline_course.grading import Marks, grade
+from paceline_course.grading.grade import Host, hosting
+from paceline_course.grading.supervise import Limits
 
-ASSESSMENT = Path(__file__).parents[2] / "labs" / "assessment"
+ASSESSMENT = Path(paceline_course.__file__).parent / "notebooks" / "assessment"
 TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
 LIMITS = Limits(processor_seconds=12, idle_seconds=5)
 

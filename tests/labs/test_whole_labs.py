@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
 pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
 
-from paceline.labs.course import Lab, all_labs
-from paceline.labs.execution import Executed, execute
-from paceline.labs.slides import slides_of, to_html
+from paceline_course.course import Lab, all_labs
+from paceline_course.execution import Executed, execute
+from paceline_course.slides import slides_of, to_html
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1900)]
 _BROWSER_MILLISECONDS = 120_000

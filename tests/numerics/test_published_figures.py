@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.formulas.batch import (
+from paceline.metrics.critical_batch import (
     adaptive_gain_of_power,
     data_factor_to_divide_error,
     error_reduction,
@@ -19,14 +19,14 @@ from paceline.formulas.batch import (
     hyperbola,
     steps_ratio,
 )
-from paceline.formulas.checks import contradicts, is_superlinear
-from paceline.formulas.memory import adam_mixed_precision_bytes, zero_bytes
-from paceline.formulas.mlperf import images_per_second, olympic_mean, reference_convergence_ratio
-from paceline.formulas.rates import linear_rate, nvidia_rate, nvidia_warmup, nvidia_weight_decay
-from paceline.formulas.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
-from paceline.formulas.scaling import efficiency_of_step_growth, speedup, time_saved, time_speedup
-from paceline.formulas.tiles import tile_count, wave_count
-from paceline.formulas.time import (
+from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
+from paceline_advisor.formulas.checks import contradicts, is_superlinear
+from paceline_advisor.formulas.memory import adam_mixed_precision_bytes, zero_bytes
+from paceline_advisor.formulas.mlperf import images_per_second, olympic_mean, reference_convergence_ratio
+from paceline_advisor.formulas.rates import linear_rate, nvidia_rate, nvidia_warmup, nvidia_weight_decay
+from paceline_advisor.formulas.scaling import efficiency_of_step_growth, speedup, time_saved, time_speedup
+from paceline_advisor.formulas.tiles import tile_count, wave_count
+from paceline_advisor.formulas.time import (
     cost,
     dawnbench_seconds,
     minutes,
@@ -35,7 +35,7 @@ from paceline.formulas.time import (
     steps,
     training_hours,
 )
-from paceline.formulas.transformer import flops_per_token, mfu, selective_recompute_saving
+from paceline_advisor.formulas.transformer import flops_per_token, mfu, selective_recompute_saving
 
 # A longer list of the same kind, in JSON, may be named here: then none of its identifiers may be missing below.
 LIST = os.environ.get("PACELINE_PUBLISHED_FIGURES", "")

@@ -60,7 +60,7 @@ def test_names_say_something(tmp_path: Path) -> None:
 def test_a_notebook_may_be_long_and_its_cells_may_not(tmp_path: Path) -> None:
     """What a cell writes into a file is part of it."""
     notebook = "# %% [markdown]\n# Text\n# %%\n# %%writefile b.py\n" + "a = 0\n" * 110 + "# %%\nb = 0\n" * 450
-    write(tmp_path / "labs" / "1_a.py", notebook)
+    write(tmp_path / "src" / "1_a.py", notebook)
     assert budget(tmp_path) == []
-    write(tmp_path / "labs" / "1_a.py", notebook.replace("a = 0\n", "a = 0\na = 1\n", 1))
-    assert budget(tmp_path) == ["labs/1_a.py:3: a cell of 111 code lines; at most 110"]
+    write(tmp_path / "src" / "1_a.py", notebook.replace("a = 0\n", "a = 0\na = 1\n", 1))
+    assert budget(tmp_path) == ["src/1_a.py:3: a cell of 111 code lines; at most 110"]

@@ -57,7 +57,7 @@ def copy_checkout(to: Path) -> Path:
     for name in BUILT_FROM:
         to.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, to)
-    for name in ("src", "labs", "tests/docs", "docs/guide", "examples", "scripts"):
+    for name in ("src", "tests/docs", "docs/guide", "examples", "scripts"):
         shutil.copytree(ROOT / name, to / name, ignore=LEFT_BEHIND)
     return to
 
@@ -113,27 +113,20 @@ def install(wheel: Path, folder: Path) -> Path:
 
 def package_files() -> set[str]:
     """Every file of the package in this checkout, but what was compiled: one that is new must be shipped too."""
-    files = [path for path in (ROOT / "src" / "paceline").rglob("*") if path.is_file()]
+    packages = ("paceline", "paceline_advisor", "paceline_course")
+    files = [path for name in packages for path in (ROOT / "src" / name).rglob("*") if path.is_file()]
     made = (".pyc", ".so", ".pyd")
     return {path.relative_to(ROOT / "src").as_posix() for path in files if path.suffix not in made}
 
 
-def course_files() -> set[str]:
-    """The labs with all that belongs to them."""
-    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "labs").rglob("*") if path.suffix in (".py", ".md")}
-
-
 def test_the_source_distribution_holds_what_is_built_and_the_licence(built: Built) -> None:
-    assert {f"src/{name}" for name in package_files()} | course_files() | set(BUILT_FROM) <= built.in_source
+    assert {f"src/{name}" for name in package_files()} | set(BUILT_FROM) <= built.in_source
     others = {name.split("/")[0] for name in built.in_source}
-    assert others == {"src", "labs", "PKG-INFO", "setup.cfg", *BUILT_FROM}, (
-        "tests, guides and figures stay in the repository"
-    )
+    assert others == {"src", "PKG-INFO", "setup.cfg", *BUILT_FROM}, "tests, guides and figures stay in the repository"
 
 
 def test_the_wheel_holds_the_package_its_recipes_pages_and_the_licence(built: Built) -> None:
     needed = {name for name in package_files() if not name.endswith((".c", ".h"))}
-    needed |= {f"paceline/labs/course/{name.removeprefix('labs/')}" for name in course_files()}
     described = f"{NAME}.dist-info"
     assert needed | {f"{described}/licenses/LICENSE"} <= built.in_wheel
     compiled = {name for name in built.in_wheel if name.startswith("paceline/data/image/jpeg_region.")} - needed
@@ -165,7 +158,6 @@ def test_the_installed_command_has_the_course(installed: Path, tmp_path: Path) -
     pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
     command = installed / "paceline"
     listed = json.loads(call(command, "labs", "list", "--json", cwd=tmp_path))
-    assert f"labs/{listed[0]['number']}_" in "".join(sorted(course_files()))
     call(command, "labs", "start", listed[0]["number"], cwd=tmp_path)
     assert json.loads(call(command, "labs", "list", "--json", cwd=tmp_path))[0]["started"]
 

@@ -17,9 +17,9 @@ from paceline.cli.output import concluded, open_console, print_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.studies.data_check.check import DataReport
-    from paceline.studies.data_check.findings import Entry, Finding
-    from paceline.studies.data_check.gather import Progress
+    from paceline.data.inspect.check import DataReport
+    from paceline.data.inspect.findings import Entry, Finding
+    from paceline.data.inspect.gather import Progress
 
 _NAMED = 5
 _BAR = 30
@@ -51,7 +51,7 @@ def command(source: str, overrides: tuple[str, ...], workers: int | None, limit:
       paceline check-data photos --limit 2000
       paceline check-data resnet50 data.path=imagenet --json
     """
-    from paceline.studies.data_check.check import Asked, check_data
+    from paceline.data.inspect.check import Asked, check_data
 
     asked = Asked(source=source, overrides=overrides, workers=workers, limit=limit)
     # A recipe may name code of the user's, which may print.

@@ -36,8 +36,8 @@ from paceline.recipe.load import refuse_training_overrides, stored_recipe
 from paceline.units import metric_unit
 
 if TYPE_CHECKING:
-    from paceline.studies.evaluation_sizes import SizeSweep
     from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, Split
+    from paceline.trainer.evaluation_sizes import SizeSweep
 
 
 @click.command("evaluate", short_help="Score the weights of a run, a checkpoint or a file.")
@@ -152,7 +152,7 @@ def _tell_left_out(report: EvaluationReport) -> None:
 
 
 def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:
-    from paceline.studies.evaluation_sizes import sweep_sizes
+    from paceline.trainer.evaluation_sizes import sweep_sizes
 
     sweep = sweep_sizes(request, sizes)
     if is_first_process():

@@ -62,10 +62,17 @@ COMMANDS = {
 
 # Commands that are not `command` in a module of paceline.cli of their name.
 _WHERE = {
+    **{
+        name: f"paceline_advisor.cli.{name.replace('-', '_')}:command"
+        for name in ("bench", "doctor", "drill", "estimate", "find-batch", "find-lr", "formulas", "landscape", "plan")
+    },
+    "prove": "paceline_advisor.cli.prove:command",
+    "scale": "paceline_advisor.cli.scale:command",
+    "noise-scale": "paceline_advisor.commands:NoiseScale",
+    "roofline": "paceline_advisor.commands:Roofline",
+    "sweep-batch": "paceline_advisor.commands:SweepBatch",
     "import": "paceline.cli.import_recipe:command",
-    "noise-scale": "paceline.studies.commands:NoiseScale",
-    "roofline": "paceline.studies.commands:Roofline",
-    "sweep-batch": "paceline.studies.commands:SweepBatch",
+    "labs": "paceline_course.command:command",
 }
 # Old names, which work and are not listed: the command, and the one within it.
 _ALIASES = {"import-timm": ("import", "timm"), "import-nvidia": ("import", "nvidia")}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.devices import Device
 from paceline.errors import RecipeError
-from paceline.formulas.roofline import least_seconds
+from paceline.models.roofline import least_seconds
 
 if TYPE_CHECKING:  # torch's counters take their time to import
     from paceline.models.flops import StepWork, Work

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.formulas.intervals import Interval, part_means, unpaired_ratio
+from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.records.benchmark import name_of_row, read_result
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory

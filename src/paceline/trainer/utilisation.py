@@ -18,8 +18,8 @@ from torch import nn
 from paceline.devices import Device, recognise
 from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
-from paceline.formulas.roofline import utilisation
 from paceline.models.ceilings import Ceilings, ceilings_of
+from paceline.models.roofline import utilisation
 from paceline.records.events import MeasurementEvent
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.preparation import Prepared, without_initial_weights

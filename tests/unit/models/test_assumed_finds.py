@@ -17,13 +17,13 @@ from paceline.errors import ModelError
 from paceline.models.small_detectors import SmallPyramid, small_fasterrcnn
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.studies.memory.measured import measured_peaks
-from paceline.studies.memory.replay import peak_of
-from paceline.studies.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import given_batch, largest_together, with_stand_in_data
 from paceline.trainer.fake_run import fake_run
 from paceline.world import World
+from paceline_advisor.memory.measured import measured_peaks
+from paceline_advisor.memory.replay import peak_of
+from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
 
 CPU = torch.device("cpu")
 # So that a network that has learned nothing finds as much as one that has.

@@ -28,8 +28,6 @@ from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.studies.memory.batch_trial import Orders, TrialTask
-from paceline.studies.scaling.network import describe
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -37,6 +35,8 @@ from paceline.trainer.fake_batch import batch_maker
 from paceline.trainer.preparation import geometry_of, plan_run
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_advisor.memory.batch_trial import Orders, TrialTask
+from paceline_advisor.scaling.network import describe
 
 TINY = """
 task: detection

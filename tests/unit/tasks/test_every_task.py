@@ -13,9 +13,9 @@ import paceline
 from paceline.recipe.load import load_recipe
 from paceline.registry import built_in
 from paceline.report.audit import audit_run
-from paceline.studies.memory.estimate import Asked, estimate
 from paceline.tasks.build import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline_advisor.memory.estimate import Asked, estimate
 
 _SHORT = {
     "train.duration": "4 steps",

@@ -31,19 +31,19 @@ from paceline.report.html.runs import read_runs
 from paceline.report.html.training import training
 from paceline.report.watch import WatchedRun
 from paceline.report.watch_screen import row
-from paceline.studies.landscape.opening import Selection, open_run
-from paceline.studies.memory.batch_trial import Orders, TrialTask
-from paceline.studies.memory.estimate import Asked, estimate
-from paceline.studies.memory.measured import measured_peak
-from paceline.studies.noise_scale import NoiseAsked, measure_noise
-from paceline.studies.prove.notes import alike, content_of
-from paceline.studies.prove.study import Asked as ProveAsked
-from paceline.studies.prove.study import prove
-from paceline.studies.scaling.network import describe
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_advisor.landscape.opening import Selection, open_run
+from paceline_advisor.memory.batch_trial import Orders, TrialTask
+from paceline_advisor.memory.estimate import Asked, estimate
+from paceline_advisor.memory.measured import measured_peak
+from paceline_advisor.prove.notes import alike, content_of
+from paceline_advisor.prove.study import Asked as ProveAsked
+from paceline_advisor.prove.study import prove
+from paceline_advisor.scaling.network import describe
+from paceline_advisor.tuning.noise_scale import NoiseAsked, measure_noise
 
 CPU = Placement(device=torch.device("cpu"))
 NAMES = ("Sequences", "Boxes")

@@ -17,9 +17,9 @@ from paceline.cli.main import run as command
 from paceline.data.clicks.datasets import open_clicks
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
-from paceline.studies.memory.estimate import Asked, estimate
 from paceline.trainer.fake_run import fake_run
 from paceline.trainer.train import plan_only
+from paceline_advisor.memory.estimate import Asked, estimate
 
 TINY = """
 task: recommendation

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
-from paceline.formulas.noise import NoiseAverages, estimate
+from paceline.metrics.gradient_noise import NoiseAverages, estimate
 from paceline.recipe.load import load_recipe
 from paceline.trainer.noise import HALF_LIFE
 from paceline.trainer.train import plan_only

@@ -1,0 +1,168 @@
+"""What in a set of images would break or spoil a run? Everything is read as a run reads it, and nothing is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.data.image.source import encoded_source
+from paceline.data.inspect.figures import class_figures, cost_figures, pixel_figures, size_figures
+from paceline.data.inspect.findings import Entry, Finding, find_all, whole
+from paceline.data.inspect.gather import Gathered, Progress, gather
+from paceline.data.inspect.kinds import SEVERITIES
+from paceline.data.inspect.look import Viewer
+from paceline.data.inspect.subject import Samples, Subject, open_subject
+from paceline.machine import available_cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be checked, and how.
+
+    Attributes:
+        source: A folder, an archive, a recipe's name or file.
+        overrides: Changes to the recipe's data section.
+        workers: Processes that read; None for one per core.
+        limit: Images to look at, spread over all; None for all.
+    """
+
+    source: str
+    overrides: tuple[str, ...] = ()
+    workers: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """What was found.
+
+    Attributes:
+        source: What the user named.
+        dataset: The recipe's name for it.
+        root: Where it lies, if it lies anywhere.
+        splits: By split: ``samples`` in it, how many were ``checked``, and how many of these are ``broken``.
+        validation: Where the held-out images come from.
+        findings: Everything there is to report, the worst first.
+        classes: Figures about the classes.
+        sizes: Figures about heights, widths and bytes.
+        pixels: Figures about brightness.
+        cost: Figures about decoding; empty where images lie in memory.
+        workers: Processes that read.
+        seconds: How long it took.
+    """
+
+    source: str
+    dataset: str
+    root: str | None
+    splits: dict[str, dict[str, int]]
+    validation: str
+    findings: tuple[Finding, ...]
+    classes: dict[str, Any]
+    sizes: dict[str, Any]
+    pixels: dict[str, Any]
+    cost: dict[str, Any]
+    workers: int
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing would break or spoil a run."""
+        return not any(finding.kind.severity in ("breaks", "spoils") for finding in self.findings)
+
+    @property
+    def count(self) -> dict[str, int]:
+        """How much was found, by severity."""
+        return {
+            severity: sum(each.count for each in self.findings if each.kind.severity == severity)
+            for severity in SEVERITIES
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return {
+            "source": self.source,
+            "dataset": self.dataset,
+            "path": self.root,
+            "passed": self.passed,
+            "found": self.count,
+            "splits": self.splits,
+            "validation": self.validation,
+            "findings": [_finding(each) for each in self.findings],
+            "classes": self.classes,
+            "sizes": self.sizes,
+            "pixels": self.pixels,
+            "cost": self.cost,
+            "workers": self.workers,
+            "seconds": self.seconds,
+        }
+
+
+def check_data(asked: Asked, progress: Progress) -> DataReport:
+    """Look at the images, and say what would break or spoil a run.
+
+    Raises:
+        PacelineError: If there is nothing to be checked.
+    """
+    begin = time.perf_counter()
+    subject = open_subject(asked.source, asked.overrides)
+    samples = Samples(subject.splits)
+    workers = asked.workers or available_cores()
+    dataset = subject.dataset
+    viewers = [
+        Viewer(dataset.image_size, dataset.channels, encoded_source(source) is not None)
+        for source in subject.splits.values()
+    ]
+    gathered = gather(samples, viewers, limit=asked.limit, workers=workers, progress=progress)
+    findings = find_all(subject, gathered, workers=workers, progress=progress)
+    read = whole(gathered)
+    return DataReport(
+        source=asked.source,
+        dataset=subject.dataset.name,
+        root=None if subject.root is None else str(subject.root),
+        splits=_splits(gathered),
+        validation=subject.dataset.reasons.get("validation", ""),
+        findings=findings,
+        classes=class_figures(subject),
+        sizes=size_figures(gathered, read),
+        pixels=pixel_figures(subject, gathered, read),
+        cost={} if subject.is_in_memory else cost_figures(gathered, read),
+        workers=workers,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _splits(gathered: Gathered) -> dict[str, dict[str, int]]:
+    samples = gathered.samples
+    is_whole = np.zeros(len(gathered.numbers), dtype=bool)
+    is_whole[whole(gathered)] = True
+    checked = samples.split_of[gathered.numbers]
+    return {
+        name: {
+            "samples": int((samples.split_of == split).sum()),
+            "checked": int((checked == split).sum()),
+            "broken": int((~is_whole[checked == split]).sum()),
+        }
+        for split, name in enumerate(samples.names)
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": finding.kind.name,
+        "severity": finding.kind.severity,
+        "count": finding.count,
+        "means": finding.kind.means,
+        "advice": finding.kind.advice,
+        "entries": [_entry(entry) for entry in finding.entries],
+    }
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    return dataclasses.asdict(entry)
+
+
+__all__ = ["Asked", "DataReport", "Subject", "check_data"]

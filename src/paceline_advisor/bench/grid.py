@@ -1,0 +1,246 @@
+"""How fast does a recipe train at these batch sizes, on these devices, in these precisions, fed by these back-ends?
+
+What cannot run is a row with the reason. Up to four of the combinations take turns, in the order of the table: those
+that follow one another there are compared fairly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import PacelineError
+from paceline.metrics.intervals import rate_interval
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import plan_run
+from paceline.world import World
+from paceline_advisor.bench.interleaved import PARTS, Measured, Part, Variant, run_bursts
+
+# Each waits with its data and its network in memory while another has its turn.
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to measure.
+
+    Attributes:
+        recipe: A shipped recipe's name or the path of a YAML file.
+        overrides: Changes to it.
+        batch_sizes: Global batches; empty: the recipe's.
+        devices: ``cpu``, ``cuda``, ...; empty: the recipe's.
+        precisions: Empty: the recipe's.
+        backends: Empty: the recipe's.
+        parts: See :class:`~paceline_advisor.bench.interleaved.Variant`.
+        rounds: Blocks of each.
+        block_seconds: Length of a block.
+        launches: How often all of it is done, by new processes each time.
+        processes: Of each run.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = PARTS
+    rounds: int = 5
+    block_seconds: float = 2.0
+    launches: int = 1
+    processes: int = 1
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """One combination.
+
+    Attributes:
+        device: What was asked for, as are the others.
+        recipe: With all of that; None if there is none.
+        refusal: Why there is none.
+        measured: What each launch found.
+        same: Other combinations that come to this one here, as ``auto`` does to what it stands for; measured once.
+    """
+
+    device: str
+    precision: str
+    backend: str
+    batch_size: int
+    part: Part
+    processes: int
+    recipe: Recipe | None
+    refusal: str
+    measured: list[Measured] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What is measured, in words."""
+        return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
+
+
+def measure_grid(asked: Asked, say: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
+    """Measure every combination; the recipe, and one row for each that is another run than those before it.
+
+    Raises:
+        PacelineError: If the recipe itself is wrong, or this process may not start others.
+    """
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    cells = _once_each(list(_cells(asked, loaded.recipe)), asked)
+    able = [cell for cell in cells if cell.recipe is not None]
+    for launch in range(asked.launches):
+        for start in range(0, len(able), _AT_ONCE):
+            together = able[start : start + _AT_ONCE]
+            which = f"launch {launch + 1} of {asked.launches}, " if asked.launches > 1 else ""
+            say(f"{which}{start + 1} to {start + len(together)} of {len(able)} combinations")
+            found = run_bursts(
+                {
+                    cell.name: Variant(recipe=cell.recipe, part=cell.part, processes=cell.processes)
+                    for cell in together
+                    if cell.recipe is not None
+                },
+                rounds=asked.rounds,
+                block_seconds=asked.block_seconds,
+                say=say,
+            )
+            for cell in together:
+                cell.measured.append(found[cell.name])
+    return loaded, [_row(cell) for cell in cells]
+
+
+def _cells(asked: Asked, recipe: Recipe) -> Iterator[Cell]:
+    choices = itertools.product(
+        asked.devices or (recipe.parallel.device,),
+        asked.batch_sizes or (recipe.batch.global_size,),
+        asked.precisions or (recipe.train.precision,),
+        asked.backends or (recipe.data.backend,),
+    )
+    for device, batch_size, precision, backend in choices:
+        changed: dict[str, Any] = {}
+        if asked.devices:
+            changed["parallel.device"] = device
+        if asked.batch_sizes:
+            # What is asked for is what a device is to hold, whatever the recipe's own was split into.
+            changed |= {"batch.global_size": batch_size, "batch.micro_size": "auto", "batch.growth": None}
+        if asked.precisions:
+            changed["train.precision"] = precision
+        if asked.backends:
+            changed["data.backend"] = backend
+        made, refusal = _recipe(asked, changed)
+        for part in asked.parts:
+            yield Cell(
+                device=device,
+                precision=precision,
+                backend=backend,
+                batch_size=batch_size,
+                part=part,
+                processes=asked.processes,
+                recipe=made,
+                refusal=refusal,
+            )
+
+
+def _once_each(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
+    """The cells without those that come to the same run as another, which has their names."""
+    choices = (asked.devices, asked.precisions, asked.backends)
+    if not any(len(names) > 1 and "auto" in names for names in choices):
+        return list(cells)  # each says something else than the others
+    kept: list[Cell] = []
+    first: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        run = _comes_to(cell)
+        if run is not None and run in first:
+            first[run].same.append(cell.name)
+            continue
+        kept.append(cell)
+        if run is not None:
+            first[run] = cell
+    return kept
+
+
+def _comes_to(cell: Cell) -> tuple[Any, ...] | None:
+    """What a cell's ``auto`` values are here; None where it cannot be planned, which the row will say."""
+    if cell.recipe is None:
+        return None
+    world = World(world_size=cell.processes, local_world_size=cell.processes)
+    try:
+        device = choose_device(cell.recipe.parallel.device, world)
+        machine = describe_machine(device, processes=cell.processes)
+        plan = plan_run(cell.recipe, build_task(cell.recipe), machine, world)
+    except PacelineError:
+        return None
+    data = (plan.data.get("backend"), plan.data.get("workers"))
+    return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
+
+
+def _recipe(asked: Asked, changed: Mapping[str, Any]) -> tuple[Recipe | None, str]:
+    given = [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
+    try:
+        return load_recipe(asked.recipe, (*asked.overrides, *given)).recipe, ""
+    except PacelineError as error:
+        return None, str(error)
+
+
+def _row(cell: Cell) -> dict[str, Any]:
+    """One combination as it stands in the result."""
+    good = [each for each in cell.measured if each.rounds]
+    facts = dict(cell.measured[0].facts) if cell.measured else {}
+    first = {
+        "device": facts.get("device", cell.device),
+        "device_name": facts.get("device_name"),
+        "precision": facts.get("precision", cell.precision),
+        "backend": facts.get("backend") or cell.backend,
+        "batch_size": cell.batch_size,
+        "part": cell.part,
+        "processes": cell.processes,
+    }
+    trouble = cell.refusal or next((each.trouble for each in cell.measured if each.trouble), "")
+    told = {
+        "trouble": trouble or None,
+        "out_of_memory": any(each.out_of_memory for each in cell.measured),
+        "asked": cell.name,
+        "same": cell.same,
+        "workers": facts.get("workers"),
+        "workers_asked": facts.get("workers_asked"),
+        "workers_reason": facts.get("workers_reason"),
+        "workers_measured": facts.get("workers_measured"),
+        "threads": facts.get("threads_per_process"),
+        "parameters": facts.get("parameters"),
+        "compile": facts.get("compile"),
+        "channels_last": facts.get("channels_last"),
+    }
+    return {**first, **told, **_figures(good, facts)}
+
+
+def _figures(good: list[Measured], facts: Mapping[str, Any]) -> dict[str, Any]:
+    if not good:
+        return {"samples_per_second": None, "times": []}
+    times = [each.seconds_per_sample for each in good]
+    # What differs from launch to launch is seen only between them.
+    rate = rate_interval([statistics.fmean(each) for each in times] if len(times) > 1 else times[0])
+    steps = [seconds for each in good for seconds in each.step_seconds]
+    peaks = [each.peak_memory_bytes for each in good if each.peak_memory_bytes is not None]
+    joules = [each.joules_per_sample for each in good]
+    known = [each for each in joules if each is not None]
+    return {
+        "samples_per_second": rate.to_json(),
+        "step_seconds": {"median": statistics.median(steps), "minimum": min(steps), "maximum": max(steps)},
+        "data_wait_fraction": statistics.fmean(each.data_wait_fraction or 0.0 for each in good),
+        "phases": {name: statistics.fmean(each.phases[name] for each in good) for name in good[0].phases},
+        "peak_memory_bytes": max(peaks, default=None),
+        "joules_per_sample": statistics.fmean(known) if len(known) == len(joules) else None,
+        "energy_of": facts.get("energy_of") or None,
+        "no_energy": facts.get("no_energy") or None,
+        "warm_up_steps": good[0].warm_up_steps,
+        "warm_up_seconds": good[0].warm_up_seconds,
+        "steps_per_round": good[0].rounds[0].steps,
+        "alone": any(each.alone for each in good),
+        "times": times,
+    }

@@ -1,0 +1,289 @@
+"""One process of a variant: opens the run as training does, and takes its steps when it is told to.
+
+``python -m paceline_advisor.bench.interleaved_process ORDERS-AS-JSON``. It reads one JSON
+object a line on standard input, each of which grants some steps, and answers each on a pipe of its own with what they
+took. It leaves when granted none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data.batch import Batch
+from paceline.data.image.feeding import remembered
+from paceline.data.order import StepGeometry
+from paceline.errors import PacelineError
+from paceline.recipe.load import load_recipe
+from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.energy import EnergyCounter
+from paceline.telemetry.memory import peak_memory_bytes
+from paceline.trainer.loop import fit
+from paceline.trainer.run import Run
+from paceline.trainer.step import micro_batches
+from paceline.trainer.train import Options, opened_run
+from paceline.world import World
+
+_LOOK_SECONDS = 0.2
+_TRIES = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a process is told at its start.
+
+    Attributes:
+        recipe: The recipe's file.
+        run_dir: Where the run writes.
+        scratch: What is to be removed if the parent is no longer there to do it.
+        part: ``together``, ``compute`` or ``data``.
+        parent: The process that gives turns.
+        answers: File descriptor of the pipe to it.
+    """
+
+    recipe: str
+    run_dir: str
+    scratch: str
+    part: str
+    parent: int
+    answers: int
+
+
+class _Over(BaseException):
+    """The parent grants no more turns; no error, so that nothing takes it for one."""
+
+
+class _Turns(SilentDisplay):
+    """Stands where the loop shows its progress: after each step, and so the place to time blocks and to wait."""
+
+    def __init__(self, run: Run, answers: int, *, repeats_first: bool) -> None:
+        self._run, self._answers = run, answers
+        self._repeats_first = repeats_first
+        self._energy = EnergyCounter(run.device)
+        self._lead = self._steps = 0
+        self._begun = 0.0
+        self._position = 0
+        self._phases: dict[str, float] = {}
+        self._joules: float | None = None
+
+    def wait(self) -> None:
+        """Wait for the next turn."""
+        line = sys.stdin.readline()
+        if not line:
+            # The parent is no more: the thread that watches it takes everything away, and ends this process.
+            threading.Event().wait()
+        granted = json.loads(line)
+        self._lead, self._steps = granted["lead"], granted["steps"]
+        if not self._steps:
+            raise _Over
+        if not self._lead:
+            self._begin()
+
+    def advance(self, step: int) -> None:
+        """Count a step; at the end of the turn say what it came to, and wait for the next."""
+        if self._lead:
+            self._lead -= 1
+            if not self._lead:
+                self._begin()
+            return
+        self._steps -= 1
+        if not self._steps:
+            self._tell(self._measured())
+            # The clock of the run goes on with the next turn.
+            with self._run.clock.paused():
+                self.wait()
+
+    def _begin(self) -> None:
+        self._settle()
+        self._position = self._run.progress.position
+        self._phases = self._phase_seconds()
+        self._joules = self._energy.joules()
+        self._begun = time.perf_counter()
+
+    def _measured(self) -> dict[str, Any]:
+        self._settle()
+        seconds = time.perf_counter() - self._begun
+        joules = self._energy.joules()
+        run, plan = self._run, self._run.plan
+        steps = run.progress.position - self._position
+        whole = steps * plan.step_samples(0)
+        samples = plan.samples_before(run.progress.position) - plan.samples_before(self._position)
+        return {
+            "steps": steps,
+            "samples": whole if self._repeats_first else samples,
+            "seconds": seconds,
+            "phases": {name: (now - self._phases[name]) / steps for name, now in self._phase_seconds().items()},
+            "joules": None if joules is None or self._joules is None else joules - self._joules,
+            "energy_counter": self._energy.identity,
+            "peak_memory_bytes": peak_memory_bytes(run.device.type),
+        }
+
+    def opened(self, seconds: float) -> None:
+        """Say that the run is open, and what it is."""
+        plan = self._run.plan
+        self._tell(
+            {
+                "opened": seconds,
+                "device": plan.device,
+                "device_name": plan.device_name,
+                "precision": plan.precision,
+                "global_batch_size": plan.global_batch_size,
+                "micro_batch_size": plan.micro_batch_size,
+                "threads_per_process": plan.threads_per_process,
+                "channels_last": plan.channels_last,
+                "compile": plan.compile,
+                "backend": plan.data.get("backend"),
+                "workers": plan.data.get("workers", 0),
+                "workers_asked": self._run.recipe.data.workers,
+                "workers_reason": plan.reasons.get("data.workers", ""),
+                "workers_measured": remembered(self._run.recipe, self._run.world) is not None,
+                "prefetch": self._run.recipe.data.prefetch,
+                "parameters": plan.parameters,
+                "energy_of": self._energy.of,
+                "no_energy": self._energy.why_not,
+            }
+        )
+
+    def _phase_seconds(self) -> dict[str, float]:
+        """Time in each phase since the first steps, which the clock leaves out as warm-up."""
+        return dict(self._run.clock.state_dict()["rated_phase_seconds"])
+
+    def _settle(self) -> None:
+        if self._run.device.type != "cpu":
+            torch.get_device_module(self._run.device).synchronize()
+
+    def _tell(self, document: dict[str, Any]) -> None:
+        _tell(self._answers, document)
+
+
+class _Supply:
+    """The run's pipeline, which waits for the first turn; for ``compute`` it brings the first step's batches for ever.
+
+    Args:
+        pipeline: The run's.
+        turns: Grants turns.
+        repeats_first: Whether to.
+    """
+
+    def __init__(self, pipeline: Any, turns: _Turns, *, repeats_first: bool) -> None:
+        self._pipeline, self._turns, self._repeats_first = pipeline, turns, repeats_first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
+        """The micro-batches that the loop is given."""
+        self._turns.wait()
+        stream = self._pipeline.train_batches(geometry, first, last, world)
+        if not self._repeats_first:
+            yield from stream
+            return
+        batches: list[Batch] = []
+        while not batches or not batches[-1].slice.is_last:
+            batches.append(next(stream))
+        step = first
+        while True:
+            for batch in batches:
+                yield replace(batch, slice=replace(batch.slice, step=step))
+            step += 1
+
+
+def _only_data(run: Run) -> None:
+    """The stream of batches, with nothing done with them."""
+    batches = run.train_batches()
+    run.clock.start()
+    while True:
+        for _ in micro_batches(run, batches):
+            pass
+        run.progress.advance(stepped=True)
+        run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
+        run.display.advance(run.progress.step)
+
+
+def _leave_with(parent: int, scratch: Path) -> None:
+    """End with the parent, also if it is killed, and take what it can no longer remove away."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    _take_away(scratch)
+    os._exit(1)
+
+
+def _take_away(scratch: Path) -> None:
+    """Remove a folder into which the rest of this process, or another one that is about to leave, may still write."""
+    for _ in range(_TRIES):
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not scratch.exists():
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _take_turns(orders: Orders) -> None:
+    begun = time.perf_counter()
+    repeats_first = orders.part == "compute"
+    with opened_run(load_recipe(orders.recipe), Options(run_dir=Path(orders.run_dir))) as run:
+        # Only now: what is forked beside a thread inherits its locks.
+        threading.Thread(target=_leave_with, args=(orders.parent, Path(orders.scratch)), daemon=True).start()
+        turns = _Turns(run, orders.answers, repeats_first=repeats_first)
+        run.pipeline = _Supply(run.pipeline, turns, repeats_first=repeats_first)
+        run.display = turns
+        turns.opened(time.perf_counter() - begun)
+        if orders.part == "data":
+            _only_data(run)
+        else:
+            fit(run)
+
+
+def _tell(answers: int, document: dict[str, Any]) -> None:
+    os.write(answers, json.dumps(document).encode() + b"\n")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate memory" in said)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, PacelineError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'it gives no reason'}"
+
+
+def main(words: list[str]) -> int:
+    """Take turns until there are no more; returns the exit code."""
+    orders = Orders(**json.loads(words[0]))
+    try:
+        _take_turns(orders)
+    except _Over:
+        return 0
+    except Exception as error:  # noqa: BLE001  # whatever it is, the parent reports it of this variant
+        if os.getppid() != orders.parent:
+            _take_away(Path(orders.scratch))
+            return 1
+        _tell(orders.answers, {"failed": _said(error), "out_of_memory": _is_out_of_memory(error)})
+        return 1
+    return 0
+
+
+def command_line(orders: Orders) -> list[str]:
+    """How to start a process with these orders."""
+    return [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process", json.dumps(asdict(orders))]
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Loaders and process groups end each in its own time; nothing is left that would be worth waiting for.
+    os._exit(code)

@@ -1,0 +1,303 @@
+"""How long does a trained network take to answer, and how many answers does it give in a second?
+
+A query is a batch of decoded images in main memory. Timed is everything from there to the probabilities in main memory:
+the way to the device, normalising, the forward pass and the way back. Reading and decoding files is not in it.
+
+The scenarios are those of MLPerf Inference, not run by its rules: those ask for ten minutes and more of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.hub_folder import is_hub_folder
+from paceline.checkpoint.weights import read_weights
+from paceline.data.pipeline import Placement
+from paceline.data.prefetch import Normalize
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import PacelineError, RecipeError
+from paceline.inference.predict import load_predictor
+from paceline.metrics.intervals import part_means, quantile, rate_interval
+from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.recipe.plan import resolve_channels_last, resolve_precision
+from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task
+from paceline.telemetry.energy import EnergyCounter
+from paceline.trainer.preparation import build_network
+from paceline.world import World
+
+_WARM_QUERIES = 10
+_WARM_SECONDS = 0.5
+# The 99th percentile of fewer is their largest.
+_FEWEST_QUERIES = 100
+# Slow networks are not waited for until they have answered so many.
+_PATIENCE = 5
+_PARTS = 10
+_MULTI_STREAM = 8
+_PERCENTS = (50, 90, 95, 99)
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+Answer = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyAsked:
+    """What to measure.
+
+    Attributes:
+        target: A recipe's name or file, a run directory, a checkpoint or a safetensors file.
+        overrides: Changes to a recipe.
+        weights: Of saved ones: ``auto``, ``model`` or ``ema``.
+        trust_code: Whether saved weights' recipe may name code to import.
+        batch_sizes: Images of a query; empty: 1, 2, 4, ... 256.
+        devices: Empty: the recipe's.
+        precisions: Empty: the recipe's.
+        seconds: How long each is measured at least.
+    """
+
+    target: str
+    overrides: tuple[str, ...] = ()
+    weights: str = "auto"
+    trust_code: bool = False
+    batch_sizes: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    seconds: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """A network that answers, on one device.
+
+    Attributes:
+        answer: Probabilities of uint8 images, on the device.
+        shape: Of an image: channels, height, width.
+    """
+
+    answer: Answer
+    shape: tuple[int, int, int]
+    device: torch.device
+    precision: str
+
+    def query(self, images: torch.Tensor) -> None:
+        """Ask, and wait for the answer."""
+        self.send(images).cpu()
+
+    def send(self, images: torch.Tensor) -> torch.Tensor:
+        """Ask without waiting, where the device works by itself."""
+        dtype = _AUTOCAST.get(self.precision)
+        autocast = contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        with torch.inference_mode(), autocast:
+            return self.answer(images)
+
+    def images(self, count: int) -> torch.Tensor:
+        """Noise: what a network computes takes as long on that as on anything."""
+        made = torch.randint(
+            0, 256, (count, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
+        return made.pin_memory() if self.device.type == "cuda" else made
+
+
+def measure_latency(asked: LatencyAsked, say: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
+    """Measure latencies and throughput; the name of what was measured, its recipe, and one row for each.
+
+    Raises:
+        PacelineError: If the target cannot be used at all.
+    """
+    is_saved = Path(asked.target).exists() and _holds_weights(Path(asked.target))
+    name, recipe = _described(asked) if is_saved else _loaded(asked)
+    rows: list[dict[str, Any]] = []
+    for device_name in asked.devices or (recipe.parallel.device,):
+        for precision in asked.precisions or (recipe.train.precision,):
+            try:
+                if precision not in ("auto", "fp32", *_AUTOCAST):
+                    raise RecipeError(f"{precision}: answers are measured in fp32, bf16 or fp16.")
+                device = choose_device(device_name, World())
+                subject = _saved(asked, device, precision) if is_saved else _untrained(recipe, device, precision)
+            except PacelineError as error:
+                if asked.devices or asked.precisions:
+                    rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
+                    continue
+                raise
+            rows += _scenarios(subject, asked, say)
+    return name, recipe, rows
+
+
+def _holds_weights(target: Path) -> bool:
+    if target.suffix == ".safetensors" or (target / "manifest.json").exists() or is_hub_folder(target):
+        return True
+    return any((target / "checkpoints").glob("step-*"))
+
+
+def _loaded(asked: LatencyAsked) -> tuple[str, Recipe]:
+    loaded = load_recipe(asked.target, asked.overrides)
+    return loaded.name, loaded.recipe
+
+
+def _described(asked: LatencyAsked) -> tuple[str, Recipe]:
+    if asked.overrides:
+        raise RecipeError(f"overrides change recipes, but '{asked.target}' holds saved weights; leave them out.")
+    saved = read_weights(Path(asked.target), asked.weights)
+    return f"{asked.target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+
+
+def _saved(asked: LatencyAsked, device: torch.device, precision: str) -> _Subject:
+    predictor = load_predictor(Path(asked.target), weights=asked.weights, trust_code=asked.trust_code, device=device)
+    return _Subject(
+        answer=predictor.probabilities,
+        shape=predictor.shape,
+        device=device,
+        precision=_resolved(precision, device),
+    )
+
+
+def _untrained(recipe: Recipe, device: torch.device, precision: str) -> _Subject:
+    """A recipe's network with its first weights: they change no time."""
+    task = build_task(recipe)
+    facts = task.data_facts(World()).description
+    missing = [key for key in ("channels", "evaluation_size", "mean", "std") if key not in facts]
+    if missing:
+        raise RecipeError(
+            f"task={recipe.task} says no {missing[0]} of its data; bench --inference asks networks for images."
+        )
+    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, describe_machine(device), {}))
+    network = build_network(recipe, task, placement)[0].eval()
+    answers = task.evaluated(network)
+    normalize = Normalize(tuple(facts["mean"]), tuple(facts["std"]), placement)
+
+    def answer(images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = answers(normalize(images.to(device, non_blocking=True))).float().softmax(dim=1)
+        return found
+
+    size = int(facts["evaluation_size"])
+    return _Subject(
+        answer=answer,
+        shape=(int(facts["channels"]), size, size),
+        device=device,
+        precision=_resolved(precision, device),
+    )
+
+
+def _resolved(precision: str, device: torch.device) -> str:
+    """``auto`` as training resolves it."""
+    return resolve_precision(Recipe(), describe_machine(device), {}) if precision == "auto" else precision
+
+
+def _scenarios(subject: _Subject, asked: LatencyAsked, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    fastest, best_size = 0.0, 0
+    for size in asked.batch_sizes or BATCH_SIZES:
+        say(f"{subject.device.type} {subject.precision}: queries of {size}")
+        row = _measured(subject, "batch", size, asked.seconds)
+        yield row
+        rate = row["samples_per_second"]
+        if rate is not None and rate["middle"] > fastest:
+            fastest, best_size = rate["middle"], size
+    say(f"{subject.device.type} {subject.precision}: single stream, multi stream, offline")
+    yield _measured(subject, "single stream", 1, asked.seconds)
+    yield _measured(subject, "multi stream", _MULTI_STREAM, asked.seconds)
+    if best_size:
+        yield _measured(subject, "offline", best_size, asked.seconds)
+
+
+def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> dict[str, Any]:
+    on_gpu = subject.device.type == "cuda"
+    try:
+        images = subject.images(size)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(subject.device)
+        _warm_up(subject, images)
+        energy = EnergyCounter(subject.device)
+        before = energy.joules()
+        times, each = (
+            _offline(subject, images, seconds) if scenario == "offline" else _queries(subject, images, seconds)
+        )
+        after = energy.joules()
+    except (RuntimeError, MemoryError) as error:
+        if on_gpu:
+            torch.cuda.empty_cache()
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return _row(subject.device.type, subject.precision, scenario, size, trouble=reason[0])
+    row = _row(subject.device.type, subject.precision, scenario, size)
+    row |= _figures(times, size, has_latency=scenario != "offline")
+    row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(subject.device) if on_gpu else None
+    used = None if before is None or after is None else after - before
+    row["joules_per_sample"] = None if used is None else used / (len(times) * each * size)
+    row["no_energy"] = energy.why_not or None
+    return row
+
+
+def _row(device: str, precision: str, scenario: str, size: int | None, *, trouble: str = "") -> dict[str, Any]:
+    return {
+        "device": device,
+        "precision": precision,
+        "scenario": scenario,
+        "batch_size": size,
+        "trouble": trouble or None,
+        "samples_per_second": None,
+        "times": [],
+    }
+
+
+def _warm_up(subject: _Subject, images: torch.Tensor) -> None:
+    begun, count = time.perf_counter(), 0
+    while count < _WARM_QUERIES or time.perf_counter() - begun < _WARM_SECONDS:
+        subject.query(images)
+        count += 1
+        if time.perf_counter() - begun > _PATIENCE * _WARM_SECONDS:
+            return
+
+
+def _queries(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
+    """Seconds of one query after the other, and 1: the queries that each of them stands for."""
+    times: list[float] = []
+    begun = last = time.perf_counter()
+    while len(times) < 2 or not _is_enough(last - begun, len(times), seconds):
+        subject.query(images)
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    return times, 1
+
+
+def _is_enough(passed: float, count: int, seconds: float) -> bool:
+    return passed >= seconds and (count >= _FEWEST_QUERIES or passed >= _PATIENCE * seconds)
+
+
+def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
+    """Mean seconds of a batch where all are there from the beginning and nobody waits for one of them, by part.
+
+    And the batches of a part.
+    """
+    begun = time.perf_counter()
+    subject.query(images)
+    batches = max(2, round(seconds / _PARTS / (time.perf_counter() - begun)))
+    times = []
+    for _ in range(_PARTS):
+        begun = time.perf_counter()
+        # Answers are fetched once at the end: the device never waits for the host in between.
+        kept = [subject.send(images) for _ in range(batches)]
+        torch.stack(kept).cpu()
+        times.append((time.perf_counter() - begun) / batches)
+    return times, batches
+
+
+def _figures(times: list[float], size: int, *, has_latency: bool) -> dict[str, Any]:
+    # Queries that follow one another are alike: the interval is of means over parts.
+    means = [each / size for each in part_means(times)]
+    rate = rate_interval(means)
+    figures: dict[str, Any] = {"samples_per_second": rate.to_json(), "times": [means], "queries": len(times)}
+    if has_latency:
+        figures["latency_seconds"] = {
+            "mean": statistics.fmean(times),
+            **{f"p{percent}": quantile(times, percent / 100) for percent in _PERCENTS},
+        }
+    return figures

@@ -1,0 +1,328 @@
+"""How long does a recipe train until it reaches a metric, how surely, and at what cost?
+
+Real runs, one after the other, each with a seed of its own, until the first evaluation that is as good. The seconds are
+those of the run's step clock: every training step from the first, with warm-up, waiting for data and what compiling
+falls into a step; without opening the run, evaluations and saving. The wall clock from the start of training, which
+has those in it, stands beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.distributed.local_launch import LAUNCHER_VARIABLE
+from paceline.errors import RecipeError, TrainingError
+from paceline.metrics.intervals import Interval, time_to_event
+from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_events, read_plan
+from paceline.records.run_directory import RunDirectory, write_json, write_text
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import find_metric, without_mirror
+from paceline.world import World
+from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
+
+_HOUR = 3600.0
+_LIMIT_SECONDS = 30 * 24 * _HOUR
+_END_SECONDS = 120.0
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric and how good it must be; the task says whether more or less of it is better."""
+
+    metric: str
+    value: float
+    less_is_better: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read ``top1_accuracy=94``.
+
+        Raises:
+            RecipeError: If it is nothing like that.
+        """
+        match = re.fullmatch(r"([A-Za-z_]\w*)=([-+.\deE]+)", text.strip())
+        try:
+            if match and math.isfinite(float(match[2])):
+                return cls(match[1], float(match[2]))
+        except ValueError:
+            pass
+        raise RecipeError(f"--to {text}: a target is METRIC=VALUE, for example top1_accuracy=94.")
+
+    def of(self, recipe: Recipe) -> Target:
+        """The target with the direction that the recipe's task gives the metric. Opens the data, which some depend on.
+
+        Raises:
+            PacelineError: If its task has no such metric, no run can get there, or its data cannot be opened.
+        """
+        task = build_task(recipe)
+        task.data_facts(World())
+        found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
+        if found.scale == 100 and not 0 <= self.value <= 100:
+            raise RecipeError(f"--to {self.metric}={self.value:g}: {self.metric} is in percent; give 0 to 100.")
+        return replace(self, less_is_better=not found.higher_is_better)
+
+    def is_met(self, value: float | None) -> bool:
+        """Whether a value is as good; what is no number, and is recorded as none, is not."""
+        return value == self.value or self.is_better(value, self.value)
+
+    def is_better(self, value: float | None, other: float | None) -> bool:
+        """Whether a value is better than another; any number is better than none."""
+        if value is None or other is None:
+            return value is not None
+        return value < other if self.less_is_better else value > other
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetAsked:
+    """What to measure.
+
+    Attributes:
+        recipe: A shipped recipe's name or the path of a YAML file.
+        overrides: Changes to it.
+        target: Where to get to.
+        runs: How many.
+        price_per_hour: Of the machine, in any currency; None if there is none.
+        processes: Of each run.
+    """
+
+    recipe: str
+    target: Target
+    overrides: tuple[str, ...] = ()
+    runs: int = 5
+    price_per_hour: float | None = None
+    processes: int = 1
+
+
+@dataclass(kw_only=True)
+class TargetRun:
+    """One run.
+
+    Attributes:
+        seed: The recipe's ``seed`` in it.
+        reached: Whether it got there.
+        train_seconds: Until then, or until its end.
+        wall_seconds: From the start of training until then.
+        evaluations: (epoch, training seconds, metrics) of the weights that did best each time.
+        hardware: What it ran on, in words.
+        trouble: Why it failed; empty if it did not.
+    """
+
+    seed: int
+    reached: bool = False
+    train_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    hardware: str = ""
+    trouble: str = ""
+
+
+def run_to_target(
+    asked: TargetAsked, say: Callable[[str], None]
+) -> tuple[LoadedRecipe, list[TargetRun], dict[str, Any]]:
+    """Train until the target; the recipe, the runs, and the row of the result.
+
+    Raises:
+        PacelineError: If the recipe is wrong, never evaluates, or does not know the metric.
+        TrainingError: If no run could be made at all.
+    """
+    check_alone("bench --to")
+    check_can_watch()
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    if loaded.recipe.evaluate.every is None:
+        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
+    asked = replace(asked, target=asked.target.of(loaded.recipe))
+    runs: list[TargetRun] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
+        for index in range(asked.runs):
+            runs.append(one_run(asked, loaded, Path(scratch) / str(index), index))
+            say(f"run {index + 1} of {asked.runs}: {_in_words(runs[-1])}")
+            if index == 0 and runs[0].trouble:
+                raise TrainingError(f"the first run failed: {runs[0].trouble}")
+    return loaded, runs, summarise_runs(asked, runs)
+
+
+def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> TargetRun:
+    """Train until the target, in processes of its own.
+
+    Args:
+        asked: Says what the target is, and how many processes train.
+        loaded: The recipe.
+        folder: A new folder, made here; what it holds is no longer needed afterwards.
+        index: Added to the recipe's seed.
+    """
+    run = TargetRun(seed=loaded.recipe.seed + index)
+    folder.mkdir()
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(without_mirror(loaded.recipe)), encoding="utf-8")
+    run_dir = folder / "run"
+    arguments = ["train", str(recipe), f"seed={run.seed}", "train.until=null", "--run-dir", str(run_dir)]
+    arguments += ["--processes", str(asked.processes)]
+    # It stops if this process is killed.
+    followed = {LAUNCHER_VARIABLE: str(os.getpid())}
+    with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
+        while launch.process.poll() is None and not (run.reached or run.trouble):
+            time.sleep(_LOOK_SECONDS)
+            follow(run, run_dir, asked.target)
+        if run.reached and launch.process.poll() is None:
+            launch.process.send_signal(signal.SIGTERM)
+            launch.wait_alone(_END_SECONDS)
+        follow(run, run_dir, asked.target)
+        if not (run.reached or run.trouble) and (code := launch.process.poll()):
+            run.trouble = said(launch) or f"exit code {code}"
+    if run.evaluations:
+        plan = read_plan(RunDirectory(run_dir))
+        run.hardware = f"{plan['world_size']} x {plan['device_name']}"
+    if not (run.reached or run.trouble or run.evaluations):
+        run.trouble = "it was never evaluated"
+    return run
+
+
+def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
+    """Read on in the run's events; what follows the target counts no more."""
+    events = run_dir / "events.jsonl"
+    if not events.is_file() or run.reached:
+        return
+    begun = 0.0
+    found: dict[int, dict[str, Any]] = {}
+    for event in read_events(events, kinds={"start", "evaluation"}):
+        if event["event"] == "start":
+            begun = begun or event["time"]
+            continue
+        if target.metric not in event:
+            known = [name for name, value in event.items() if isinstance(value, float) and not _is_of_clock(name)]
+            run.trouble = f"--to {target.metric}: not measured; there is {', '.join(known)}"
+            return
+        run.train_seconds, run.wall_seconds = event["train_seconds"], event["time"] - begun
+        # Of two sets of weights, the better one.
+        before = found.get(event["step"])
+        if before is None or target.is_better(event[target.metric], before[target.metric]):
+            found[event["step"]] = event
+        if target.is_met(event[target.metric]):
+            run.reached = True
+            break
+    run.evaluations = list(found.values())
+
+
+def _is_of_clock(name: str) -> bool:
+    return name == "time" or name.endswith("seconds")
+
+
+def _in_words(run: TargetRun) -> str:
+    if run.trouble:
+        return run.trouble
+    if run.reached:
+        return f"{run.train_seconds:.1f} s to the target (seed {run.seed})"
+    return f"not there after {run.train_seconds:.1f} s (seed {run.seed})"
+
+
+def summarise_runs(asked: TargetAsked, runs: Sequence[TargetRun]) -> dict[str, Any]:
+    """What runs come to, as the row of a result."""
+    # A run that failed counts as one that was watched for so long, and as long as any if it did not get anywhere:
+    # leaving it out would praise what fails.
+    reached = [run.reached for run in runs]
+    trained = time_to_event(_watched([run.train_seconds for run in runs]), reached)
+    wall = time_to_event(_watched([run.wall_seconds for run in runs]), reached)
+    price = asked.price_per_hour
+    missed = len(runs) - sum(reached)
+    trouble = next((run.trouble for run in runs if run.trouble), "")
+    return {
+        "metric": asked.target.metric,
+        "target": asked.target.value,
+        "runs": len(runs),
+        "reached": sum(reached),
+        "reached_share": trained.reached.to_json(),
+        "median_seconds": trained.median.to_json(),
+        "median_wall_seconds": wall.median.to_json(),
+        "seconds_with_restarts": trained.restarting,
+        "curve": [list(each) for each in trained.curve],
+        "price_per_hour": price,
+        "cost": None if price is None else _cost(wall.median, price),
+        "cost_with_restarts": None if price is None else wall.restarting / _HOUR * price,
+        "each": [
+            {
+                "seed": run.seed,
+                "reached": run.reached,
+                "train_seconds": run.train_seconds,
+                "wall_seconds": run.wall_seconds,
+                "trouble": run.trouble or None,
+            }
+            for run in runs
+        ],
+        "trouble": trouble or (f"{missed} of {len(runs)} did not get there" if missed else None),
+        # A comparison of times asks that all have got there.
+        "times": [] if missed else [[run.train_seconds for run in runs]],
+        "mean_seconds": _mean(runs),
+    }
+
+
+def _watched(seconds: Sequence[float]) -> list[float]:
+    longest = max(seconds) or 1.0  # none got anywhere, and it does not matter how late
+    return [each or longest for each in seconds]
+
+
+def _mean(runs: Sequence[TargetRun]) -> float | None:
+    """The plain mean, where all have got there."""
+    return statistics.fmean(run.train_seconds for run in runs) if all(run.reached for run in runs) else None
+
+
+def _cost(seconds: Interval, price: float) -> dict[str, float]:
+    found = seconds.to_json()
+    return {**found, **{key: found[key] / _HOUR * price for key in ("middle", "low", "high")}}
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def write_dawnbench(folder: Path, loaded: LoadedRecipe, runs: Sequence[TargetRun], asked: TargetAsked) -> list[Path]:
+    """Write each run that got there as an entry of DAWNBench's: a JSON file and a TSV of its progress.
+
+    ``author``, ``authorEmail`` and ``codeURL`` are left for the user to fill in. The hours are those of the step clock.
+
+    Source: github.com/stanford-futuredata/dawn-bench-entries, README (version v1.0).
+    """
+    import torch
+
+    written = []
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", f"paceline_{loaded.name}").strip("-")
+    for number, run in enumerate((run for run in runs if run.reached), start=1):
+        entry = {
+            "version": "v1.0",
+            "author": "",
+            "authorEmail": "",
+            "framework": f"Paceline, PyTorch {torch.__version__}",
+            "codeURL": "",
+            "model": loaded.recipe.model.name,
+            "hardware": run.hardware,
+            **({} if asked.price_per_hour is None else {"costPerHour": asked.price_per_hour}),
+            "timestamp": time.strftime("%Y-%m-%d"),
+            "misc": {
+                "recipe": loaded.name,
+                "seed": run.seed,
+                "target": f"{asked.target.metric} {asked.target.value:g}",
+            },
+        }
+        path = folder / f"{stem}-{number}.json"
+        write_json(path, entry)
+        columns = [("top1_accuracy", "top1Accuracy"), ("top5_accuracy", "top5Accuracy")]
+        known = [(key, name) for key, name in columns if any(key in each for each in run.evaluations)]
+        lines = ["\t".join(["epoch", "hours", *(name for _, name in known)])]
+        for each in run.evaluations:
+            figures = [f"{each['epoch']}", f"{each['train_seconds'] / _HOUR:.9g}"]
+            lines.append("\t".join([*figures, *(_figure(each.get(key)) for key, _ in known)]))
+        write_text(path.with_suffix(".tsv"), "\n".join([*lines, ""]))
+        written += [path, path.with_suffix(".tsv")]
+    return written

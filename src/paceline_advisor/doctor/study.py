@@ -1,0 +1,212 @@
+"""What holds a run back? Everything is looked at that can be seen without running it, and put in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.distributed.affinity import read_topology
+from paceline.errors import PacelineError
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.named_code import named_code
+from paceline.recipe.plan import MachineFacts, Plan
+from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_events
+from paceline.records.run_directory import RunDirectory
+from paceline.references import load_reference
+from paceline.tasks.build import build_task
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_run import fake_run
+from paceline.trainer.preparation import plan_run
+from paceline.world import World
+from paceline_advisor.doctor.anatomy import Anatomy, look_at
+from paceline_advisor.doctor.behaviour import Behaviour, behave
+from paceline_advisor.doctor.findings import Finding, ranked
+from paceline_advisor.doctor.loaders import watching_loaders
+from paceline_advisor.doctor.registry import CHECKS
+from paceline_advisor.doctor.room import lack_of_room
+from paceline_advisor.doctor.subject import Subject
+from paceline_advisor.doctor.target import Target, choose_target
+from paceline_advisor.doctor.untouched import untouched
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be looked at.
+
+    Attributes:
+        recipe: A name, a path or a run directory.
+        overrides: ``KEY=VALUE``.
+        device: Which device it is judged for; the one here unless given.
+        processes: Of how many processes; None: one, or two where the recipe's strategy needs several.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    device: str | None = None
+    processes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        recipe: What was asked for.
+        overrides: Likewise.
+        device: What it was judged for.
+        is_here: Whether that is in this machine.
+        precision: In which numbers the run would compute.
+        global_batch: Samples of a step.
+        processes: How many would share it.
+        findings: The worst first.
+        checks: How many things were looked for.
+        check_seconds: How long that took by itself.
+        seconds: How long everything took.
+        unseen: What could not be looked at, and why.
+        loaded: The recipe.
+        machine: What a plan must know of that device.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    device: str
+    is_here: bool
+    precision: str
+    global_batch: int
+    processes: int
+    findings: tuple[Finding, ...]
+    checks: int
+    check_seconds: float
+    seconds: float
+    unseen: dict[str, str]
+    loaded: LoadedRecipe = field(repr=False)
+    machine: MachineFacts = field(repr=False)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing was found but what may be meant, or was measured to cost nothing."""
+        return not any(finding.counts for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The diagnosis as one JSON object."""
+        tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
+        del tree["loaded"], tree["machine"]
+        return {"healthy": self.is_healthy, **tree}
+
+
+def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
+    """Look for everything in :data:`~paceline_advisor.doctor.registry.CHECKS`.
+
+    Nothing is trained or written, and no state of this process is otherwise afterwards.
+
+    Args:
+        asked: What to look at.
+        tell: Is told what happens, a line at a time.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned for that device.
+    """
+    begun = time.perf_counter()
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    recipe, assumed = with_stand_in_data(loaded.recipe)
+    unseen = {} if assumed is None else {"data": assumed}
+    world = world_of(recipe, asked.processes)
+    target = choose_target(asked.device, recipe, processes=world.world_size)
+    with untouched(), watching_loaders() as loaders:
+        _import(recipe)
+        plan, anatomy, why = _anatomy(recipe, target, world, tell)
+        lack = lack_of_room(recipe, target, world) if anatomy is not None else None
+        tell("looking at the code")
+        seen, behaviour, trouble = _behaviour(recipe, plan)
+        environment = dict(os.environ)  # with what code of the user's own has set
+    if anatomy is None and seen is None:
+        unseen["network"] = why
+    if trouble:
+        unseen["code"] = trouble
+    subject = Subject(
+        recipe=loaded.recipe,
+        plan=plan,
+        target=target,
+        anatomy=anatomy or seen or Anatomy(),
+        behaviour=behaviour,
+        loaders=tuple(dict.fromkeys(loaders)),
+        environment=environment,
+        sockets=_sockets(),
+        run=_events(asked.recipe),
+        lack=lack,
+    )
+    looked = time.perf_counter()
+    findings = ranked(finding for check in CHECKS for finding in check(subject))
+    ended = time.perf_counter()
+    return Diagnosis(
+        recipe=asked.recipe,
+        overrides=asked.overrides,
+        device=target.machine.device_name,
+        is_here=target.is_here,
+        precision=plan.precision,
+        global_batch=plan.step_sizes[0],
+        processes=world.world_size,
+        findings=findings,
+        checks=len(CHECKS),
+        check_seconds=ended - looked,
+        seconds=ended - begun,
+        unseen=unseen,
+        loaded=loaded,
+        machine=target.machine,
+    )
+
+
+def _import(recipe: Recipe) -> None:
+    """Import the user's code before a network is built of shapes: torch mixes up what is set for the process within."""
+    for name in named_code(recipe):
+        with contextlib.suppress(PacelineError):  # said where it is needed
+            load_reference(name, PacelineError)
+
+
+def world_of(recipe: Recipe, processes: int | None) -> World:
+    """The first of so many processes on this machine; unless given, of as few as the recipe's strategy takes."""
+    least = 2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1
+    return World(world_size=processes or least, local_world_size=processes or least)
+
+
+def _anatomy(
+    recipe: Recipe, target: Target, world: World, tell: Callable[[str], None]
+) -> tuple[Plan, Anatomy | None, str]:
+    """The plan and the network, on fake tensors; where the network or its loss needs numbers, why it was not seen."""
+    plan: Plan | None = None
+    try:
+        with fake_run(recipe, machine=target.machine, processes=world.world_size) as step:
+            plan = step.plan
+            tell("looking at the network")  # not before the recipe and its data have been found good
+            return plan, look_at(step.network, step.batch, lambda: step.backward(step.forward())), ""
+    except PacelineError as error:
+        if plan is None:
+            # A mistake in the recipe is raised again here.
+            plan = plan_run(recipe, build_task(recipe), target.machine, world)
+        return plan, None, str(error)
+
+
+def _behaviour(recipe: Recipe, plan: Plan) -> tuple[Anatomy | None, Behaviour, str]:
+    try:
+        return *behave(recipe, channels_last=plan.channels_last), ""
+    except PacelineError as error:
+        return None, Behaviour(), str(error)
+    except Exception as error:  # noqa: BLE001  # whatever code of the user's own raises: the other looks still count
+        return None, Behaviour(), f"a micro-batch of a few samples failed ({type(error).__name__}: {error})"
+
+
+def _sockets() -> int:
+    if not hasattr(os, "sched_getaffinity"):
+        return 1  # not Linux
+    return len(read_topology(frozenset(os.sched_getaffinity(0))).nodes)
+
+
+def _events(source: str) -> tuple[dict[str, Any], ...]:
+    path = RunDirectory(Path(source)).events
+    return tuple(read_events(path)) if path.is_file() else ()

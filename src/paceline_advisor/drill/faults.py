@@ -1,0 +1,561 @@
+"""Which faults does a drill inject, how, and what must the run do about each?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from paceline.checkpoint.store import CheckpointStore
+from paceline.files import is_ignored
+from paceline.records.writer import truncate_after
+from paceline.world import STOP_SIGNALS
+from paceline_advisor.drill.ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
+from paceline_advisor.launches import Launch, last_step, said
+
+_FAILED, _REFUSED, _STOPPED = 1, 2, 75
+_SILENT_SECONDS = 3.0
+_SLOW_SECONDS = 4.0
+_PATIENCE = "20 seconds"
+_BUSY_SECONDS = 2.0
+_YEAR_SECONDS = 365 * 86_400
+
+Strike = Callable[[Launch, Path], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way in which a run is disturbed.
+
+    Attributes:
+        name: How ``--only`` calls it.
+        does: What is done, one line.
+        perform: Disturbs a run of that name and recovers it; raises SkippedError where it cannot.
+    """
+
+    name: str
+    does: str
+    perform: Callable[[Ground, str], Disturbed]
+
+
+def all_faults(processes: int) -> list[Fault]:
+    """The fault matrix for so many processes, in the order in which it is worked off."""
+    return [
+        Fault("nothing", "the same run once more: it must repeat itself to the bit", _undisturbed),
+        *_kills(processes),
+        *_stops(),
+        Fault("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_lived, _hang)),
+        Fault("stopped-rank", "SIGSTOP to the last rank, for good", _stopped_for_good),
+        Fault("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_lived, _slow)),
+        *_disks(),
+        *_spoils(),
+        *_images(),
+        Fault("clock-jump", "goes on a year earlier, in another time zone, with files of the future", _clock_jump),
+        Fault("fewer-processes", "SIGKILL to all, then one process goes on", _fewer),
+        Fault("more-processes", "SIGKILL to all, then twice as many go on", _more),
+    ]
+
+
+def _undisturbed(ground: Ground, name: str) -> Disturbed:
+    run_dir = ground.scratch / name
+    ground.train_undisturbed(run_dir)
+    return Disturbed(run_dir=run_dir, step=ground.steps, exit_code=0, message="", steps_again=0)
+
+
+# ---------------------------------------------------------------------------------------------- deaths
+
+
+def _kills(processes: int) -> Iterator[Fault]:
+    for rank in range(processes):
+        yield Fault(f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, partial(_kill_rank, rank)))
+    yield Fault("kill-all", "SIGKILL to all processes at once", partial(_killed, lambda launch, _: launch.kill()))
+    yield Fault("kill-launcher", "SIGKILL to the process that started the ranks", _kill_launcher)
+    yield Fault("kill-worker", "SIGKILL to a loader process", _kill_worker)
+    yield Fault("kill-in-save", "SIGKILL to all while a checkpoint is being written", _kill_in_save)
+
+
+def _kill_rank(rank: int, launch: Launch, _: Path) -> None:
+    launch.send(signal.SIGKILL, [launch.ranks()[rank]])
+
+
+def _killed(strike: Strike, ground: Ground, name: str) -> Disturbed:
+    found = ground.disturb(name, strike)
+    _expect(found, _FAILED, -signal.SIGKILL)
+    ground.recover(found)
+    return found
+
+
+def _kill_launcher(ground: Ground, name: str) -> Disturbed:
+    if ground.processes == 1:
+        raise SkippedError("one process has no launcher: give --processes 2 or more")
+    return _killed(lambda launch, _: launch.process.kill(), ground, name)
+
+
+def _kill_worker(ground: Ground, name: str) -> Disturbed:
+    def strike(launch: Launch, _: Path) -> None:
+        workers = launch.workers()
+        if not workers:
+            raise SkippedError("this recipe starts no loader processes here")
+        launch.send(signal.SIGKILL, workers[:1])
+
+    return _killed(strike, ground, name)
+
+
+def _kill_in_save(ground: Ground, name: str) -> Disturbed:
+    """The moment is short: a kill that comes after it is tried once more."""
+
+    def strike(launch: Launch, run_dir: Path) -> None:
+        launch.wait_until(lambda: _being_saved(run_dir))
+        launch.kill()
+
+    for attempt in range(5):
+        with contextlib.suppress(SkippedError):
+            found = ground.disturb(f"{name}-{attempt}", strike)
+            if _being_saved(found.run_dir):
+                ground.recover(found)
+                if _being_saved(found.run_dir):
+                    found.objections.append("what the killed save left is still there")
+                return found
+    raise SkippedError("no kill met a save: they are too short here; give more --steps or a larger model")
+
+
+def _being_saved(run_dir: Path) -> bool:
+    try:
+        return any(name.startswith(".saving-") for name in os.listdir(run_dir / "checkpoints"))
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------- stops
+
+
+def _stops() -> Iterator[Fault]:
+    for number in STOP_SIGNALS:
+        to_one, to_all = partial(_signal_one, number), partial(_signal_all, number)
+        yield Fault(f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, to_one))
+        yield Fault(f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, to_all))
+
+
+def _signal_one(number: signal.Signals, launch: Launch, _: Path) -> None:
+    launch.send(number, launch.ranks()[-1:])
+
+
+def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
+    launch.send(number, launch.family())
+
+
+def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
+    found = ground.disturb(name, strike)
+    _expect(found, _STOPPED)
+    newest = ground.newest(found)
+    if newest != found.step:
+        found.objections.append(f"stopped after step {found.step}, but its newest whole checkpoint is of step {newest}")
+    ground.recover(found)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- pauses
+
+
+def _lived(strike: Strike, ground: Ground, name: str) -> Disturbed:
+    """A disturbance that the run must get over by itself."""
+    times: list[float] = []
+    steps: list[int] = []
+
+    def timed(launch: Launch, run_dir: Path) -> None:
+        strike(launch, run_dir)
+        steps.append(last_step(run_dir))
+        times.append(time.monotonic())
+        launch.wait_until(lambda: last_step(run_dir) > steps[-1])
+        times.append(time.monotonic())
+
+    found = ground.disturb(name, timed, survives=True)
+    _expect(found, 0)
+    found.step, found.steps_again = steps[-1], 0
+    found.seconds_to_recover = times[-1] - times[-2]
+    return found
+
+
+def _hang(launch: Launch, _: Path) -> None:
+    rank = launch.ranks()[-1:]
+    launch.send(signal.SIGSTOP, rank)
+    time.sleep(_SILENT_SECONDS)
+    launch.send(signal.SIGCONT, rank)
+
+
+def _stopped_for_good(ground: Ground, name: str) -> Disturbed:
+    if ground.processes == 1:
+        raise SkippedError("nobody waits for the only process: give --processes 2 or more")
+
+    def strike(launch: Launch, _: Path) -> None:
+        launch.send(signal.SIGSTOP, launch.ranks()[-1:])
+
+    found = ground.disturb(name, strike, again=Again(overrides=(f"parallel.timeout={_PATIENCE}",)))
+    _expect(found, _FAILED)
+    _expect_words(found, f"for rank {ground.processes - 1} on ")
+    ground.recover(found)
+    return found
+
+
+def _slow(launch: Launch, _: Path) -> None:
+    rank = launch.ranks()[-1:]
+    end = time.monotonic() + _SLOW_SECONDS
+    while time.monotonic() < end and launch.process.poll() is None:
+        launch.send(signal.SIGSTOP, rank)
+        time.sleep(0.2)
+        launch.send(signal.SIGCONT, rank)
+        time.sleep(0.002)
+
+
+# ---------------------------------------------------------------------------------------------- disks
+
+
+def _disks() -> Iterator[Fault]:
+    yield Fault("disk-full", "the file system of the run is filled up (a small tmpfs; needs root)", _disk_full)
+    yield Fault("file-limit", "the first rank may write no file larger than 4 KiB (RLIMIT_FSIZE)", _file_limit)
+    yield Fault("read-only", "nothing can be written among the checkpoints any more", _read_only)
+    yield Fault("moved-directory", "the run directory is renamed while the run trains", _moved)
+
+
+def _disk_full(ground: Ground, name: str) -> Disturbed:
+    size = 64 * 2**20 + 6 * sum(path.stat().st_size for path in ground.undisturbed.rglob("*") if path.is_file())
+
+    def make(run_dir: Path) -> None:
+        run_dir.mkdir()
+        cleanup.enter_context(_mounted(["-t", "tmpfs", "-o", f"size={size}", "paceline-drill"], run_dir))
+
+    def fill(_: Launch, run_dir: Path) -> None:
+        with contextlib.suppress(OSError), (run_dir / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(2**20))
+        with contextlib.suppress(OSError), (run_dir / "rest").open("wb", buffering=0) as file:
+            while True:
+                file.write(b"\0")
+
+    with contextlib.ExitStack() as cleanup:
+        found = ground.disturb(name, fill, make=make)
+        _expect(found, _FAILED)
+        _expect_words(found, "No space left")
+        for each in ("filler", "rest"):
+            (found.run_dir / each).unlink(missing_ok=True)
+        ground.recover(found)
+        # What is mounted there goes; what is to be compared stays.
+        kept = found.run_dir.with_name(f"{name}-kept")
+        shutil.copytree(found.run_dir, kept)
+        found.run_dir = kept
+    return found
+
+
+def _file_limit(ground: Ground, name: str) -> Disturbed:
+    def strike(launch: Launch, _: Path) -> None:
+        pid = launch.ranks()[0]
+        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
+
+    found = ground.disturb(name, strike)
+    _expect(found, _FAILED)
+    _expect_words(found, "File too large")
+    ground.recover(found)
+    return found
+
+
+def _read_only(ground: Ground, name: str) -> Disturbed:
+    cleanup = contextlib.ExitStack()
+
+    def strike(_: Launch, run_dir: Path) -> None:
+        folder = run_dir / "checkpoints"
+        if os.geteuid():
+            folder.chmod(0o555)
+            cleanup.callback(folder.chmod, 0o755)
+            return
+        # Root may write whatever the modes say.
+        cleanup.enter_context(_mounted(["--bind", str(folder)], folder))
+        _mount(["-o", "remount,bind,ro", str(folder)], busy_seconds=_BUSY_SECONDS)
+
+    with cleanup:
+        found = ground.disturb(name, strike)
+    _expect(found, _FAILED)
+    _expect_words(found, "Read-only file system" if not os.geteuid() else "Permission denied")
+    ground.recover(found)
+    return found
+
+
+def _moved(ground: Ground, name: str) -> Disturbed:
+    moved: list[Path] = []
+
+    def strike(_: Launch, run_dir: Path) -> None:
+        moved.append(run_dir.rename(run_dir.with_name(f"{run_dir.name}-moved")))
+
+    found = ground.disturb(name, strike)
+    _expect(found, _FAILED)
+    _expect_words(found, "was moved")
+    if found.run_dir.exists():
+        found.objections.append("something was written under the old name")
+    found.run_dir, found.step = moved[-1], last_step(moved[-1])
+    ground.recover(found)
+    return found
+
+
+@contextlib.contextmanager
+def _mounted(arguments: list[str], where: Path) -> Iterator[None]:
+    _mount([*arguments, str(where)])
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=False, capture_output=True)
+
+
+def _mount(arguments: list[str], *, busy_seconds: float = 0.0) -> None:
+    """Mount; what is busy, because a file in it is being written, is tried again for a while."""
+    if shutil.which("mount") is None:
+        raise SkippedError("there is no mount command here")
+    end = time.monotonic() + busy_seconds
+    while True:
+        done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
+        if "busy" not in done.stderr or time.monotonic() > end:
+            break
+    if done.returncode:
+        raise SkippedError(f"nothing can be mounted here: {' '.join(done.stderr.split())}")
+
+
+# ---------------------------------------------------------------------------------------------- spoilt files
+
+
+def _spoils() -> Iterator[Fault]:
+    yield Fault("torn-checkpoint", "the newest checkpoint's largest file ends half-way", partial(_spoilt, _tear))
+    yield Fault("flipped-bit", "one bit of the newest checkpoint's largest file is another", partial(_spoilt, _flip))
+    yield Fault("lost-file", "the newest checkpoint's largest file is gone", partial(_spoilt, _lose))
+    yield Fault("lost-manifest", "the newest checkpoint's manifest is gone", partial(_spoilt, _lose_manifest))
+    yield Fault("no-checkpoints", "the checkpoints are gone at a restart, and back at the next", _no_checkpoints)
+    yield Fault("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign)
+    yield Fault("cut-events", "the second half of events.jsonl is gone", _cut_events)
+    yield Fault("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl", _half_a_line))
+    yield Fault("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger", _half_a_record))
+
+
+def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturbed:
+    found = ground.killed(name)
+    steps = CheckpointStore(found.run_dir / "checkpoints").steps()
+    if len(steps) < 2:
+        raise SkippedError("the killed run had no two checkpoints yet; give more --steps")
+    newest = found.run_dir / "checkpoints" / f"step-{steps[-1]:08d}"
+    spoil(newest)
+    ground.recover(found)
+    if not list(newest.parent.glob(f"{newest.name}.damaged*")):
+        found.objections.append(f"{newest.name} was spoilt, but not set aside as damaged")
+    return found
+
+
+def _largest(folder: Path) -> Path:
+    return max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def _tear(checkpoint: Path) -> None:
+    path = _largest(checkpoint)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(checkpoint: Path) -> None:
+    path = _largest(checkpoint)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def _lose(checkpoint: Path) -> None:
+    _largest(checkpoint).unlink()
+
+
+def _lose_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def _no_checkpoints(ground: Ground, name: str) -> Disturbed:
+    """To begin again would cost everything: it must be refused, and leave the records as they are."""
+    found = ground.killed(name)
+    checkpoints, events = found.run_dir / "checkpoints", found.run_dir / "events.jsonl"
+    before = events.read_bytes()
+    away = checkpoints.rename(found.run_dir.with_name(f"{name}-away"))
+    _refused(ground, found, "checkpoints")
+    if events.read_bytes() != before:
+        found.objections.append("its events were changed")
+    away.rename(checkpoints)
+    ground.recover(found)
+    return found
+
+
+def _foreign(ground: Ground, name: str) -> Disturbed:
+    found = ground.killed(name)
+    foreign = CheckpointStore(ground.undisturbed / "checkpoints").path(ground.steps)
+    copy = Path(shutil.copytree(foreign, found.run_dir / "checkpoints" / foreign.name))
+    ground.recover(found)
+    if not list(copy.parent.glob(f"{copy.name}.foreign*")):
+        found.objections.append(f"{copy.name} is of another run, but was not set aside")
+    return found
+
+
+def _cut_events(ground: Ground, name: str) -> Disturbed:
+    """The run goes on without the lost records, and says so; everything else must be there."""
+    found = ground.killed(name)
+    events = found.run_dir / "events.jsonl"
+    whole = events.read_bytes()
+    half = whole[: whole.rfind(b"\n", 0, len(whole) // 2) + 1]
+    events.write_bytes(half)
+    ground.recover(found)
+    added, resumed_at = events.read_bytes().removeprefix(half), resumes(found.run_dir)
+    if b'"missing_records"' not in added or not audit_objections(found.run_dir):
+        found.objections.append("records are missing, and no incident or no objection of the audit says so")
+    events.write_bytes(whole)
+    truncate_after(events, resumed_at[-1])
+    with events.open("ab") as file:
+        file.write(added)
+    return found
+
+
+def _torn(where: str, part: Callable[[bytes], bytes], ground: Ground, name: str) -> Disturbed:
+    found = ground.killed(name)
+    path = found.run_dir / where
+    if path.is_dir():
+        path = max(path.iterdir(), key=lambda each: each.stat().st_size)
+    content = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(part(content))
+    ground.recover(found)
+    return found
+
+
+def _half_a_line(content: bytes) -> bytes:
+    line = content.rstrip(b"\n").rpartition(b"\n")[2]
+    return line[: len(line) // 2]
+
+
+def _half_a_record(content: bytes) -> bytes:
+    return content[:20]  # less than a record's head
+
+
+# ---------------------------------------------------------------------------------------------- images
+
+
+def _images() -> Iterator[Fault]:
+    yield Fault(
+        "half-images",
+        "goes on with a class of images that end half-way, then with the whole ones",
+        partial(_with_images, _halve, ("has changed",)),
+    )
+    yield Fault(
+        "broken-images",
+        "goes on with a class of images that are zeros, data.max_broken=0, then with the whole ones",
+        # Before the first step where contents are digested; else when one is read, by name.
+        partial(_with_images, _blank, ("have changed", "data.max_broken=0")),
+    )
+
+
+def _with_images(spoil: Callable[[Path], None], says: Sequence[str], ground: Ground, name: str) -> Disturbed:
+    """Other images than before must be refused, and must leave no trace in the run."""
+    if ground.image_folder is None:
+        raise SkippedError("this recipe reads no folder of images")
+    folder = ground.scratch / f"{name}-images"
+    for path in _copy_of_a_class(ground.image_folder, folder):
+        spoil(path)
+    found = ground.killed(name)
+    again = Again(overrides=(f"data.path={folder}", "data.max_broken=0"))
+    _refused(ground, found, *says, again=again)
+    ground.recover(found)
+    return found
+
+
+def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
+    """Make a folder of links to the images, but of copies of its last training class; returns the copies."""
+    source = images
+    target.mkdir()
+    for name in ("train", None) if (images / "train").is_dir() else (None,):
+        entries = sorted(each for each in source.iterdir() if not is_ignored(each.name))
+        copied = source / name if name else max(each for each in entries if each.is_dir())
+        for entry in entries:
+            if entry != copied:
+                (target / entry.name).symlink_to(entry)
+        source, target = copied, target / copied.name
+        target.mkdir()
+    return [Path(shutil.copyfile(path, target / path.name)) for path in sorted(source.iterdir())]
+
+
+def _halve(image: Path) -> None:
+    os.truncate(image, image.stat().st_size // 2)
+
+
+def _blank(image: Path) -> None:
+    image.write_bytes(bytes(image.stat().st_size))
+
+
+# ---------------------------------------------------------------------------------------------- otherwise again
+
+# The real clock is everyone's on this machine, and is never touched: the run's own Python is told another time.
+_EARLIER = f"""
+import time
+_now = time.time
+time.time = lambda: _now() - {_YEAR_SECONDS}
+"""
+
+
+def _clock_jump(ground: Ground, name: str) -> Disturbed:
+    found = ground.killed(name)
+    future = time.time() + _YEAR_SECONDS
+    for path in found.run_dir.rglob("*"):
+        os.utime(path, (future, future))
+    patch = ground.scratch / f"{name}-clock"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(_EARLIER)
+    searched = os.pathsep.join(part for part in (str(patch), os.environ.get("PYTHONPATH", "")) if part)
+    ground.recover(found, Again(variables={"PYTHONPATH": searched, "TZ": "Pacific/Kiritimati"}))
+    return found
+
+
+def _fewer(ground: Ground, name: str) -> Disturbed:
+    if ground.processes == 1:
+        raise SkippedError("there are no fewer than one process: give --processes 2 or more")
+    found = ground.killed(name)
+    ground.recover(found, Again(processes=1))
+    return found
+
+
+def _more(ground: Ground, name: str) -> Disturbed:
+    if ground.processes == 1:
+        raise SkippedError("the run is not exact, so its bits belong to one process: give --processes 2 or more")
+    processes = 2 * ground.processes
+    parts = math.gcd(*(int(phase["logical_ranks"]) for phase in ground.plan["batch_phases"]))
+    if parts % processes:
+        raise SkippedError(f"{processes} processes cannot share the run's {parts} logical ranks")
+    found = ground.killed(name)
+    ground.recover(found, Again(processes=processes))
+    return found
+
+
+def _refused(ground: Ground, found: Disturbed, *says: str, again: Again | None = None) -> None:
+    """Start the run again, which must be refused."""
+    with ground.begin(found.run_dir, again) as launch:
+        found.exit_code, found.message = launch.wait(), said(launch)
+    found.step = last_step(found.run_dir)
+    _expect(found, _REFUSED)
+    _expect_words(found, *says)
+
+
+def _expect(found: Disturbed, *codes: int) -> None:
+    if found.exit_code not in codes:
+        wanted = " or ".join(str(code) for code in codes)
+        found.objections.append(f"exit code {found.exit_code}, but it should be {wanted}")
+
+
+def _expect_words(found: Disturbed, *any_of: str) -> None:
+    if not any(words in found.message for words in any_of):
+        found.objections.append(f"its message says none of {', '.join(map(repr, any_of))}")

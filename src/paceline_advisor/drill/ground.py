@@ -1,0 +1,256 @@
+"""What does a drill compare: how is a run disturbed, recovered, and held against the undisturbed one?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.store import CheckpointStore
+from paceline.errors import PacelineError, TrainingError
+from paceline.recipe.load import load_recipe
+from paceline.records.reader import read_events, read_json, read_plan, without_clock
+from paceline.records.run_directory import RunDirectory
+from paceline_advisor.launches import Launch, OverdueError, last_step, said
+
+_COMPARED = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
+_ATTEMPTS = 3
+# Ranks whose launcher is gone end after their step; a save and an evaluation may be under way.
+_ALONE_SECONDS = 60.0
+
+
+class SkippedError(Exception):
+    """This fault cannot be injected here; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """How the run is started again: as before, unless told otherwise."""
+
+    processes: int | None = None
+    overrides: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Disturbed:
+    """What a fault did to a run.
+
+    Attributes:
+        run_dir: The run.
+        step: The last step it had a record of when it ended, or was disturbed if it went on.
+        exit_code: Of the disturbed launch; negative after a signal.
+        message: What it said of it, one line.
+        objections: What was not as it should be.
+        seconds_to_recover: Until it was at ``step`` again; None before.
+        steps_again: Steps that were done a second time; None before.
+    """
+
+    run_dir: Path
+    step: int
+    exit_code: int
+    message: str
+    objections: list[str] = field(default_factory=list)
+    seconds_to_recover: float | None = None
+    steps_again: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """Where runs of one recipe are disturbed.
+
+    Attributes:
+        recipe: What ``paceline train`` is given.
+        overrides: Its overrides, those that shorten the run included.
+        processes: Ranks of each launch.
+        steps: Length of the run.
+        every: Steps between two checkpoints.
+        scratch: Where everything is written.
+        limit_seconds: What a launch may take.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    processes: int
+    steps: int
+    every: int
+    scratch: Path
+    limit_seconds: float
+
+    @property
+    def undisturbed(self) -> Path:
+        """The run that nothing was done to."""
+        return self.scratch / "undisturbed"
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        """The numbers of the undisturbed run."""
+        return read_plan(RunDirectory(self.undisturbed))
+
+    @cached_property
+    def image_folder(self) -> Path | None:
+        """Where the images are, for a recipe that reads a folder of them."""
+        data = load_recipe(self.recipe, self.overrides).recipe.data
+        return Path(data.path) if data.dataset == "image_folder" and data.path is not None else None
+
+    def begin(self, run_dir: Path, again: Again | None = None) -> Launch:
+        """Start the command; in the same directory it is the same command again."""
+        again = again or Again()
+        processes = again.processes or self.processes
+        arguments = ["train", self.recipe, *self.overrides, *again.overrides, "--run-dir", str(run_dir)]
+        arguments += ["--processes", str(processes)]
+        log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}")
+        return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=again.variables)
+
+    def check(self) -> None:
+        """Have the run planned, so that a mistake in the recipe or its data is told before anything is trained.
+
+        Raises:
+            PacelineError: If it is refused, as the run would be.
+        """
+        # In a process of its own: a plan may take hold of a device that the runs are to have for themselves.
+        arguments = ["train", self.recipe, *self.overrides, "--processes", str(self.processes), "--plan-only"]
+        with Launch(arguments, self.scratch / "plan", limit_seconds=self.limit_seconds) as launch:
+            try:
+                code = launch.wait()
+            except OverdueError as error:
+                raise TrainingError(f"{error}; it was only to be planned.") from None
+            if code == PacelineError.exit_code:
+                raise PacelineError(said(launch))
+            if code:
+                raise TrainingError(f"the run cannot be planned (exit code {code}): {said(launch)}")
+
+    def train_undisturbed(self, run_dir: Path) -> None:
+        """Train without a disturbance.
+
+        Raises:
+            PacelineError: If that is refused; there is nothing to compare with then.
+            TrainingError: If it fails.
+        """
+        with self.begin(run_dir) as launch:
+            try:
+                code = launch.wait()
+            except OverdueError as error:
+                raise TrainingError(f"{error}; it was not disturbed. A drill needs a shorter run: --steps.") from None
+            if code:
+                kind = PacelineError if code == PacelineError.exit_code else TrainingError
+                raise kind(f"the run fails without being disturbed (exit code {code}): {said(launch)}")
+
+    def disturb(
+        self,
+        name: str,
+        strike: Callable[[Launch, Path], None],
+        *,
+        at: float = 1 / 3,
+        make: Callable[[Path], None] = Path.mkdir,
+        survives: bool = False,
+        again: Again | None = None,
+    ) -> Disturbed:
+        """Begin a run, strike when it is so far, and wait for the end of all its processes.
+
+        Args:
+            name: Of the run.
+            strike: What is done to it; it may wait for something more.
+            at: When, as a fraction of the steps.
+            make: Makes the run directory.
+            survives: Whether the run goes on to its end, so that its end says nothing of when it was struck.
+            again: How it is started, if not as usual.
+
+        Raises:
+            SkippedError: If the run was over too soon, several times.
+        """
+        for attempt in range(_ATTEMPTS):
+            run_dir = self.scratch / (name if not attempt else f"{name}-{attempt + 1}")
+            make(run_dir)
+            with self.begin(run_dir, again) as launch:
+                there = launch.wait_until(lambda: last_step(run_dir) >= at * self.steps)  # noqa: B023
+                there = there and launch.process.poll() is None
+                if there:
+                    strike(launch, run_dir)
+                struck_at = last_step(run_dir)
+                code = launch.wait()
+                left = launch.wait_alone(_ALONE_SECONDS)
+                # A signal takes effect a few steps later; what came nearer to the end tells nothing.
+                if there and (code or survives or struck_at <= self.steps - max(4, self.every)):
+                    found = Disturbed(run_dir=run_dir, step=last_step(run_dir), exit_code=code, message=said(launch))
+                    if left:
+                        found.objections.append(f"{left} processes stayed behind")
+                    return found
+                if code:
+                    raise TrainingError(f"the run failed before it was disturbed (exit code {code}): {said(launch)}")
+        raise SkippedError(f"the run was over before it could be disturbed, {_ATTEMPTS} times; give more --steps")
+
+    def killed(self, name: str) -> Disturbed:
+        """A copy of a run that was killed at two thirds, to be spoiled."""
+        source = self.scratch / "killed"
+        if not source.exists():
+            self.disturb("killed-first", lambda launch, _: launch.kill(), at=2 / 3)
+            found = max(self.scratch.glob("killed-first*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+            shutil.copytree(found.parent, source, symlinks=True)
+        run_dir = self.scratch / name
+        shutil.copytree(source, run_dir, symlinks=True)
+        return Disturbed(
+            run_dir=run_dir, step=last_step(run_dir), exit_code=-signal.SIGKILL, message="ended by SIGKILL"
+        )
+
+    def recover(self, found: Disturbed, again: Again | None = None) -> None:
+        """Run the same command again, to the end; note how long it took and what was done twice."""
+        before = resumes(found.run_dir)
+        with self.begin(found.run_dir, again) as launch:
+            launch.wait_until(lambda: len(resumes(found.run_dir)) > len(before))
+            launch.wait_until(lambda: last_step(found.run_dir) >= found.step)
+            found.seconds_to_recover = time.monotonic() - launch.begun
+            code = launch.wait()
+            if code:
+                found.objections.append(f"the same command again ended with exit code {code}: {said(launch)}")
+        after = resumes(found.run_dir)
+        found.steps_again = max(0, found.step - (after[-1] if len(after) > len(before) else 0))
+
+    def newest(self, found: Disturbed) -> int:
+        """The step of the newest checkpoint that verifies; 0 if there is none."""
+        path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_whole()
+        return 0 if path is None else int(path.name.removeprefix("step-"))
+
+    def lost(self, run_dir: Path) -> list[str]:
+        """What a recovered run lacks of the undisturbed one; nothing if they cannot be told apart."""
+        wanted = RunDirectory(self.undisturbed)
+        found = RunDirectory(run_dir)
+        if not found.summary.is_file():
+            return ["summary.json"]
+        theirs, mine = read_json(wanted.summary), read_json(found.summary)
+        lost = [key for key in _COMPARED if mine[key] != theirs[key]]
+        lost += [
+            f"{kind} records"
+            for kind in ("step", "evaluation")
+            if _records(found.events, kind) != _records(wanted.events, kind)
+        ]
+        return lost + audit_objections(run_dir)
+
+
+def resumes(run_dir: Path) -> list[int]:
+    """The steps a run went on from, in order."""
+    events = run_dir / "events.jsonl"
+    if not events.exists():
+        return []
+    return [int(event["step"]) for event in read_events(events, kinds={"resume"})]
+
+
+def _records(events: Path, kind: str) -> list[dict[str, Any]]:
+    return [without_clock(event) for event in read_events(events, kinds={kind})]
+
+
+def audit_objections(run_dir: Path) -> list[str]:
+    """The audit's objections; by its command, as a user would ask for it."""
+    command = [sys.executable, "-P", "-m", "paceline", "audit", str(run_dir), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1) or not done.stdout:
+        return [f"audit: {done.stderr.strip()}"]
+    return [f"audit: {objection}" for objection in json.loads(done.stdout)["objections"]]

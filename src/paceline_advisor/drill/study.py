@@ -1,0 +1,239 @@
+"""Does a run of this recipe, on this machine, really survive what can happen to it? Each fault is tried."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
+from paceline.recipe.load import load_recipe
+from paceline_advisor.drill.faults import Fault, all_faults
+from paceline_advisor.drill.ground import Ground, SkippedError
+from paceline_advisor.launches import OverdueError, check_can_watch
+
+SHORTEST = 20
+_FIRST_LIMIT_SECONDS = 3600.0
+_SHORTEST_LIMIT_SECONDS = 180.0
+
+Result = Literal["pass", "FAIL", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of one fault.
+
+    Attributes:
+        fault: Its name.
+        does: What was done.
+        result: ``pass``, ``FAIL`` or ``skipped``.
+        reason: Why it failed or was skipped.
+        exit_code: Of the disturbed launch; None if it was skipped.
+        message: What the disturbed launch said.
+        step: Where the run stood when it was disturbed.
+        steps_again: Steps done a second time.
+        seconds_to_recover: From the same command again until the run stood there once more.
+        lost: What differs from the undisturbed run at the end.
+    """
+
+    fault: str
+    does: str
+    result: Result
+    reason: str = ""
+    exit_code: int | None = None
+    message: str = ""
+    step: int | None = None
+    steps_again: int | None = None
+    seconds_to_recover: float | None = None
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillReport:
+    """The whole fault matrix."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    processes: int
+    steps: int
+    weights_sha256: str
+    seconds: float
+    scratch: Path | None
+    trials: tuple[Trial, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no fault failed."""
+        return all(trial.result != "FAIL" for trial in self.trials)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be drilled.
+
+    Attributes:
+        recipe: A name or a path, as for ``paceline train``.
+        overrides: ``KEY=VALUE``.
+        processes: Ranks of each launch.
+        steps: Length of the run.
+        only: Names of faults; all if empty.
+        keep: Whether the scratch directory stays.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    processes: int = 1
+    steps: int = 40
+    only: tuple[str, ...] = ()
+    keep: bool = False
+
+
+def drill(asked: Asked, tell: Callable[[str], None]) -> DrillReport:
+    """Train undisturbed, then once more with each fault, and compare.
+
+    Args:
+        asked: What to drill.
+        tell: Is told what happens, a line at a time.
+
+    Raises:
+        PacelineError: If the recipe is wrong, a fault is unknown, or the undisturbed run fails.
+    """
+    check_can_watch()
+    faults = _chosen(all_faults(asked.processes), asked.only)
+    begun = time.perf_counter()
+    with _scratch(keep=asked.keep) as scratch:
+        ground = Ground(
+            recipe=asked.recipe,
+            overrides=(*asked.overrides, *shortened(asked)),
+            processes=asked.processes,
+            steps=asked.steps,
+            every=_every(asked.steps),
+            scratch=scratch,
+            limit_seconds=_FIRST_LIMIT_SECONDS,
+        )
+        ground.check()
+        tell(f"training {asked.steps} steps undisturbed in {scratch}")
+        ground.train_undisturbed(ground.undisturbed)
+        longest = max(_SHORTEST_LIMIT_SECONDS, 10 * (time.perf_counter() - begun))
+        ground = replace(ground, limit_seconds=longest)
+        return DrillReport(
+            recipe=asked.recipe,
+            overrides=ground.overrides,
+            processes=asked.processes,
+            steps=asked.steps,
+            weights_sha256=_digest(ground),
+            trials=tuple(_try_all(ground, faults, tell)),
+            seconds=time.perf_counter() - begun,
+            scratch=scratch if asked.keep else None,
+        )
+
+
+def shortened(asked: Asked) -> tuple[str, ...]:
+    """The overrides that make a short run of a recipe, with all that can be lost in it.
+
+    Raises:
+        RecipeError: If the recipe cannot be read, or the run would be too short to be disturbed.
+    """
+    if asked.steps < SHORTEST:
+        raise RecipeError(f"--steps={asked.steps}: a run that is to be disturbed needs at least {SHORTEST} steps.")
+    recipe = load_recipe(asked.recipe, asked.overrides).recipe
+    short = [
+        f"train.duration={asked.steps} steps",
+        f"checkpoint.every={_every(asked.steps)} steps",
+        f"checkpoint.keep={max(3, recipe.checkpoint.keep)}",
+        "telemetry.log_every=1 steps",
+        "telemetry.trackers=[]",
+        "checkpoint.mirror=null",
+    ]
+    if recipe.evaluate.every is not None:
+        short.append(f"evaluate.every={math.ceil(asked.steps / 4)} steps")
+    if recipe.schedule.warmup.unit != "percent" and recipe.schedule.warmup.value > 0:
+        short.append(f"schedule.warmup={math.ceil(asked.steps / 10)} steps")
+    if asked.processes > 1 and not recipe.parallel.exact:
+        short.append("parallel.exact=true")
+    return tuple(short)
+
+
+def _every(steps: int) -> int:
+    return max(2, steps // 10)
+
+
+def _chosen(faults: Sequence[Fault], only: tuple[str, ...]) -> list[Fault]:
+    names = [fault.name for fault in faults]
+    for name in only:
+        if name not in names:
+            raise RecipeError(
+                f"--only: there is no fault '{name}'.{did_you_mean(name, names)} Faults: {', '.join(names)}."
+            )
+    return [fault for fault in faults if not only or fault.name in only]
+
+
+def _try_all(ground: Ground, faults: Sequence[Fault], tell: Callable[[str], None]) -> Iterator[Trial]:
+    repeats = True
+    for fault in faults:
+        if repeats:
+            trial = _try(ground, fault)
+            repeats = not (fault.name == "nothing" and trial.result == "FAIL")
+        else:
+            trial = _skipped(fault, "the run does not repeat itself undisturbed, so a comparison would tell nothing")
+        tell(f"{fault.name}: {trial.result}{f' ({trial.reason})' if trial.reason else ''}")
+        yield trial
+
+
+def _try(ground: Ground, fault: Fault) -> Trial:
+    try:
+        found = fault.perform(ground, fault.name)
+        lost = ground.lost(found.run_dir)
+    except SkippedError as skipped:
+        return _skipped(fault, str(skipped))
+    except (OverdueError, PacelineError) as error:
+        return Trial(fault=fault.name, does=fault.does, result="FAIL", reason=str(error))
+    reasons = [*found.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]
+    return Trial(
+        fault=fault.name,
+        does=fault.does,
+        result="FAIL" if reasons else "pass",
+        reason="; ".join(reasons),
+        exit_code=found.exit_code,
+        message=found.message,
+        step=found.step,
+        steps_again=found.steps_again,
+        seconds_to_recover=found.seconds_to_recover,
+        lost=tuple(lost),
+    )
+
+
+def _skipped(fault: Fault, reason: str) -> Trial:
+    return Trial(fault=fault.name, does=fault.does, result="skipped", reason=reason)
+
+
+def _digest(ground: Ground) -> str:
+    from paceline.records.reader import read_summary
+    from paceline.records.run_directory import RunDirectory
+
+    summary = read_summary(RunDirectory(ground.undisturbed))
+    if summary.step != ground.steps:
+        raise TrainingError(
+            f"the undisturbed run ended after {summary.step} of {ground.steps} steps; see evaluate.patience."
+        )
+    return summary.weights_sha256 or ""
+
+
+@contextmanager
+def _scratch(*, keep: bool) -> Iterator[Path]:
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-drill-"))
+    try:
+        yield scratch
+    finally:
+        if not keep:
+            shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,275 @@
+"""Which law do steps to a target follow over batch sizes, where is its knee, and how surely?
+
+One law in three spellings. With S steps and E = B S examples to a target,
+
+    (S / S_min - 1) (E / E_min - 1) = 1,   S = S_min (1 + B_crit / B),   E = E_min (1 + B / B_crit),
+
+where B_crit = E_min / S_min: the third is the law of epochs against the batch, epochs = epochs_min (1 + B / B_crit).
+It is fitted to logarithms, since a run takes a few percent more or fewer steps wherever it stands. A run that was ended
+before it got there says that it takes longer, and is counted so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq, minimize, minimize_scalar
+from scipy.special import log_ndtr, stdtrit
+
+from paceline.metrics.critical_batch import steps_ratio
+from paceline.metrics.intervals import Interval
+
+Floats = NDArray[np.float64]
+
+# The knee is looked for so many times below the smallest and above the largest batch; beyond that, data cannot tell it
+# from none.
+_BEYOND = 1000.0
+_GRID = 121
+FEWEST_BATCHES = 3
+FEWEST_RUNS = 4
+_LEAST_SPREAD = 1e-9
+_LARGEST_LOGARITHM = math.log(np.finfo(np.float64).max)
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One run of a sweep.
+
+    Attributes:
+        batch: Samples in a step.
+        steps: Optimizer steps to the target, or until it was ended.
+        reached: Whether it got there.
+    """
+
+    batch: float
+    steps: float
+    reached: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLaw:
+    """The law, fitted.
+
+    Attributes:
+        fewest_steps: S_min; its interval, as the next one's, is of the law made linear around the fit.
+        fewest_examples: E_min.
+        critical_batch: The knee, with a profile likelihood's interval; ``low`` is 0, or ``high`` infinite, where the
+            batches that were tried do not bound it, and ``middle`` too where the likeliest is that there is none.
+        spread: Standard deviation of the logarithm of a run's steps around the law: 0.1 is 10 %.
+        worst: The largest share by which the runs of one batch are off the law, on average.
+    """
+
+    fewest_steps: Interval
+    fewest_examples: Interval
+    critical_batch: Interval
+    spread: float
+    worst: float
+
+    def steps(self, batch: float) -> float:
+        """Steps to the target with a batch."""
+        if math.isinf(self.critical_batch.middle):
+            return self.fewest_examples.middle / batch  # no knee: what is left of the law
+        return self.fewest_steps.middle * steps_ratio(self.critical_batch.middle, batch)
+
+    def examples(self, batch: float) -> float:
+        """Samples to the target with a batch."""
+        return batch * self.steps(batch)
+
+    def to_json(self) -> dict[str, object]:
+        """The law as one JSON object."""
+        return {
+            "law": "(S/S_min - 1)(E/E_min - 1) = 1; epochs = epochs_min (1 + B/B_crit)",
+            "fewest_steps": self.fewest_steps.to_json(),
+            "fewest_examples": self.fewest_examples.to_json(),
+            "critical_batch": self.critical_batch.to_json(),
+            "spread": self.spread,
+            "worst": self.worst,
+        }
+
+
+def why_no_law(points: Sequence[SweepPoint]) -> str:
+    """Why a law cannot be fitted to runs; empty if it can."""
+    batches = {each.batch for each in points if each.reached}
+    runs = sum(each.reached for each in points)
+    if len(batches) < FEWEST_BATCHES:
+        return f"the target was reached with {len(batches)} batch sizes, and a knee takes {FEWEST_BATCHES} or more"
+    if runs < FEWEST_RUNS:
+        return f"the target was reached by {runs} runs, and an interval takes {FEWEST_RUNS} or more"
+    return ""
+
+
+def fit_batch_law(points: Sequence[SweepPoint], *, confidence: float = 0.95) -> BatchLaw:
+    """Fit the law by maximum likelihood; without ended runs, least squares of logarithms.
+
+    Args:
+        points: Runs, of three batch sizes at least.
+        confidence: In (0, 1).
+
+    Raises:
+        ValueError: If the points are too few; see :func:`why_no_law`.
+
+    Source: McCandlish et al., arXiv:1812.06162, equations 2.11 and 2.12; for the interval of the knee, the likelihood
+    ratio in its exact form for normal errors, F(1, n - 2).
+    """
+    if why := why_no_law(points):
+        raise ValueError(f"no law can be fitted: {why}")
+    fit = _Fit(points, confidence)
+    best, knee = fit.knee()
+    mean, spread = fit.at(best)[1:]
+    half = fit.half_widths(best, spread)
+    count = fit.count
+    fewest_steps = _around(mean, half[0], count, confidence)
+    fewest_examples = _around(mean + best, half[1], count, confidence)
+    return BatchLaw(
+        fewest_steps=fewest_steps,
+        fewest_examples=fewest_examples,
+        critical_batch=Interval(knee.middle, knee.low, knee.high, count, confidence),
+        spread=spread,
+        worst=fit.worst(best, mean),
+    )
+
+
+class _Fit:
+    """The likelihood of runs, for one knee after another; the other two numbers are the best for it."""
+
+    def __init__(self, points: Sequence[SweepPoint], confidence: float) -> None:
+        reached = np.array([each.reached for each in points])
+        logs = np.log(np.array([each.steps for each in points], dtype=np.float64))
+        batches = np.array([each.batch for each in points], dtype=np.float64)
+        self._logs, self._batches = logs[reached], batches[reached]
+        self._ended_logs, self._ended_batches = logs[~reached], batches[~reached]
+        self.count = len(self._logs)
+        self._quantile = float(stdtrit(self.count - 2, (1 + confidence) / 2))
+        self._bounds = (math.log(batches.min() / _BEYOND), math.log(batches.max() * _BEYOND))
+
+    def at(self, knee: float) -> tuple[float, float, float]:
+        """Minus the log-likelihood at a logarithm of the knee, the best logarithm of S_min for it, and the spread."""
+        shape = np.logaddexp(0, knee - np.log(self._batches))
+        rest = self._logs - shape
+        mean = float(rest.mean())
+        spread = max(math.sqrt(float(((rest - mean) ** 2).mean())), _LEAST_SPREAD)
+        if not len(self._ended_logs):
+            return self.count * (math.log(spread) + 0.5), mean, self._unbiased(spread)
+        ended = self._ended_logs - np.logaddexp(0, knee - np.log(self._ended_batches))
+
+        def cost(given: Floats) -> float:
+            at, logarithm = (float(each) for each in given)
+            width = math.exp(logarithm)
+            normal = float((((rest - at) / width) ** 2).sum()) / 2 + self.count * logarithm
+            # The chance to take longer than it was watched.
+            return normal - float(log_ndtr((at - ended) / width).sum())
+
+        found = minimize(cost, np.array([mean, math.log(spread)]), method="Nelder-Mead", options={"xatol": 1e-6})
+        return float(found.fun), float(found.x[0]), self._unbiased(math.exp(found.x[1]))
+
+    def _unbiased(self, spread: float) -> float:
+        return spread * math.sqrt(self.count / (self.count - 2))
+
+    def knee(self) -> tuple[float, Interval]:
+        """The logarithm of the likeliest knee, and the knee with its interval."""
+        grid = np.linspace(*self._bounds, _GRID)
+        costs = np.array([self.at(float(each))[0] for each in grid])
+        index = int(costs.argmin())
+        best, least = float(grid[index]), float(costs[index])
+        if 0 < index < _GRID - 1:
+            near = (float(grid[index - 1]), float(grid[index + 1]))
+            found = minimize_scalar(lambda knee: self.at(knee)[0], bounds=near, method="bounded")
+            best, least = float(found.x), float(found.fun)
+        # Least squares' own F test; with ended runs the same allowance for few runs.
+        allowed = least + self.count / 2 * math.log1p(self._quantile**2 / (self.count - 2))
+
+        def beyond(knee: float) -> float:
+            return self.at(knee)[0] - allowed
+
+        low = _crossing(beyond, best, grid[grid < best][::-1])
+        high = _crossing(beyond, best, grid[grid > best])
+        middle = 0.0 if index == 0 else math.inf if index == _GRID - 1 else math.exp(best)
+        ends = (0.0 if low is None else math.exp(low), math.inf if high is None else math.exp(high))
+        return best, Interval(middle, *ends, self.count)
+
+    def half_widths(self, knee: float, spread: float) -> tuple[float, float]:
+        """Of the intervals of the logarithms of S_min and E_min."""
+        slope = math.exp(knee) / (math.exp(knee) + self._batches)
+        jacobian = np.stack([np.ones_like(slope), slope], axis=1)
+        information = jacobian.T @ jacobian
+        if np.linalg.cond(information) > 1 / np.finfo(np.float64).eps:
+            return math.inf, math.inf
+        covariance = np.linalg.inv(information) * spread**2
+        of_steps, of_examples = float(covariance[0, 0]), max(float(covariance.sum()), 0.0)
+        return self._quantile * math.sqrt(of_steps), self._quantile * math.sqrt(of_examples)
+
+    def worst(self, knee: float, mean: float) -> float:
+        """The largest share by which the runs of one batch are off, on average."""
+        off = self._logs - mean - np.logaddexp(0, knee - np.log(self._batches))
+        means = [float(off[self._batches == batch].mean()) for batch in np.unique(self._batches)]
+        return max(abs(math.expm1(each)) for each in means)
+
+
+def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -> float | None:
+    """Where a likelihood falls below what is allowed, on one side; None where it does not."""
+    inside = best
+    for each in outwards.tolist():
+        if beyond(each) > 0:
+            return float(brentq(beyond, inside, each, xtol=1e-6))
+        inside = each
+    return None
+
+
+def _around(logarithm: float, half: float, count: int, confidence: float) -> Interval:
+    # Too wide for a float where the batches say nothing of one of the two.
+    high = math.inf if logarithm + half > _LARGEST_LOGARITHM else math.exp(logarithm + half)
+    return Interval(math.exp(logarithm), math.exp(logarithm - half), high, count, confidence)
+
+
+@dataclass(frozen=True)
+class FlatUntil:
+    """Up to which batch a fixed number of epochs costs nothing.
+
+    Attributes:
+        last: The largest batch that is not worse, nor any below it; None if even the second one is.
+        first_worse: The smallest one that is; None if none is.
+    """
+
+    last: float | None
+    first_worse: float | None
+
+
+def flat_until(
+    batches: Sequence[float],
+    errors: Sequence[float],
+    deviations: Sequence[float],
+    *,
+    runs: int,
+    tolerance: float = 0.0,
+    confidence: float = 0.99,
+) -> FlatUntil:
+    """Where the error begins to rise with the batch, at so many epochs.
+
+    Each batch is compared with all smaller ones together that were not worse.
+
+    Args:
+        batches: Ascending.
+        errors: The mean over the runs of each; less is better.
+        deviations: Their standard deviations.
+        runs: Of each batch, 2 or more.
+        tolerance: By how much an error may be larger, however surely it is.
+        confidence: That a batch which is no worse is not called so, in (0, 1).
+
+    Raises:
+        ValueError: If there are not as many of each.
+    """
+    rows = list(zip(batches, errors, deviations, strict=True))
+    fine = rows[:1]
+    for batch, error, deviation in rows[1:]:
+        before = sum(each[1] for each in fine) / len(fine)
+        pooled = math.sqrt((deviation**2 + sum(each[2] ** 2 for each in fine)) / (len(fine) + 1))
+        freedom = (len(fine) + 1) * (runs - 1)
+        wide = pooled * math.sqrt(1 / runs + 1 / (runs * len(fine))) * float(stdtrit(freedom, confidence))
+        if error - before > max(wide, tolerance):
+            return FlatUntil(fine[-1][0] if len(fine) > 1 else None, batch)
+        fine.append((batch, error, deviation))
+    return FlatUntil(fine[-1][0], None)

@@ -1,0 +1,244 @@
+"""Which formulas are there, and how is one computed from words typed?
+
+Every public function of this room whose docstring names its source and whose arguments are plain numbers or words is
+offered by its name; a new one needs no entry anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import pkgutil
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import paceline_advisor.formulas
+from paceline.errors import PacelineError, did_you_mean
+from paceline.metrics import critical_batch
+from paceline.models import roofline
+
+_SOURCE = "Source:"
+# What an argument of these names counts is at least one; no formula means anything else by them.
+# fmt: off
+_COUNTS = frozenset(
+    {
+        "batch", "global_batch_size", "micro_batch_size", "micro_batch", "accumulation_steps",
+        "reference_batch", "small_batch", "large_batch", "devices", "processes", "nodes",
+        "devices_per_node", "machines", "tensor_parallel", "multiprocessors", "tiles_at_once", "tile_m",
+        "tile_n", "kernel", "stride", "dilation", "groups",
+    }
+)
+# Amounts: of these there may be nothing, but not less.
+_AMOUNTS = frozenset(
+    {
+        "parameters", "tokens", "samples", "epochs", "layers", "heads", "hidden", "sequence", "vocabulary",
+        "flops", "states", "m", "n", "k",
+    }
+)
+# fmt: on
+_UNITS_OF_AMOUNTS = ("bytes", "bytes_moved", "bytes_per_element", "seconds", "per_second", "minutes", "price_per_hour")
+_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formula:
+    """One function of this room.
+
+    Attributes:
+        name: What it is called by.
+        topic: Its file.
+        summary: What it computes, in a sentence.
+        source: Where it comes from.
+        needs: Arguments that must be given.
+        defaults: The others.
+        function: The function itself.
+    """
+
+    name: str
+    topic: str
+    summary: str
+    source: str
+    needs: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    function: Callable[..., Any]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the function, as JSON values."""
+        return {
+            "formula": self.name,
+            "topic": self.topic,
+            "summary": self.summary,
+            "source": self.source,
+            "needs": list(self.needs),
+            "defaults": dict(self.defaults),
+        }
+
+    def compute(self, typed: Sequence[str]) -> tuple[dict[str, Any], Any]:
+        """Return the arguments used and the value.
+
+        Args:
+            typed: ``name=value`` words; several values of one argument are separated by commas.
+
+        Raises:
+            PacelineError: If an argument is missing, unknown or no value of its kind, or there is no value for them.
+        """
+        given = self._read(typed)
+        missing = [name for name in self.needs if name not in given]
+        if missing:
+            raise PacelineError(
+                f"{self.name} needs {_listed(missing)}: paceline formulas {self.name} "
+                f"{' '.join(f'{name}=…' for name in self.needs)}"
+            )
+        arguments = {name: given.get(name, self.defaults.get(name)) for name in (*self.needs, *self.defaults)}
+        try:
+            value = self.function(**arguments)
+        except (ValueError, ZeroDivisionError, OverflowError) as error:
+            raise PacelineError(f"{self.name} has no value for {_spelled(arguments)}: {error}.") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PacelineError(f"{self.name} has no value for {_spelled(arguments)}: the result is too large.")
+        return arguments, _plain(value)
+
+    def _read(self, typed: Sequence[str]) -> dict[str, Any]:
+        hints = typing.get_type_hints(self.function)
+        known = (*self.needs, *self.defaults)
+        given: dict[str, Any] = {}
+        for word in typed:
+            name, equals, text = word.partition("=")
+            if not equals:
+                raise PacelineError(f"'{word}': arguments are written NAME=VALUE, here {_spelled_names(known)}.")
+            if name not in known:
+                raise PacelineError(
+                    f"{self.name} has no argument '{name}'.{did_you_mean(name, known)} It takes {_listed(known)}."
+                )
+            if name in given:
+                raise PacelineError(f"{name} is given twice; leave one out.")
+            given[name] = _value(name, text, hints[name])
+        return given
+
+
+def formulas() -> dict[str, Formula]:
+    """All formulas by name, file by file, in the order in which they stand there."""
+    return {each.name: each for module in modules() for each in _formulas_of(module)}
+
+
+def modules() -> list[ModuleType]:
+    """Return the modules that hold formulas; those that training itself needs are the trainer's."""
+    here = paceline_advisor.formulas
+    topics = [each.name for each in pkgutil.iter_modules(here.__path__) if each.name != "catalogue"]
+    own = [importlib.import_module(f"{here.__name__}.{topic}") for topic in topics]
+    return sorted([critical_batch, roofline, *own], key=lambda module: module.__name__.rpartition(".")[2])
+
+
+def find_formula(name: str) -> Formula:
+    """The formula of this name; dashes stand for underscores, and its file may be named before a dot.
+
+    Raises:
+        PacelineError: If there is none.
+    """
+    known = formulas()
+    topic, _, plain = name.replace("-", "_").rpartition(".")
+    found = known.get(plain)
+    if found is None or topic not in ("", found.topic):
+        raise PacelineError(
+            f"there is no formula '{name}'.{did_you_mean(plain, known)} See `paceline formulas` for all of them."
+        )
+    return found
+
+
+def _formulas_of(module: ModuleType) -> list[Formula]:
+    found = []
+    for name, function in vars(module).items():
+        if name.startswith("_") or not inspect.isfunction(function) or function.__module__ != module.__name__:
+            continue
+        text = inspect.getdoc(function) or ""
+        hints = {key: hint for key, hint in typing.get_type_hints(function).items() if key != "return"}
+        if _SOURCE not in text or not all(map(_is_plain, hints.values())):
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+        found.append(
+            Formula(
+                name=name,
+                topic=module.__name__.rpartition(".")[2],
+                summary=" ".join(text.split("\n\n", 1)[0].split()),
+                source=" ".join(text.partition(_SOURCE)[2].split()),
+                needs=tuple(each.name for each in parameters if each.name not in defaults),
+                defaults=defaults,
+                function=function,
+            )
+        )
+    return found
+
+
+def _is_plain(hint: Any) -> bool:
+    kind = typing.get_origin(hint)
+    if kind is Sequence:
+        return typing.get_args(hint)[0] in (int, float)
+    return hint in (int, float, bool, str) or kind is Literal
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    """Read a value of one kind.
+
+    Raises:
+        PacelineError: If it is none.
+    """
+    if typing.get_origin(hint) is Sequence:
+        kind = typing.get_args(hint)[0]
+        return tuple(_number(name, each, kind) for each in text.split(",") if each.strip())
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if text not in choices:
+            raise PacelineError(f"{name}={text}: give {_listed(choices, 'or')}.{did_you_mean(text, choices)}")
+        return text
+    if hint is bool:
+        if text.lower() not in _SWITCH:
+            raise PacelineError(f"{name}={text}: give true or false.")
+        return _SWITCH[text.lower()]
+    return text if hint is str else _number(name, text, hint)
+
+
+def _number(name: str, text: str, kind: type) -> int | float:
+    """Read a number.
+
+    Raises:
+        PacelineError: If it is none, not finite, or none that an argument of this name can have.
+    """
+    wanted = "number" if kind is float else "whole number"
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        raise PacelineError(f"{name}={text}: '{text}' is no number; give a {wanted}.") from None
+    if not math.isfinite(value):
+        raise PacelineError(f"{name}={text}: '{text}' is no finite number; give a {wanted}.")
+    if name in _COUNTS and value < 1:
+        raise PacelineError(f"{name}={text}: give a {wanted} of at least 1.")
+    if value < 0 and (name in _AMOUNTS or name.endswith(_UNITS_OF_AMOUNTS)):
+        raise PacelineError(f"{name}={text}: give a {wanted} of at least 0.")
+    if kind is float:
+        return value
+    if value != int(value):
+        raise PacelineError(f"{name}={text}: give a whole number.")
+    return int(value)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _listed(names: Sequence[str], word: str = "and") -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
+
+
+def _spelled(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in arguments.items())
+
+
+def _spelled_names(names: Sequence[str]) -> str:
+    return " ".join(f"{name}=…" for name in names)

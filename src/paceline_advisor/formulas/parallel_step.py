@@ -1,0 +1,309 @@
+"""How long is a step of several devices, given how long it is on one?
+
+The step of one device comes from a measurement. What the others add is worked out here, each cause by itself:
+
+* *communication* that no computing hides, and what it takes from computing while it is hidden;
+* *host* work that is done for each parameter tensor while the device waits for it;
+* *waiting* for whichever device is slowest in this step;
+* *data*: a node's processor cores supply only so many samples;
+* *launching*: a host issues only so many kernels, however small they are;
+* *cores*: processes without accelerators share the machine's.
+
+The constants below are the same for every network, machine and size, and none of them was fitted to the rate of several
+GPUs: docs/decisions/0039 says where each comes from, and how well published rates are met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Literal
+
+from paceline_advisor.formulas.links import Fabric
+from paceline_advisor.formulas.overlap import (
+    BUCKET_CAP_MB,
+    Gradient,
+    Passes,
+    Timeline,
+    Unit,
+    buckets,
+    gather_around,
+    reduce_behind,
+)
+
+Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
+Strategy = Literal["ddp", "fsdp"]
+Compiled = Literal["no", "fused", "graphs"]
+_GRAPHS = 2  # a forward and a backward one
+
+BACKWARD_SHARE = 2 / 3
+"""Of a step's computing: the backward pass has two products for each of the forward's (with respect to inputs and to
+weights)."""
+UNITS_OF_A_COLLECTIVE = 16
+"""Multiprocessors that a collective's kernel holds while it runs: one for each of NCCL's channels, of which it takes
+around sixteen by itself (NCCL documentation, NCCL_MAX_CTAS)."""
+UNKNOWN_UNITS = 100
+"""Multiprocessors of a device that nobody has named."""
+KERNEL_SECONDS = 4e-6
+"""Host time to put one kernel into a stream: 1 to 3 microseconds of the driver's own, about 5 until it runs (Dalek,
+arXiv:2508.10481)."""
+HOST_SECONDS = 10e-6 + 3 * KERNEL_SECONDS
+"""Host work that DDP adds for one parameter tensor, and that the device waits for each time the host itself had waited
+for the device before: its hooks, and three copies (into the bucket, out of it, of a buffer). Time and copies are
+measured without any GPU (benchmarks/ddp_host.py), and launching a copy is :data:`KERNEL_SECONDS`."""
+OWN_HOST_SECONDS = 5e-6 + KERNEL_SECONDS
+"""The same as Paceline wraps networks: gradients lie in the buckets, and buffers are not sent."""
+LAUNCH_SECONDS = 200e-6
+"""Host time to issue the forward, backward and update kernels of one parameter tensor and the operations around it,
+uncompiled: about twenty launches of ten microseconds."""
+SPREAD = 0.01
+"""Standard deviation of one device's step, relative to the step, where it was not measured."""
+DOUBT = 2.0
+"""Factor by which everything that is added to one device's step may be more, or less, than predicted."""
+MODEL_DOUBT = 0.08
+"""Relative error of a step of several devices beyond that: the mean one on published tables that nobody had looked at
+when the other constants were fixed (benchmarks/scaling.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Kernels that a host launches for one forward and backward pass.
+
+    Attributes:
+        eager: Operator by operator; 0 if unknown.
+        products: Of these, products: a compiler leaves each of them a kernel of its own.
+    """
+
+    eager: int = 0
+    products: int = 0
+
+    def share(self, compiled: Compiled) -> float:
+        """What is left of the time of launching them all, in [0, 1].
+
+        A compiler fuses what lies between two products into one kernel, at the most; a recorded graph of a pass is
+        launched as a whole. Nothing is taken off where the operators are not known.
+        """
+        if compiled == "no" or not self.eager:
+            return 1.0
+        left = 2 * self.products if compiled == "fused" else _GRAPHS
+        return min(1.0, left / self.eager)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What of a network decides how it scales.
+
+    Attributes:
+        gradients: Of its parameter tensors in the order in which a backward pass produces them, as they are sent.
+        units: Its blocks in the order of the forward pass, for FSDP.
+    """
+
+    gradients: tuple[Gradient, ...]
+    units: tuple[Unit, ...]
+
+    @property
+    def tensors(self) -> int:
+        """Parameter tensors that are trained."""
+        return len(self.gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneDevice:
+    """What was measured on one device.
+
+    Attributes:
+        seconds: Of one step of ``samples`` samples.
+        samples: In that step.
+        doubt: Relative error of ``seconds``, to both sides.
+        spread: Standard deviation of a step, relative to it.
+        is_bound: Whether ``seconds`` is what the device cannot do better than, and no measurement.
+    """
+
+    seconds: float
+    samples: int
+    doubt: float = 0.0
+    spread: float = SPREAD
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What stands beside the devices.
+
+    Attributes:
+        waits: How often in a step the host waits for the device before it goes on.
+        seconds_per_tensor: What DDP adds to its work for one parameter tensor.
+        seconds_per_sample: Time of one core for reading and varying a sample; 0 if that is done before.
+        loaders_per_device: Loader processes of each device; None for as many as there are cores.
+        cores_per_device: Physical cores for each device; None if unknown.
+        shares_cores: The devices are these cores: processes compute on them.
+        threads: Of each process that computes on cores.
+    """
+
+    waits: int = 0
+    seconds_per_tensor: float = HOST_SECONDS
+    seconds_per_sample: float = 0.0
+    loaders_per_device: int | None = None
+    cores_per_device: float | None = None
+    shares_cores: bool = False
+    threads: int = 1
+
+    def supply_per_second(self, devices: int, per_node: int) -> float | None:
+        """Samples that the loaders of all nodes hand out; None for as many as are asked for."""
+        if not self.seconds_per_sample or self.cores_per_device is None:
+            return None
+        local = min(devices, per_node)
+        cores = self.cores_per_device * per_node
+        loaders = cores if self.loaders_per_device is None else min(cores, self.loaders_per_device * local)
+        return loaders / self.seconds_per_sample * devices / local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the devices share a step.
+
+    Attributes:
+        strategy: ``ddp`` or ``fsdp``.
+        micro_batch: Samples of one pass on one device.
+        passes: Passes of each device in a step; gradients are reduced in the last one, or with ``fsdp`` in each.
+        bucket_bytes: Size of DDP's buckets.
+        units_per_device: Multiprocessors of a device; None if unknown.
+        regathered: FSDP gathers weights for the backward pass again.
+        taken: Share of computing that a message under way takes; None to work it out from the multiprocessors.
+        launched: What compiling leaves of the time that launching kernels takes, in [0, 1].
+    """
+
+    strategy: Strategy
+    micro_batch: int
+    passes: int = 1
+    bucket_bytes: float = BUCKET_CAP_MB * 2**20
+    units_per_device: int | None = None
+    regathered: bool = True
+    taken: float | None = None
+    launched: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step of several devices.
+
+    Attributes:
+        devices: Their number.
+        samples: In the step.
+        seconds: Of the step.
+        low_seconds: Of the step if everything that is added costs less than thought.
+        high_seconds: Of the step if it costs more.
+        parts: Seconds by cause; they sum up to the step.
+        limit: The cause that costs most beside computing; ``computing`` if nothing costs more than a hundredth.
+        single_rate: Samples per second of one device, as it was measured.
+    """
+
+    devices: int
+    samples: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    parts: dict[Cause, float]
+    limit: Cause
+    single_rate: float
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Rate over that of as many single devices."""
+        return self.rate / (self.single_rate * self.devices)
+
+
+def slowest_of(devices: int) -> float:
+    """How many standard deviations the slowest of so many lies above the mean, in expectation.
+
+    Source:
+        Blom, Statistical estimates and transformed beta-variables, 1958: the (n - 3/8) / (n + 1/4) quantile.
+    """
+    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: Way) -> Prediction:
+    """The step of ``fabric.devices`` devices."""
+    middle = _step(network, one, fabric, host, way, doubt=1.0)
+    low = _step(network, _off(one, 1 / (1 + one.doubt)), fabric, host, way, doubt=1 / DOUBT)
+    high = _step(network, _off(one, 1 + one.doubt), fabric, host, way, doubt=DOUBT)
+    seconds = sum(middle.values())
+    # No range goes beyond what a device cannot do better than.
+    floor = one.seconds * way.micro_batch / one.samples * way.passes if one.is_bound else 0.0
+    beyond = 1 + (MODEL_DOUBT if fabric.devices > 1 else 0.0)
+    causes = {cause: each for cause, each in middle.items() if cause != "computing"}
+    worst = max(causes, key=lambda cause: causes[cause])
+    return Prediction(
+        devices=fabric.devices,
+        samples=way.micro_batch * way.passes * fabric.devices,
+        seconds=seconds,
+        low_seconds=max(floor, sum(low.values()) / beyond),
+        high_seconds=sum(high.values()) * beyond,
+        parts=middle,
+        limit=worst if causes[worst] > seconds / 100 else "computing",
+        single_rate=one.samples / one.seconds,
+    )
+
+
+def _off(one: OneDevice, factor: float) -> OneDevice:
+    return replace(one, seconds=one.seconds * factor)
+
+
+def _computing(network: Network, one: OneDevice, host: Host, way: Way) -> tuple[float, float]:
+    """Seconds of one pass on one device, and what of them is waiting for kernels to be launched."""
+    seconds = one.seconds * way.micro_batch / one.samples
+    if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
+        return seconds, 0.0  # it was measured so
+    floor = LAUNCH_SECONDS * network.tensors * way.launched
+    return max(seconds, floor), max(0.0, floor - seconds)
+
+
+def _step(
+    network: Network, one: OneDevice, fabric: Fabric, host: Host, way: Way, *, doubt: float
+) -> dict[Cause, float]:
+    devices = fabric.devices
+    single, launching = _computing(network, one, host, way)
+    pass_seconds, crowded = single, 0.0
+    if host.shares_cores and host.cores_per_device is not None:
+        # More threads than cores take turns.
+        local = min(devices, fabric.per_node)
+        crowded = single * max(0.0, local * host.threads / (host.cores_per_device * fabric.per_node) - 1)
+    parts: dict[Cause, float] = {
+        "computing": (pass_seconds - launching) * way.passes,
+        "launching": launching * way.passes,
+        "cores": crowded * way.passes,
+        "communication": 0.0,
+        "host": 0.0,
+        "waiting": 0.0,
+        "data": 0.0,
+    }
+    if devices > 1:
+        timeline = _timeline(network, fabric, way, pass_seconds + crowded, doubt)
+        parts["communication"] = timeline.exposed_seconds + timeline.stretched_seconds
+        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * doubt
+        noise = one.spread * (pass_seconds + crowded) * way.passes**0.5
+        parts["waiting"] = noise * slowest_of(devices) * doubt
+    supply = host.supply_per_second(devices, fabric.per_node)
+    if supply is not None and devices > 1:
+        needed = way.micro_batch * way.passes * devices / supply * doubt
+        parts["data"] = max(0.0, needed - sum(parts.values()))
+    return parts
+
+
+def _timeline(network: Network, fabric: Fabric, way: Way, pass_seconds: float, doubt: float) -> Timeline:
+    taken = way.taken
+    if taken is None:
+        taken = UNITS_OF_A_COLLECTIVE / (way.units_per_device or UNKNOWN_UNITS)
+    backward = pass_seconds * BACKWARD_SHARE
+    if way.strategy == "ddp":
+        sent = buckets(network.gradients, way.bucket_bytes)
+        return reduce_behind(sent, backward, lambda size: fabric.all_reduce_seconds(size) * doubt, taken)
+    passes = Passes(forward_seconds=pass_seconds - backward, backward_seconds=backward, regathered=way.regathered)
+    one = gather_around(network.units, passes, lambda size: fabric.all_gather_seconds(size) * doubt, taken)
+    times = way.passes
+    return Timeline(one.busy_seconds * times, one.exposed_seconds * times, one.stretched_seconds * times)

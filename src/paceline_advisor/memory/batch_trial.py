@@ -1,0 +1,173 @@
+"""What a trial of a batch size trains: the recipe's own task, on a few of its samples shown again and again.
+
+It is the task of a real run in processes of its own, `paceline train … task=paceline_advisor.memory.batch_trial:task`,
+so that everything that takes memory in a run takes it here. Only reading many samples, and learning, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch, Progress
+from paceline.data.nested import chosen, tensors_in
+from paceline.data.order import StepGeometry, evaluation_slices
+from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.slices import SampleSlice
+from paceline.metrics.accumulator import Collector
+from paceline.recipe.plan import DataFacts
+from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task
+from paceline.tasks.task import Model, Task
+from paceline.trainer.fake_batch import given_batch, largest_together, one_batch
+from paceline.world import World
+
+REFERENCE = "paceline_advisor.memory.batch_trial:task"
+ORDERS_VARIABLE = "PACELINE_BATCH_TRIAL"
+_FEW = 2
+_LOOKED_AT = 16  # held-out samples, of which the largest is taken; where all are alike, the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a trial is told by whoever started it.
+
+    Attributes:
+        task: What the recipe trains.
+        samples: Training samples that there are to be.
+        evaluation_samples: Held-out samples, if there are any.
+        memory: Bytes that each process may take of its GPU; None for all of it.
+    """
+
+    task: str
+    samples: int
+    evaluation_samples: int
+    memory: int | None
+
+    def to_variable(self) -> dict[str, str]:
+        """As an environment variable."""
+        return {ORDERS_VARIABLE: json.dumps(asdict(self))}
+
+
+def task(recipe: Recipe) -> Task:
+    """The task of a trial, as its orders say."""
+    orders = Orders(**json.loads(os.environ[ORDERS_VARIABLE]))
+    return TrialTask(build_task(replace(recipe, task=orders.task)), orders)
+
+
+class TrialTask(Task):
+    """A task with as many samples as a trial needs, which are a few that are repeated, and count for one each.
+
+    Args:
+        inner: The recipe's own.
+        orders: Of the trial.
+    """
+
+    def __init__(self, inner: Task, orders: Orders) -> None:
+        super().__init__(inner.recipe)
+        self.inner = inner
+        self.metrics, self.headline, self.unit = inner.metrics, inner.headline, inner.unit
+        self._orders = orders
+
+    def data_facts(self, world: World) -> DataFacts:
+        """The task's, with other numbers of samples."""
+        facts = self.inner.data_facts(world)
+        self.metrics = self.inner.metrics
+        scored = self._orders.evaluation_samples if facts.evaluation_samples else 0
+        return replace(facts, train_samples=self._orders.samples, evaluation_samples=scored)
+
+    def description(self) -> dict[str, Any]:
+        """The task's."""
+        return self.inner.description()
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """The task's, of which a few samples are read."""
+        return _Repeated(self.inner, placement, self._orders)
+
+    def build_model(self) -> nn.Module:
+        """The task's."""
+        return self.inner.build_model()
+
+    def check_network(self, network: nn.Module) -> None:
+        """The task's."""
+        self.inner.check_network(network)
+
+    def prepare_training(self, placement: Placement) -> None:
+        """The task's; a GPU is told how much of it may be used."""
+        self.inner.prepare_training(placement)
+        if self._orders.memory is not None and placement.device.type == "cuda":
+            whole = torch.cuda.get_device_properties(placement.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._orders.memory / whole), placement.device)
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The task's."""
+        return self.inner.loss(model, batch)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """The task's."""
+        return self.inner.score(model, batch)
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """The task's."""
+        return self.inner.collectors()
+
+    def evaluated(self, model: Model) -> Model:
+        """The task's."""
+        return self.inner.evaluated(model)
+
+
+class _Repeated:
+    """A pipeline whose batches are a few samples, repeated; the next one is made before this one is done with."""
+
+    def __init__(self, task: Task, placement: Placement, orders: Orders) -> None:
+        self._inner: Pipeline = task.open_pipeline(placement)
+        self._task = task
+        self._orders = orders
+
+    def start(self, *, training: bool, evaluation: bool) -> None:
+        self._inner.start(training=training, evaluation=evaluation)
+
+    def load(self, report: Progress) -> None:
+        self._inner.load(report)
+
+    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
+        # Padded to each other, a tall and a wide picture take more than two of those that are shown largest.
+        largest = largest_together(self._task, geometry.largest_part, geometry.global_batch_size)
+        if largest is None:
+            few = one_batch(geometry.seed, _FEW, self._task.sample_costs())
+        else:
+            few = given_batch(geometry.seed, largest[:_FEW])
+        example = next(iter(self._inner.train_batches(few, 0, 1, World())))
+        ready: Batch | None = None
+        for part in geometry.stream(first, last, world):
+            current, ready = ready, _repeated(example, part)
+            if current is not None:
+                yield current
+        if ready is not None:
+            yield ready
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        few = islice(self._inner.evaluation_batches(1, World()), _LOOKED_AT)
+        example = max(few, key=lambda each: sum(tensor.numel() for tensor in tensors_in(each.inputs)))
+        for part in evaluation_slices(self._orders.evaluation_samples, batch_size, world):
+            yield _repeated(example, part)
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        return f"sample {sample_id} of the trial"
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _repeated(example: Batch, part: SampleSlice) -> Batch:
+    rows = len(example.ids)
+    again = [index % rows for index in range(len(part.ids))]
+    inputs, targets = (chosen(each, again, of=rows) for each in (example.inputs, example.targets))
+    return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())

@@ -1,0 +1,227 @@
+"""What does one process of a run need of its device, at any size of micro-batch?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.data.image.backend_choice import LARGEST_SHARE_OF_DEVICE
+from paceline.models.build import parameter_count
+from paceline.recipe.plan import MachineFacts
+from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
+from paceline.telemetry.allocations import Allocation
+from paceline.trainer.fake_run import FakeRun
+from paceline_advisor.formulas.caching_allocator import PLAIN, Settings
+from paceline_advisor.memory.replay import Peak, fits, peak_of
+from paceline_advisor.memory.surroundings import outside, with_data_set, with_input, with_libraries
+from paceline_advisor.memory.trace import Steps, StepTrace
+from paceline_advisor.memory.variants import (
+    Spread,
+    accumulated,
+    at_updates,
+    buckets,
+    fully_sharded,
+    in_16_bits,
+    rehearsed,
+    spread_of,
+    step_total,
+    with_gradients,
+    with_more,
+)
+
+MOST = 2**20
+"""Samples of a micro-batch; no more are looked for."""
+_ROUGHLY = 1 / 32
+# How near the least memory is looked for: a part of what would be taken.
+_NEAR = 512
+_GUESSES = 3
+
+
+class Job:
+    """A process's run under a plan: its steps and its evaluation.
+
+    Args:
+        step: Its fake step, which is asked now for what needs its network.
+        steps: The same at all sizes.
+        machine: What it runs on.
+        ways: Processes to spread the weights over, if they are.
+        allocator: How PyTorch's allocator is set.
+
+    Attributes:
+        numbers: The network's parameters, counted.
+        share: Samples of a process in the largest step; fewer in a micro-batch are made up for by accumulation.
+        most: Samples of a micro-batch; no more are looked for. Where samples are gone through one by one, each size has
+            to be done, and no run takes more than its share.
+    """
+
+    def __init__(
+        self,
+        step: FakeRun,
+        steps: Callable[[int], StepTrace],
+        machine: MachineFacts,
+        *,
+        ways: int,
+        allocator: Settings = PLAIN,
+    ) -> None:
+        self.plan, self.recipe = step.plan, step.recipe
+        self._steps, self._machine = steps, machine
+        self.ways, self.allocator = ways, allocator
+        self.numbers = ParameterNumbers(
+            sum(each.numel() for each in step.network.parameters()), parameter_count(step.network)
+        )
+        self._spread: Spread = spread_of(step.network, step.recipe.parallel, ways)
+        self._caching = machine.device in ("cuda", "xpu")
+        self.outside = outside(machine.device, self.plan.world_size)
+        self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
+        one_by_one = isinstance(steps, Steps) and steps.goes_one_by_one
+        self.most = max(1, self.share) if one_by_one else MOST
+        self.forget()
+
+    def forget(self) -> None:
+        """Look at the steps anew, which have changed."""
+        self._known: dict[tuple[int, str | None], Peak] = {}
+        self._least: dict[tuple[int, int | None, str | None], int] = {}
+
+    def accumulates(self, micro_batch: int) -> bool:
+        """Whether gradients of earlier micro-batches are there."""
+        return micro_batch < self.share
+
+    def needed(self, micro_batch: int, strategy: str | None = None) -> int:
+        """Bytes that a process takes from its device if it can, driver and libraries included."""
+        peak = self.peak(micro_batch, strategy)
+        return (peak.allocated if peak.reserved is None else peak.reserved) + self._outside(strategy)
+
+    def least(self, micro_batch: int, memory: int | None = None, strategy: str | None = None) -> int:
+        """Bytes that a device must have, driver and libraries included: PyTorch's reserve is given back when it must.
+
+        Found by trying, to 1/512 of what would be taken.
+
+        Args:
+            micro_batch: Samples.
+            memory: Bytes of the device in question, which the answer is not above if and only if that many fit.
+            strategy: The plan's unless given.
+        """
+        key = micro_batch, memory, strategy
+        if key not in self._least:
+            self._least[key] = self._found_least(*key)
+        return self._least[key]
+
+    def _found_least(self, micro_batch: int, memory: int | None, strategy: str | None) -> int:
+        most = self.needed(micro_batch, strategy)
+        if not self._caching:
+            return most
+        near = most // _NEAR
+        below = self.peak(micro_batch, strategy).allocated + self._outside(strategy) - 1
+        middle = memory if memory is not None and below < memory < most else (below + most) // 2
+        while most - below > near:
+            below, most = (below, middle) if self.fits(micro_batch, middle, strategy) else (middle, most)
+            middle = (below + most) // 2
+        return most
+
+    def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
+        """Whether a device has room for it; a GPU gives back what it keeps in reserve before it refuses."""
+        room = memory - self._outside(strategy)
+        peak = self._known.get((micro_batch, strategy))
+        if peak is None and not self._caching:
+            peak = self.peak(micro_batch, strategy)
+        if peak is not None:
+            if (peak.allocated if peak.reserved is None else peak.reserved) <= room:
+                return True
+            if peak.reserved is None or peak.allocated > room:
+                return False
+        trace = self._trace(micro_batch, strategy or self.plan.strategy)
+        return fits(trace, room, caching=self._caching, allocator=self.allocator)
+
+    def _outside(self, strategy: str | None) -> int:
+        """What is not tensors'; another strategy than the plan's is that of several processes."""
+        return self.outside if strategy is None else outside(self._machine.device, max(self.ways, 2))
+
+    def largest(self, memory: int, strategy: str | None = None, *, roughly: bool = False) -> int:
+        """Most samples of a micro-batch that a device has room for; 0 if not even one.
+
+        Args:
+            memory: Bytes of the device.
+            strategy: The plan's unless given.
+            roughly: Whether some more per cent might fit.
+        """
+
+        def room_for(size: int) -> bool:
+            return self.fits(size, memory, strategy)
+
+        # Below the process's share gradients are kept from one micro-batch to the next.
+        if room_for(self.share):
+            return _last(room_for, self.share, self._guess(memory, strategy, self.share), self.most, roughly)
+        if not room_for(1):
+            return 0
+        return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
+
+    def _guess(self, memory: int, strategy: str | None, size: int) -> int:
+        """Where the line through two sizes meets the memory; the second is near to where that is."""
+        first, second = size, 2 * size
+        for _ in range(_GUESSES):
+            below, above = (self.needed(each, strategy) for each in (first, second))
+            found = first + int((memory - below) * (second - first) / max(above - below, 1))
+            if found <= first or self.most <= first or abs(found - second) < second * _ROUGHLY:
+                break
+            second = min(found, self.most)
+        return found
+
+    def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
+        """The highest point of a run with so many samples in a micro-batch.
+
+        Args:
+            micro_batch: Samples.
+            strategy: The plan's unless given.
+        """
+        key = micro_batch, strategy
+        if key not in self._known:
+            trace = self._trace(micro_batch, strategy or self.plan.strategy)
+            self._known[key] = peak_of(trace, caching=self._caching, allocator=self.allocator)
+        return self._known[key]
+
+    def _trace(self, micro_batch: int, strategy: str) -> StepTrace:
+        step = self._shared(self._steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
+        step = with_input(step, self.plan, self.recipe.data.mix)
+        return with_data_set(with_libraries(step, self._machine), self.plan, LARGEST_SHARE_OF_DEVICE)
+
+    def _shared(self, step: StepTrace, strategy: str, *, accumulates: bool) -> StepTrace:
+        """What a strategy makes of a run."""
+        match strategy:
+            case "ddp":
+                cap = self.recipe.parallel.bucket_cap_mb
+                sent = step if self.recipe.parallel.gradient_compression == "none" else in_16_bits(step, cap)
+                return rehearsed(with_gradients(sent, (bucket for bucket, _ in buckets(step, cap))))
+            case "fsdp":
+                return rehearsed(fully_sharded(step, self._spread))
+            case "exact":
+                return rehearsed(self._exact(step))
+        return accumulated(step) if accumulates else step
+
+    def _exact(self, step: StepTrace) -> StepTrace:
+        """Leaves of gradients and of buffers' changes, which stay; a copy of the buffers; leaves that are exchanged."""
+        buffers = step_total(step, "buffers")
+        leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
+        held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
+        step = with_more(with_gradients(step, [leaf] * held), [Allocation(buffers, "buffers")])
+        return step if self.plan.world_size == 1 else at_updates(step, [leaf] * (held - 1))
+
+
+def _last(holds: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
+    """The largest number for which something holds that holds for ``low``, and for all below the first it does not."""
+    at = min(max(guess, low), high)
+    stride = max(1, at // (32 if roughly else 64))
+    if at == low or holds(at):
+        low, refused = at, high + 1
+        while low < high and refused > high:
+            at = min(low + stride, high)
+            low, refused = (at, refused) if holds(at) else (low, at)
+            stride *= 2
+    else:
+        refused = at
+        while refused - stride > low and not holds(refused - stride):
+            refused -= stride
+            stride *= 2
+        low = max(low, refused - stride)
+    while refused - low > (max(1, low * _ROUGHLY) if roughly else 1) and refused <= high:
+        middle = (low + refused) // 2
+        low, refused = (middle, refused) if holds(middle) else (low, middle)
+    return low

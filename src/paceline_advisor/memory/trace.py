@@ -1,0 +1,334 @@
+"""Which storages do a run's first steps and its evaluation make and let go of, at any size of the micro-batch?
+
+Two fake runs of different sizes make the same storages in the same order, and each storage's size is a line in the
+number of samples. So all sizes are known from two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch
+from paceline.data.nested import tensors_in
+from paceline.errors import ModelError
+from paceline.telemetry.allocations import Allocation, AllocationTrace
+from paceline.trainer.fake_run import FakeRun
+from paceline_advisor.memory import cpu_kernels, cuda_kernels
+from paceline_advisor.memory.scored_singly import ScoredSingly, scored_singly
+
+START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
+# As a run does them: the first step makes the optimizer's state, and later ones have it. A step after the evaluation
+# finds what that has left behind.
+_ORDER = (START, REHEARSAL, FIRST, STEP, EVALUATION, STEP)
+# Smaller ones are worked out: a network may do otherwise, or refuse, where there is but one sample.
+_SMALLEST = 2
+# Storages of a step of twice as many samples, over those of the other.
+_MANY_MORE = 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """The storages of a run's steps and of its evaluation.
+
+    Attributes:
+        micro_batch: Samples.
+        allocations: Storages.
+        parts: What happens to them, by number, in each part of the run: ``n`` is made, ``~n`` goes. What is made again
+            while it is there takes its own place.
+        shapes: Of the gradients, by number.
+        why_unscored: Why evaluation is not among the parts, where it should be.
+    """
+
+    micro_batch: int
+    allocations: tuple[Allocation, ...]
+    parts: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    why_unscored: str = ""
+
+    @cached_property
+    def played(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The parts, in the order in which a run does them."""
+        return tuple((name, self.parts[name]) for name in _ORDER if name in self.parts)
+
+    @cached_property
+    def events(self) -> tuple[int, ...]:
+        """All that happens, in that order."""
+        return tuple(chain.from_iterable(events for _, events in self.played))
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """What runs of all sizes have in common."""
+        return self.played, tuple(each.operation for each in self.allocations)
+
+    def gradients(self, part: str = STEP) -> list[int]:
+        """Numbers of the gradients that a part makes, in the order in which they come."""
+        made = {event for event in self.parts.get(part, ()) if event >= 0}
+        return sorted(number for number in made if self.allocations[number].cause == "gradients")
+
+    def with_parts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]], *names: str) -> StepTrace:
+        """With some of the parts changed."""
+        changed = {name: change(events) if name in names else events for name, events in self.parts.items()}
+        return replace(self, parts=changed)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Look for cycles before, and leave those to come for later.
+
+    What goes in a trace must not hang on when they are looked for; and it takes a quarter of the time.
+    """
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def trace_step(step: FakeRun, scored: ScoredSingly | None = None) -> StepTrace:
+    """Do a fake run's first step, its evaluation if it has any, and the update of another step.
+
+    Both steps' passes are the same; their updates are not, of which the first makes the optimizer's state.
+
+    Args:
+        step: The fake run.
+        scored: Its evaluation, if that is known already.
+    """
+    step.optimizer.state.clear()
+    inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+    trained = [each for each in step.network.parameters() if each.requires_grad]
+    with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
+        _hold_networks(step, trace)
+        trace.hold(tensors_in(step.batch.inputs, step.batch.targets), "batch")
+        cuts = [len(trace.events)]
+        gradients = _pass(step, trace)
+        cuts.append(len(trace.events))
+        step.update()
+        trace.call(_state(step), "optimizer")
+        trace.hold(_state(step), "optimizer")
+        cuts.append(len(trace.events))
+        why = _evaluate(step, trace, scored)
+        cuts.append(len(trace.events))
+        # Others in their place: passes again would take as long as before.
+        again = _given(step, trace, trained, gradients)
+        step.update()
+        cuts.append(len(trace.events))
+    numbers = {number: tuple(parameter.shape) for parameter, number in zip(trained, gradients, strict=True)}
+    shapes = {number: shape for number, shape in numbers.items() if number >= 0}
+    return _ordered(
+        StepTrace(
+            micro_batch=step.micro_batch,
+            allocations=tuple(trace.allocations),
+            parts={},
+            shapes=shapes,
+            why_unscored=why,
+        ),
+        trace.events,
+        cuts,
+        again,
+    )
+
+
+def _pass(step: FakeRun, trace: AllocationTrace) -> list[int]:
+    """Forward and backward; the numbers of the gradients of what is trained, -1 where there is none."""
+    loss = step.forward()
+    step.backward(loss)
+    trained = [each for each in step.network.parameters() if each.requires_grad]
+    trace.call((each.grad for each in trained), "gradients")
+    return [_number(trace, each.grad) for each in trained]
+
+
+def _number(trace: AllocationTrace, gradient: Tensor | None) -> int:
+    found = None if gradient is None else trace.number_of(gradient)
+    return -1 if found is None else found
+
+
+def _given(
+    step: FakeRun, trace: AllocationTrace, trained: Sequence[nn.Parameter], gradients: Sequence[int]
+) -> dict[int, int]:
+    """Give parameters gradients like those that they had; the numbers of those by the numbers of the new ones."""
+    again = {}
+    for parameter, number in zip(trained, gradients, strict=True):
+        if number >= 0:
+            parameter.grad = torch.empty_like(parameter)
+            again[_number(trace, parameter.grad)] = number
+    return again
+
+
+def _hold_networks(step: FakeRun, trace: AllocationTrace) -> None:
+    trace.hold(step.network.parameters(), "weights")
+    trace.hold(step.network.buffers(), "buffers")
+    trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
+
+
+def _evaluate(step: FakeRun, trace: AllocationTrace, scored: ScoredSingly | None) -> str:
+    """An evaluation, or why there is none that could be had."""
+    try:
+        if step.goes_one_by_one and step.scored_samples:
+            (scored or evaluation_of(step)).append_to(trace)
+        else:
+            step.evaluate(_calling(trace))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def evaluation_of(step: FakeRun) -> ScoredSingly:
+    """The evaluation of a network that goes through its samples one by one.
+
+    Raises:
+        ModelError: If it needs its numbers.
+    """
+
+    def traced(step: FakeRun, samples: int) -> tuple[int, AllocationTrace]:
+        inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+        with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
+            _hold_networks(step, trace)
+            held = len(trace.allocations)
+            step.evaluate(_calling(trace), samples)
+        return held, trace
+
+    return scored_singly(step, traced)
+
+
+def _calling(trace: AllocationTrace) -> Callable[[Batch], None]:
+    def see(batch: Batch) -> None:
+        trace.call(tensors_in(batch.inputs, batch.targets), "batch")
+
+    return see
+
+
+def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again: Mapping[int, int]) -> StepTrace:
+    """Cut into parts, with what was there before in front, also what only an operation showed."""
+    before = {number for number, each in enumerate(found.allocations) if not each.phase and number not in again}
+    unscored = bool(found.why_unscored)
+    lost = {number for number, each in enumerate(found.allocations) if unscored and each.phase == EVALUATION}
+
+    def between(first: int, last: int) -> tuple[int, ...]:
+        kept = []
+        for event in events[first:last]:
+            if event >= 0 and (event in before or event in again):
+                continue
+            number = max(event, ~event)
+            if number not in lost:
+                kept.append(~again[number] if number in again else event)
+        return tuple(kept)
+
+    passes, first, scored, later = (between(*pair) for pair in pairwise(cuts))
+    if unscored:  # what went meanwhile went all the same
+        first, scored = (*first, *scored), ()
+    parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
+    return replace(found, parts=parts | ({EVALUATION: scored} if scored else {}))
+
+
+def _tensors(network: nn.Module) -> Iterator[Tensor]:
+    return chain(network.parameters(), network.buffers())
+
+
+def _state(step: FakeRun) -> Iterator[Tensor]:
+    for kept in step.optimizer.state.values():
+        yield from (each for each in kept.values() if isinstance(each, Tensor))
+
+
+class Steps:
+    """Steps of all sizes, from two that were done.
+
+    Args:
+        small: One.
+        large: Another one, of more samples.
+        again: Does the step of a size that the two do not tell.
+        one_by_one: Whether the network is known to go through its samples in a loop.
+
+    Attributes:
+        is_linear: Whether the two make the same storages.
+        is_scaled: Whether another size's storages are taken to be those of one that was done, each larger or smaller.
+    """
+
+    def __init__(
+        self, small: StepTrace, large: StepTrace, again: Callable[[int], StepTrace], *, one_by_one: bool = False
+    ) -> None:
+        self._small, self._large, self._again = small, large, again
+        self.is_scaled = one_by_one
+        self.is_linear = small.shape == large.shape
+        self._done: dict[int, StepTrace] = {small.micro_batch: small, large.micro_batch: large}
+
+    @property
+    def goes_one_by_one(self) -> bool:
+        """Whether there are the more storages the more samples: the network goes through them in a loop."""
+        return self.is_scaled or len(self._large.allocations) >= _MANY_MORE * len(self._small.allocations)
+
+    def __call__(self, micro_batch: int) -> StepTrace:
+        """The step of so many samples."""
+        if micro_batch in self._done:
+            return self._done[micro_batch]
+        if self.is_scaled and micro_batch >= _SMALLEST:
+            others = [each for each in self._done.values() if each.micro_batch >= _SMALLEST]
+            return _scaled(min(others, key=lambda each: abs(each.micro_batch - micro_batch)), micro_batch)
+        self._done[micro_batch] = self._between(micro_batch) if self.is_linear else self._again(micro_batch)
+        return self._done[micro_batch]
+
+    def done_again(self, micro_batch: int) -> StepTrace:
+        """The same, not taken from the two but done."""
+        return self._again(micro_batch)
+
+    def confirm(self, micro_batch: int) -> bool:
+        """Do the step of a size, and go by it from now on; whether it is what was worked out."""
+        worked_out, done = self(micro_batch), self._again(micro_batch)
+        if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
+            return True
+        self.is_linear = self.is_linear and done.shape == self._small.shape
+        if self.is_scaled:
+            self._done[micro_batch] = done
+            return False
+        self._large = done
+        self._done = {self._small.micro_batch: self._small, micro_batch: done}
+        return False
+
+    def _between(self, micro_batch: int) -> StepTrace:
+        first, second = self._small, self._large
+        share = (micro_batch - first.micro_batch) / (second.micro_batch - first.micro_batch)
+        allocations = tuple(
+            one if one.size == two.size else replace(one, size=round(one.size + (two.size - one.size) * share))
+            for one, two in zip(first.allocations, second.allocations, strict=True)
+        )
+        return replace(first, micro_batch=micro_batch, allocations=allocations)
+
+
+def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
+    """Another size of a step whose samples are gone through one by one: each storage of samples stands for more."""
+    share = micro_batch / trace.micro_batch
+    allocations = tuple(
+        replace(each, size=round(each.size * share)) if _is_of_samples(each) else each for each in trace.allocations
+    )
+    return replace(trace, micro_batch=micro_batch, allocations=allocations)
+
+
+def _is_of_samples(allocation: Allocation) -> bool:
+    if allocation.cause == "batch":
+        return allocation.phase != EVALUATION
+    return allocation.cause in ("activations", "temporary") and allocation.phase in ("forward", "backward")
+
+
+def trace_steps(step: FakeRun) -> Steps:
+    """The steps of a fake run, at all sizes."""
+    scored = None
+    if step.goes_one_by_one and step.scored_samples:
+        with contextlib.suppress(ModelError):  # which each step will tell
+            scored = evaluation_of(step)
+
+    def done(micro_batch: int) -> StepTrace:
+        step.show(micro_batch)
+        return trace_step(step, scored)
+
+    given = max(step.micro_batch, 2 * _SMALLEST)
+    return Steps(done(given // 2), done(given), done, one_by_one=step.goes_one_by_one)

@@ -1,0 +1,269 @@
+"""What becomes of a step's storages where gradients are added up over micro-batches, or processes share the work?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from paceline.distributed.sharding import modules_to_shard
+from paceline.recipe.running import Parallel
+from paceline.telemetry.allocations import Allocation
+from paceline_advisor.formulas.caching_allocator import MIB
+from paceline_advisor.formulas.overlap import Gradient
+from paceline_advisor.formulas.overlap import buckets as filled_buckets
+from paceline_advisor.memory.trace import FIRST, REHEARSAL, START, STEP, StepTrace
+
+GATHERED = "gathered weights"
+"""What FSDP holds of other processes' weights for a moment, and of gradients that are theirs."""
+
+_SPREAD = ("weights", "average", "optimizer")
+_PASSES = ("forward", "backward")
+
+
+def with_more(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
+    """A run with other storages in memory from its beginning to its end."""
+    step, numbers = _added(step, more)
+    return replace(step, parts={**step.parts, START: (*numbers, *step.parts.get(START, ()))})
+
+
+def around_parts(step: StepTrace, more: Iterable[Allocation], *names: str) -> StepTrace:
+    """A run through some of whose parts other storages are there."""
+    step, numbers = _added(step, more)
+    return step.with_parts(lambda events: (*numbers, *events, *(~number for number in numbers)), *names)
+
+
+def before_parts(step: StepTrace, more: Iterable[Allocation], *names: str) -> StepTrace:
+    """A run in some of whose parts other storages come first and go at once."""
+    step, numbers = _added(step, more)
+    passing = (*numbers, *(~number for number in numbers))
+    return step.with_parts(lambda events: (*passing, *events), *names)
+
+
+def at_updates(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
+    """A run in which other storages come and go between the backward pass and the update of each step."""
+    step, numbers = _added(step, more)
+    passing = (*numbers, *(~number for number in numbers))
+
+    def change(events: tuple[int, ...]) -> tuple[int, ...]:
+        place = update_begins(step, events)
+        return (*events[:place], *passing, *events[place:])
+
+    return step.with_parts(change, FIRST, STEP)
+
+
+def update_begins(step: StepTrace, events: Sequence[int]) -> int:
+    """Where in a step's events its update begins: the first that it makes, or after the last gradient."""
+    made = [place for place, event in enumerate(events) if event >= 0]
+    of_update = (place for place in made if step.allocations[events[place]].phase == "update")
+    return next(of_update, made[-1] + 1 if made else 0)
+
+
+def rehearsed(step: StepTrace) -> StepTrace:
+    """A run whose first batch goes through both passes once before the first step; buffers are kept meanwhile."""
+    buffers = Allocation(step_total(step, "buffers"), "temporary", "forward", operation="clone")
+    step, numbers = _added(step, [buffers])
+    passes = [event for event in step.parts[FIRST] if step.allocations[max(event, ~event)].phase in _PASSES]
+    return replace(step, parts={**step.parts, REHEARSAL: (*numbers, *passes, *(~each for each in numbers))})
+
+
+def step_total(step: StepTrace, cause: str) -> int:
+    """Bytes of what is there from the beginning, of some cause."""
+    return sum(each.size for each in step.allocations if each.cause == cause and not each.phase)
+
+
+def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
+    """A run to whose gradients others are added, that are there all along: those of DDP's buckets, say.
+
+    Args:
+        step: One that makes its gradients.
+        kept: What they are added to.
+    """
+    numbers = set(step.gradients(FIRST)) | set(step.gradients())
+    step = _called(step, numbers, "temporary")
+    return with_more(step.with_parts(lambda events: _let_go_at_once(events, numbers), FIRST, STEP), kept)
+
+
+def accumulated(step: StepTrace) -> StepTrace:
+    """A run each of whose steps has two micro-batches: the second's gradients are added to those of the first."""
+    for name in (FIRST, STEP):
+        numbers = step.gradients(name)
+        step, kept = _added(step, (step.allocations[number] for number in numbers))
+        step = _accumulated_in(step, name, dict(zip(numbers, kept, strict=True)))
+    return step
+
+
+def _accumulated_in(step: StepTrace, name: str, kept: Mapping[int, int]) -> StepTrace:
+    """One part: both passes with gradients that stay, and then the step with gradients that go at once."""
+    stay: list[int] = []
+    for event in step.parts.get(name, ()):
+        if step.allocations[max(event, ~event)].phase not in _PASSES or ~event in kept:
+            continue
+        stay.append(kept.get(event, event))
+    step = _called(step, set(kept), "temporary")
+    # The first pass's leftovers, its gradients aside, go before the second.
+    return step.with_parts(
+        lambda events: (*stay, *_let_go_at_once(events, set(kept)), *(~number for number in kept.values())), name
+    )
+
+
+def _called(step: StepTrace, numbers: set[int], cause: str) -> StepTrace:
+    allocations = tuple(
+        replace(each, cause=cause) if number in numbers else each for number, each in enumerate(step.allocations)
+    )
+    return replace(step, allocations=allocations)
+
+
+def _added(step: StepTrace, more: Iterable[Allocation]) -> tuple[StepTrace, tuple[int, ...]]:
+    """A run with further storages, whose parts do not have them yet, and their numbers."""
+    added = tuple(more)
+    count = len(step.allocations)
+    return replace(step, allocations=(*step.allocations, *added)), tuple(range(count, count + len(added)))
+
+
+def _let_go_at_once(events: Sequence[int], numbers: set[int]) -> tuple[int, ...]:
+    """Free some storages before the next one is made, and not when they went."""
+    changed: list[int] = []
+    added: list[int] = []
+    for event in events:
+        if event >= 0:
+            changed += [~number for number in added]
+            added = [event] if event in numbers else []
+            changed.append(event)
+        elif ~event not in numbers:
+            changed.append(event)
+    return (*changed, *(~number for number in added))
+
+
+def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Allocation, list[int]]]:
+    """DDP's buckets for a step's gradients, with their numbers, in the order in which they come.
+
+    ``.grad`` is a view of them.
+
+    Args:
+        step: One that makes its gradients.
+        cap_mb: ``parallel.bucket_cap_mb``.
+        part: Which of the steps.
+    """
+    numbers = step.gradients(part)
+    arriving = [Gradient(step.allocations[number].size, place + 1) for place, number in enumerate(numbers)]
+    found, begin = [], 0
+    for bucket in filled_buckets(arriving, cap_mb * MIB):
+        end = int(bucket.ready)
+        found.append((Allocation(int(bucket.size_bytes), "gradients", operation="bucket"), numbers[begin:end]))
+        begin = end
+    return found
+
+
+def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
+    """A run whose DDP buckets are sent as 16-bit copies; call before :func:`with_gradients`.
+
+    A copy is made when its bucket's last gradient is there, and all copies live until the update.
+    """
+    for name in (FIRST, STEP):
+        for bucket, numbers in buckets(step, cap_mb, name):
+            half = Allocation(bucket.size // 2, "temporary", "backward", operation="compressed")
+            step = _from_event_to_update(step, name, numbers[-1], half)
+    return step
+
+
+def _from_event_to_update(step: StepTrace, name: str, event: int, made: Allocation) -> StepTrace:
+    """A run with an allocation made after an event of one part and freed where the update begins."""
+    step, (number,) = _added(step, (made,))
+
+    def change(events: tuple[int, ...]) -> tuple[int, ...]:
+        place, update = events.index(event) + 1, update_begins(step, events)
+        return (*events[:place], number, *events[place:update], ~number, *events[update:])
+
+    return step.with_parts(change, name)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How FSDP spreads a network.
+
+    Attributes:
+        ways: Processes that share one copy.
+        gathered: Bytes of whole weights there are at once, at most.
+        gradients: Bytes of whole gradients there are at once, at most.
+        shares: What the fullest process has of a parameter, in bytes, by the bytes of all of it: only rows are shared
+            out.
+    """
+
+    ways: int
+    gathered: int
+    gradients: int
+    shares: Mapping[int, int] = field(default_factory=dict)
+
+    def share(self, size: int) -> int:
+        """A process's share of so many bytes."""
+        return self.shares.get(size, -(-size // self.ways))
+
+
+def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
+    """What a recipe asks for, with so many processes.
+
+    While a part computes, those that it lies in are whole too, and the next one is on its way, as it comes and as it is
+    used. In the backward pass its gradients are whole, and those of the part before still being sent.
+
+    Raises:
+        ModelError: If it names modules that the network does not have.
+    """
+    ways = processes if parallel.shard_size == "all" else min(parallel.shard_size, processes)
+    own = _own_parameters({**modules_to_shard(network, parallel), "": network})
+    bytes_each = 2 if parallel.gather_dtype == "bf16" else 4
+    weights = {name: bytes_each * sum(each.numel() for each in part) for name, part in own.items()}
+    trained = {name: 4 * sum(each.numel() for each in part if each.requires_grad) for name, part in own.items()}
+    gathered = _nested(weights)
+    if not parallel.reshard_after_forward:
+        gathered = max(gathered, sum(weights.values()))
+    shares: dict[int, int] = {}
+    for each in network.parameters():
+        rows = max(each.shape[0] if each.ndim else 1, 1)
+        share = each.nbytes // rows * -(-rows // ways)
+        shares[each.nbytes] = max(share, shares.get(each.nbytes, 0))
+    return Spread(
+        ways=ways,
+        gathered=gathered + 2 * max(weights.values()),
+        gradients=_nested(trained) + max(trained.values()),
+        shares=shares,
+    )
+
+
+def _own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each module that none before it has."""
+    taken: set[int] = set()
+    own: dict[str, list[nn.Parameter]] = {}
+    for name, module in modules.items():
+        own[name] = [each for each in module.parameters() if id(each) not in taken]
+        taken.update(map(id, own[name]))
+    return own
+
+
+def _nested(sizes: Mapping[str, int]) -> int:
+    """The most that a part and those that it lies in come to."""
+    return max(
+        sum(size for outer, size in sizes.items() if outer in ("", name) or name.startswith(f"{outer}."))
+        for name in sizes
+    )
+
+
+def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
+    """One process's run under FSDP.
+
+    What is gathered is taken to be there all along, and as much as there ever is: a little more than it takes.
+    """
+    gradients = [step.allocations[number] for number in step.gradients()]
+    parts = [Allocation(spread.share(each.size), "gradients") for each in gradients]
+    cut = with_gradients(step, parts)
+    allocations = tuple(
+        replace(each, size=spread.share(each.size)) if _is_spread(each) else each for each in cut.allocations
+    )
+    gathered = Allocation(spread.gathered, GATHERED), Allocation(spread.gradients, GATHERED)
+    return with_more(replace(cut, allocations=allocations), gathered)
+
+
+def _is_spread(each: Allocation) -> bool:
+    # What an update takes for a moment is of parts too.
+    return each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")

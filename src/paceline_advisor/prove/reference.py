@@ -1,0 +1,206 @@
+"""What are a step's gradient and a set of weights' metrics, worked out without the trainer?
+
+A plain loop over the task's own loss and scores. It shares with the trainer the data, the network and the task, how
+both are prepared before the first step, the order of samples, and the documented key of the random numbers of a
+forward pass; nothing of its steps, strategies, accumulators or averages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch
+from paceline.data.nested import copied, joined_along_samples
+from paceline.data.random_draws import seed_of
+from paceline.recipe.schema import Recipe
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import prepare
+from paceline.world import World
+from paceline_advisor.prove.network import norms, shake
+from paceline_advisor.prove.notes import Orders, tensors_of
+from paceline_advisor.prove.verdict import sure
+from paceline_advisor.prove.witness import Witness
+
+Gradients = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two gradients differ.
+
+    Attributes:
+        relative: The largest difference of two numbers, as a share of the largest number wanted.
+        ratio: The factor on what was wanted that comes nearest to what was found.
+        where: The parameter with the largest difference.
+    """
+
+    relative: float
+    ratio: float
+    where: str
+
+
+def difference(found: Gradients, wanted: Gradients) -> Difference:
+    """How far a gradient is from another one; a parameter without one has zeros."""
+    largest, where, apart, product, square = 0.0, "", 0.0, 0.0, 0.0
+    for name, target in wanted.items():
+        here = found.get(name)
+        one = torch.zeros(1, dtype=torch.float64) if here is None else here.double()
+        other = torch.zeros_like(one) if target is None else target.double()
+        largest = max(largest, other.abs().max().item())
+        product += (one * other).sum().item()
+        square += (other * other).sum().item()
+        gap = sure((one - other).abs().max().item())
+        if gap > apart:
+            apart, where = gap, name
+    relative = sure(apart / largest) if largest else apart
+    return Difference(relative, product / square if square else 1.0, where)
+
+
+class Plain:
+    """A recipe's task and network without the trainer.
+
+    Attributes:
+        network: The network, with its first weights.
+    """
+
+    def __init__(self, recipe: Recipe, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
+        witness = Witness(build_task(recipe), orders, alter)
+        self._recipe = recipe
+        self._prepared = prepare(recipe, witness, World())
+        self._task = witness.task
+        self.network = self._prepared.network
+
+    def close(self) -> None:
+        """Let the data go."""
+        self._prepared.pipeline.close()
+
+    def first_batch(self) -> Batch:
+        """The micro-batch that a run begins with."""
+        return next(iter(self._prepared.pipeline.train_batches(self._prepared.geometry, 0, 1, World())))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights and buffers, by name."""
+        with torch.no_grad():
+            for name, own in tensors_of(self.network).items():
+                own.copy_(tensors[name])
+
+    def loss(self, batch: Batch, seed: int | None = None) -> Tensor:
+        """The task's loss of a batch, its random numbers keyed by the batch's place or by ``seed``."""
+        place = batch.slice
+        drawn = seed_of(self._recipe.seed, place.step, place.logical_rank)
+        torch.manual_seed(drawn if seed is None else seed)
+        # A copy: a network may write into what it is given.
+        own = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
+        return self._task.loss(self.network, own)
+
+    def gradients(self, tensors: Mapping[str, Tensor], groups: Sequence[Sequence[Batch]]) -> Gradients:
+        """The gradient of the mean loss over the samples of all batches, or over what they count for.
+
+        Args:
+            tensors: Weights and buffers by name.
+            groups: Micro-batches; each group begins with these buffers, and goes on with what its own batches leave.
+        """
+        total = sum(_planned(batch) for group in groups for batch in group)
+        self.network.zero_grad(set_to_none=True)
+        for group in groups:
+            self.load(tensors)
+            for batch in group:
+                share = self.loss(batch) * (batch.weight / total)
+                share.backward()  # type: ignore[no-untyped-call]  # torch
+        self._clip()
+        return {name: each.grad for name, each in self.network.named_parameters() if each.requires_grad}
+
+    def metrics(self, state: Mapping[str, Tensor]) -> dict[str, float]:
+        """Each metric of saved weights over the held-out samples, scored one by one."""
+        self.network.load_state_dict(state)
+        with self._evaluating(), torch.no_grad():
+            batches = self._prepared.pipeline.evaluation_batches(1, World())
+            asked = self._task.evaluated(self.network)
+            scored = [(self._task.score(asked, batch), batch.ids) for batch in batches if len(batch.ids)]
+
+        def total(name: str | None) -> float:
+            return sum(1.0 if name is None else each[name].double().sum().item() for each, _ in scored)
+
+        found: dict[str, float] = {}
+        for collector in self._task.collectors():
+            for each, ids in scored:
+                collector.add(each, ids)
+            found |= collector.results([collector.part()])
+        means = (metric for metric in self._task.metrics if not metric.is_collected)
+        return found | {each.name: each.scale * total(each.summed) / total(each.per) for each in means}
+
+    def statistics(self, batch: Batch) -> dict[str, Tensor]:
+        """What the running statistics of BatchNorm are for one batch."""
+        found = norms(self.network)
+        for module in found.values():
+            module.momentum = 1.0  # type: ignore[assignment]  # a number of BatchNorm's
+        with torch.no_grad():
+            self.loss(batch)
+        return {
+            f"{name}.{key}" if name else key: each.clone()
+            for name, module in found.items()
+            for key, each in module.named_buffers(recurse=False)
+        }
+
+    def answers(self, batch: Batch) -> Tensor | None:
+        """What the network answers in the loss of a batch; None if it is no tensor with a row for each sample."""
+        seen: list[object] = []
+        hook = self.network.register_forward_hook(lambda *given: seen.append(given[2]))
+        with torch.no_grad():
+            self.loss(batch)
+        hook.remove()
+        answer = seen[-1] if seen else None
+        return answer if isinstance(answer, Tensor) and len(answer) == len(batch.ids) else None
+
+    def shake(self) -> None:
+        """Move every weight at random."""
+        shake(self.network)
+
+    def _clip(self) -> None:
+        asked, parameters = self._recipe.optimizer, list(self.network.parameters())
+        if asked.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
+        if asked.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, asked.clip_value)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.network.modules()]
+        self.network.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Micro-batches as the one batch that they are parts of."""
+    first = batches[0]
+    weights = [batch.slice.weight for batch in batches]
+    weight = None if first.slice.weight is None else sum(each or 0 for each in weights)
+    place = replace(first.slice, logical_rank=0, is_last=True, weight=weight)
+    return replace(
+        first,
+        inputs=joined_along_samples([batch.inputs for batch in batches]),
+        targets=joined_along_samples([batch.targets for batch in batches]),
+        ids=np.concatenate([batch.ids for batch in batches]),
+        broken=tuple(each for batch in batches for each in batch.broken),
+        slice=place,
+    )
+
+
+def _planned(batch: Batch) -> int:
+    """What a batch counts for, samples that could not be read included."""
+    return len(batch.ids) + len(batch.broken) if batch.slice.weight is None else batch.slice.weight
+
+
+def parts_of(batches: Mapping[tuple[int, int], Batch], step: int) -> list[Batch]:
+    """The micro-batches of a step, in logical order."""
+    return [batches[key] for key in sorted(batches) if key[0] == step and not batches[key].slice.phantom]

@@ -1,0 +1,240 @@
+"""Does a recipe, with the user's own task, network and data, compute what it says, however it is cut and spread?"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.distributed.device import describe_machine
+from paceline.errors import RecipeError, TrainingError
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.plan import Plan
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import plan_run
+from paceline.world import World
+from paceline_advisor.launches import can_watch, check_alone
+from paceline_advisor.prove import behaviour, gradients, state
+from paceline_advisor.prove.bare import neutral, set_aside, unused
+from paceline_advisor.prove.evidence import Evidence
+from paceline_advisor.prove.nature import Nature, look
+from paceline_advisor.prove.notes import Observed
+from paceline_advisor.prove.reference import Plain
+from paceline_advisor.prove.runs import Runner, Sizes, shortened
+from paceline_advisor.prove.verdict import Check, named
+from paceline_advisor.prove.witness import can_shorten
+
+_MOST_SCORED = 500
+
+CHECKS: tuple[Callable[[Evidence], Check], ...] = (
+    behaviour.order,
+    behaviour.samples,
+    behaviour.parameters,
+    gradients.gradient,
+    gradients.accumulation,
+    gradients.tail,
+    gradients.processes,
+    state.learning_rate,
+    state.moving_average,
+    behaviour.training_mode,
+    behaviour.dropout,
+    state.buffers,
+    state.metric,
+    state.ended,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveReport:
+    """What was proved of a recipe.
+
+    Attributes:
+        recipe: What ``paceline prove`` was given.
+        overrides: Its overrides.
+        processes: Of the run in several.
+        numbers: In which numbers the network computed.
+        steps: Of each run.
+        global_batch: Samples of a step.
+        micro_batches: Of a step, in the runs that cut it.
+        samples: Training samples used.
+        evaluation_samples: Held-out samples used.
+        seconds: How long it took.
+        checks: What was found.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    processes: int
+    numbers: str
+    steps: int
+    global_batch: int
+    micro_batches: int
+    samples: int
+    evaluation_samples: int
+    seconds: float
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(check.verdict != "failed" for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be proved.
+
+    Attributes:
+        recipe: A name or a path, as for ``paceline train``.
+        overrides: ``KEY=VALUE``.
+        processes: Of the run in several; 1 to do without.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    processes: int = 2
+
+
+def prove(asked: Asked, tell: Callable[[str], None]) -> ProveReport:
+    """Run a recipe for a few steps in several ways, and hold them against one another and against plain PyTorch.
+
+    Args:
+        asked: What to prove.
+        tell: Is told what happens, a line at a time.
+
+    Raises:
+        PacelineError: If the recipe is wrong, or its data too few.
+    """
+    check_alone("a proof")
+    begun = time.perf_counter()
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    if aside := set_aside(loaded.recipe):
+        tell(f"set aside: {', '.join(aside)}")
+    plans, sizes = _plan(loaded, asked.processes)
+    with _scratch() as scratch, _threads_put_back():
+        runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=scratch, double=True)
+        tell("looking at the network")
+        nature = _look(runner)
+        runner = replace(runner, double=nature.double)
+        checks = _judge(runner, nature, plans, tell)
+    return ProveReport(
+        recipe=asked.recipe,
+        overrides=asked.overrides,
+        processes=asked.processes,
+        numbers=nature.numbers,
+        steps=sizes.steps,
+        global_batch=sizes.global_batch,
+        micro_batches=sizes.micro_batches,
+        samples=sizes.samples,
+        evaluation_samples=sizes.evaluation_samples,
+        seconds=time.perf_counter() - begun,
+        checks=checks,
+    )
+
+
+def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]:
+    """The recipe's own plans, by number of processes, and the sizes of its short runs."""
+    recipe = neutral(loaded.recipe)
+    task, machine = build_task(recipe), describe_machine(torch.device("cpu"))
+    plans = {1: plan_run(recipe, task, machine, World())}
+    if processes > 1:
+        # A batch that so many cannot share is no mistake here: the short runs have another.
+        with contextlib.suppress(RecipeError):
+            plans[processes] = plan_run(recipe, task, machine, World(world_size=processes, local_world_size=processes))
+    loaded.checked(unused(plans.values()))
+    held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
+    # Where a pipeline of the user's own ends cannot be changed; so all of it is scored, if that is not much.
+    whole = not can_shorten(task) and held_out <= _MOST_SCORED
+    samples = plans[1].train_samples // recipe.data.augment.repeats
+    return plans, Sizes.of(samples, held_out, processes, all_held_out=whole)
+
+
+def _look(runner: Runner) -> Nature:
+    try:
+        return look(runner)
+    except RecipeError as error:
+        if not runner.sizes.has_single_samples:
+            raise
+        raise RecipeError(
+            f"there are so few training samples that a micro-batch of the proof would have only one, and {error} Give "
+            "more data, or fewer --processes."
+        ) from None
+
+
+def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callable[[str], None]) -> tuple[Check, ...]:
+    sizes, rest = runner.sizes, nature.rest
+    tell("training with one batch a step")
+    whole = runner.here("one-batch", micro_batch=sizes.global_batch, alter=rest)
+    tell(f"training with {sizes.micro_batches} micro-batches a step")
+    parts = runner.here("micro-batches", micro_batch=sizes.micro_batch, alter=rest)
+    asked = parts
+    if not nature.is_at_rest:
+        tell("training with the network as it is")
+        asked = runner.here("as-asked", micro_batch=sizes.micro_batch)
+    for run in (whole, parts, asked):
+        if not run.ranks[0].steps:
+            raise TrainingError(f"the run of {sizes.steps} steps ({run.name}) did not take one: {run.trouble}")
+    several, alone = _several(runner, asked, tell)
+    tell("comparing")
+    with contextlib.ExitStack() as closing:
+        cut = shortened(runner.recipe, sizes, micro_batch=sizes.micro_batch)
+        uncut = shortened(runner.recipe, sizes, micro_batch=sizes.global_batch)
+        plain = closing.enter_context(contextlib.closing(Plain(cut, runner.orders("plain"))))
+        plain_whole = closing.enter_context(contextlib.closing(Plain(uncut, runner.orders("plain-whole"), rest)))
+        evidence = Evidence(
+            recipe=runner.recipe,
+            plans=plans,
+            sizes=sizes,
+            nature=nature,
+            whole=whole,
+            parts=parts,
+            asked=asked,
+            several=several,
+            alone=alone,
+            plain_whole=plain_whole,
+            plain=plain,
+        )
+        return tuple(check(evidence) for check in CHECKS)
+
+
+def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tuple[Observed | None, str]:
+    """The run in several processes, or why there is none."""
+    count = runner.sizes.processes
+    if count == 1:
+        return None, "--processes 1"
+    bare = sorted({name for step in asked.ranks[0].steps for name in step.without_gradient})
+    if bare:
+        return None, f"several processes refuse parameters without a gradient: {named(bare)}"
+    if not can_watch():
+        return None, "the processes of a run are found in /proc, which only Linux has"
+    tell(f"training in {count} processes")
+    return runner.in_processes(f"{count}-processes"), ""
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-prove-"))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _threads_put_back() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,261 @@
+"""What of a recipe's network decides how it scales: gradients in the order of their arrival, blocks, arithmetic?
+
+The network is built without memory (torch's ``meta`` device), called once and sent back, so that nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.distributed.sharding import modules_to_shard
+from paceline.errors import DataError
+from paceline.models.build import build_model
+from paceline.models.flops import StepWork, WorkCounter
+from paceline.models.operator_work import tensors_in
+from paceline.models.transfer import adapt
+from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import ParameterNumbers
+from paceline.tasks.build import build_task
+from paceline.tasks.detection import why_not_sharded
+from paceline.tasks.image_classification import ImageClassification
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_run import fake_run
+from paceline.world import World
+from paceline_advisor.formulas.overlap import Gradient, Unit
+from paceline_advisor.formulas.parallel_step import Launches, Network
+from paceline_advisor.scaling.room import of_one_process
+from paceline_advisor.scaling.shares import Share
+
+# The task that a folder of images stands for until it is there: ImageNet-1k (Russakovsky et al. 2015).
+_IMAGENET = {"classes": 1000, "samples": 1_281_167, "channels": 3, "image_size": 224}
+_FP32_BYTES = 4
+_SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
+_TRIED = 2  # samples: BatchNorm needs more than one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is to be trained.
+
+    Attributes:
+        network: What of it decides how it scales.
+        numbers: Its parameters.
+        samples: In an epoch.
+        work: What a forward and backward pass of ``work_samples`` does, in fp32; None if it could not be called.
+        work_samples: Its samples.
+        launches: Kernels of a pass.
+        decodes: Whether its samples are image files that processor cores decode.
+        unsharded: Why FSDP cannot spread it, as the rest of a sentence about it; empty if it can.
+        notices: What had to be assumed.
+    """
+
+    network: Network
+    numbers: ParameterNumbers
+    samples: int
+    work: StepWork | None
+    decodes: bool
+    work_samples: int = 1
+    launches: Launches = field(default_factory=Launches)
+    unsharded: str = ""
+    notices: tuple[str, ...] = ()
+
+    @property
+    def flops_per_sample(self) -> float | None:
+        """Of a forward and backward pass; None if the network could not be called."""
+        return None if self.work is None else self.work.model_flops / self.work_samples
+
+
+def describe(recipe: Recipe, samples: int | None = None) -> Subject:
+    """Build a recipe's network and take stock of it.
+
+    Args:
+        recipe: What is to be trained; its data may be elsewhere.
+        samples: In an epoch; None for those of the recipe's data.
+
+    Raises:
+        PacelineError: If it cannot be built.
+    """
+    # Weights that are loaded change no shape.
+    plain = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+    plain, assumed = _with_data(plain)
+    facts, build, notices = _opened(plain)
+    notices = assumed + notices
+    with torch.device("meta"):
+        network = build()
+        adapt(network, plain.model)
+    network.train()
+    found = _counted(network, facts) or _counted_as_the_task_does(plain)
+    costs = _costs(network, found)
+    if costs is None:
+        notices.append("the network could not be called without its data: layers are weighed by their parameters")
+    parameters = list(network.parameters())
+    return Subject(
+        network=Network(
+            gradients=_gradients(network, costs, _SENT_BYTES[recipe.parallel.gradient_compression]),
+            units=_units(network, costs, plain),
+        ),
+        numbers=ParameterNumbers(
+            sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
+        ),
+        samples=facts["samples"] if samples is None else samples,
+        work=found,
+        work_samples=_TRIED,
+        launches=_launches(found),
+        decodes=bool(facts["decodes"]),
+        unsharded=why_not_sharded(build_task(plain)),
+        notices=tuple(notices),
+    )
+
+
+def _with_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with data that stand in where it does not say where its own lie; an image task's are in its plan."""
+    if isinstance(build_task(recipe), ImageClassification):
+        return recipe, []
+    found, said = with_stand_in_data(recipe)
+    return found, [] if said is None else [said]
+
+
+def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], list[str]]:
+    task = build_task(recipe)
+    path = recipe.data.path
+    try:
+        found = task.data_facts(World())
+    except DataError:
+        if not isinstance(task, ImageClassification) or (path is not None and Path(path).exists()):
+            raise
+        facts = dict(_IMAGENET, image_size=recipe.data.image_size if recipe.data.image_size != "auto" else 224)
+        where = "data.path is not given" if path is None else f"data.path={path} is not here"
+        told = [f"{where}: ImageNet-1k is assumed, {facts['samples']:,} images of {facts['classes']:,} classes"]
+
+        def build() -> nn.Module:
+            return build_model(recipe.model, num_classes=facts["classes"], in_channels=facts["channels"])
+
+        return {**facts, "decodes": True}, build, told
+    kept = {key: found.description.get(key) for key in ("classes", "channels", "image_size", "backend")}
+    decodes = "data.decoder" in found.reasons
+    return {**kept, "samples": found.train_samples, "decodes": decodes}, task.build_model, []
+
+
+def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
+    """What a forward and backward pass of :data:`_TRIED` samples does; None if the network cannot be called."""
+    size, channels = facts.get("image_size"), facts.get("channels")
+    if not isinstance(size, int) or not isinstance(channels, int):
+        return None
+    try:
+        with WorkCounter(network) as counter:
+            answer = network(torch.zeros(_TRIED, channels, size, size, device="meta"))
+            sums = [each.sum() for each in tensors_in(answer) if each.requires_grad]
+            torch.autograd.backward(torch.stack(sums).sum())
+    except Exception:  # noqa: BLE001  # whatever a network of the user's own raises where there are no numbers
+        return None
+    return counter.found
+
+
+def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
+    """The same with the task's own batches and loss, for networks that take no images."""
+    try:
+        with (
+            fake_run(of_one_process(recipe, Share(devices=1, micro_batch=_TRIED, passes=1))) as step,
+            WorkCounter(step.network) as counter,
+        ):
+            step.backward(step.forward())
+    except Exception:  # noqa: BLE001  # data that are not here, or a network that needs the numbers
+        return None
+    return counter.found
+
+
+def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float] | None:
+    """Arithmetic of the backward pass by module that has parameters, in the order of the forward pass.
+
+    What a module without any does (attention's own products) is added to the one that came before it.
+    """
+    if found is None:
+        return None
+    owners = {name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    costs: dict[str, float] = {}
+    answers: dict[str, str | None] = {}
+    last: str | None = None
+    for work in found.works:
+        if work.phase == "forward":
+            last = work.layer if work.layer in owners else last
+            answers.setdefault(work.layer, last)
+            if last is not None:
+                costs.setdefault(last, 0.0)
+    for work in found.works:
+        owner = answers.get(work.layer)
+        if owner is not None and work.phase in ("dgrad", "wgrad"):
+            costs[owner] += work.flops
+    return costs
+
+
+def _launches(found: StepWork | None) -> Launches:
+    """How many kernels a pass launches: operator by operator, or what a compiler leaves of them."""
+    if found is None:
+        return Launches()
+    moving = [each for each in found.works if each.bytes_moved or each.flops]
+    return Launches(eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops))
+
+
+def _gradients(network: nn.Module, costs: Mapping[str, float] | None, size: int) -> tuple[Gradient, ...]:
+    """In the order in which a backward pass produces them: the last layer called is the first."""
+    names = _order(network, costs)
+    weighed = {name: _weight(network, name, costs) for name in names}
+    total = sum(weighed.values()) or 1.0
+    done, found = 0.0, []
+    for name in reversed(names):
+        done += weighed[name]
+        own = [each for each in network.get_submodule(name).parameters(recurse=False) if each.requires_grad]
+        found += [Gradient(each.numel() * size, min(1.0, done / total)) for each in own]
+    return tuple(found)
+
+
+def _order(network: nn.Module, costs: Mapping[str, float] | None) -> list[str]:
+    owners = [name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    if costs is None:
+        return owners
+    called, behind = list(costs), {name: [name] for name in costs}
+    first: list[str] = []
+    for name in owners:
+        if name in costs:
+            continue
+        # Used without being called: by the module around it (the projection of an attention layer), or by the network
+        # itself (tokens, positions), which does so at the front: that gradient comes last.
+        around = name.rpartition(".")[0]
+        while around and around not in costs:
+            around = around.rpartition(".")[0]
+        (behind[around] if around else first).append(name)
+    return [*first, *(each for name in called for each in behind[name])]
+
+
+def _weight(network: nn.Module, name: str, costs: Mapping[str, float] | None) -> float:
+    if costs is not None:
+        return costs.get(name, 0.0)
+    return float(sum(each.numel() for each in network.get_submodule(name).parameters(recurse=False)))
+
+
+def _units(network: nn.Module, costs: Mapping[str, float] | None, recipe: Recipe) -> tuple[Unit, ...]:
+    """What FSDP would gather at once, in the order of the forward pass; what no block holds comes first."""
+    sharded = modules_to_shard(network, recipe.parallel)
+    numbers: dict[str, tuple[int, int]] = {"": (0, 0)}
+    shares: dict[str, float] = {"": 0.0}
+    for name in _order(network, costs):
+        unit = max((each for each in sharded if name == each or name.startswith(f"{each}.")), key=len, default="")
+        own = list(network.get_submodule(name).parameters(recurse=False))
+        every, trained = numbers.get(unit, (0, 0))
+        added = sum(each.numel() for each in own)
+        numbers[unit] = (every + added, trained + sum(each.numel() for each in own if each.requires_grad))
+        shares[unit] = shares.get(unit, 0.0) + _weight(network, name, costs)
+    total = sum(shares.values()) or 1.0
+    gathered = 2 if recipe.parallel.gather_dtype == "bf16" else _FP32_BYTES
+    sent = min(gathered, _SENT_BYTES[recipe.parallel.gradient_compression])
+    return tuple(
+        Unit(every * gathered, trained * sent, shares[unit] / total)
+        for unit, (every, trained) in numbers.items()
+        if every
+    )

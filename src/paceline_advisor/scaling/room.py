@@ -1,0 +1,158 @@
+"""Which part of a step has a device room for, as one of several that share it?
+
+The answer is that of ``paceline estimate``: one fake step, its storages at any number of samples, and what several
+processes add to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paceline.clusters import Cluster
+from paceline.devices import Device
+from paceline.distributed.device import describe_machine
+from paceline.errors import RecipeError
+from paceline.recipe.compute import WITH_GRAPHS
+from paceline.recipe.plan import MachineFacts
+from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import check_sharding
+from paceline.recipe.training import Batch
+from paceline.tasks.detection import why_not_sharded
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.units import format_bytes
+from paceline_advisor.memory.job import Job
+from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor.scaling.shares import Share, in_passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a device has room for, as one of several.
+
+    Attributes:
+        share: Its part of the step, in passes that fit; the one asked for where nothing fits.
+        strategy: ``single``, ``ddp`` or ``fsdp``.
+        fits: Whether it has room for that.
+        needed: Bytes that a process needs of it at least.
+        memory: Bytes that it has.
+        why: What it came to, in words.
+    """
+
+    share: Share
+    strategy: str
+    fits: bool
+    needed: int
+    memory: int
+    why: str
+
+
+Chooser = Callable[[int, int], str]
+"""The strategy of so many devices with so many bytes each."""
+
+
+def rooms(
+    recipe: Recipe, shares: Mapping[int, Share], cluster: Cluster, device: Device | None, choose: Chooser
+) -> dict[int, Room]:
+    """What each number of devices has room for; none if their memory is unknown.
+
+    Args:
+        recipe: What is trained; its data may be elsewhere.
+        shares: The part of each number of devices.
+        cluster: Where.
+        device: Its accelerator, if it is a known one.
+        choose: Says the strategy where memory is all that is asked.
+
+    Raises:
+        PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
+    """
+    if device is None and not cluster.shares_cores:
+        return {}
+    cpu = torch.device("cpu")
+    machine = machine_with(device) if device is not None else describe_machine(cpu)
+    found = {}
+    with (
+        fake_run(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
+        without_collection(),
+    ):
+        steps = trace_steps(step)
+        can_shard = not why_not_sharded(step.task)
+        for size, share in shares.items():
+            memory = _memory(device, machine if device is not None else describe_machine(cpu, processes=size))
+            if memory is not None:
+                job = Job(step, steps, machine, ways=max(size, 2))
+                found[size] = _room(_Sought(recipe, job, share, memory, can_shard), choose(size, memory))
+    return found
+
+
+@dataclass(frozen=True)
+class _Sought:
+    recipe: Recipe
+    job: Job
+    share: Share
+    memory: int
+    can_shard: bool
+
+
+def _memory(device: Device | None, machine: MachineFacts) -> int | None:
+    return machine.memory_bytes if device is None else device.memory_bytes
+
+
+def of_one_process(recipe: Recipe, share: Share) -> Recipe:
+    """A recipe of one process's part of the step; the data that are not here are stood in for."""
+    path = recipe.data.path
+    if path is not None and not Path(path).exists():
+        recipe = replace(recipe, data=replace(recipe.data, path=None))
+    recipe, _ = with_stand_in_data(recipe)
+    return replace(
+        recipe,
+        batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),
+        # Estimated as uncompiled: a compiled network keeps less.
+        model=replace(recipe.model, compile=False),
+        parallel=replace(recipe.parallel, strategy="auto", logical_ranks="auto", gradient_compression="none"),
+    )
+
+
+def _room(sought: _Sought, strategy: str) -> Room:
+    found = _with(sought, strategy)
+    if found.fits or strategy != "ddp" or sought.recipe.parallel.strategy != "auto" or not sought.can_shard:
+        return found
+    spread = _with(sought, "fsdp")
+    return replace(spread, why=f"not even one sample fits beside a replica; {spread.why}") if spread.fits else found
+
+
+def _with(sought: _Sought, strategy: str) -> Room:
+    share, job, memory = sought.share, sought.job, sought.memory
+    asked = None if strategy == "single" else strategy
+
+    def room(share: Share, why: str, *, fits: bool) -> Room:
+        needed = job.least(share.micro_batch, memory, asked)
+        return Room(share=share, strategy=strategy, fits=fits, needed=needed, memory=memory, why=why)
+
+    if strategy == "fsdp":
+        try:
+            check_sharding(sought.recipe, share.devices)
+        except RecipeError as error:
+            return room(share, str(error), fits=False)
+    has = format_bytes(memory)
+    if job.fits(share.micro_batch, memory, asked):
+        needed = format_bytes(job.least(share.micro_batch, memory, asked))
+        return room(share, f"passes of {share.micro_batch} samples take {needed} of {has}", fits=True)
+    largest = job.largest(memory, asked)
+    if largest == 0:
+        return room(share, f"not even one sample fits into {has} with {strategy}", fits=False)
+    cut = in_passes(share, largest)
+    if sought.recipe.model.compile and sought.recipe.model.compile_mode in WITH_GRAPHS:
+        mode = sought.recipe.model.compile_mode
+        said = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
+        return room(share, f"{said} in one pass", fits=False)
+    needed = format_bytes(job.least(cut.micro_batch, memory, asked))
+    said = (
+        f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed} "
+        "and make the same step"
+    )
+    return room(cut, said, fits=job.fits(cut.micro_batch, memory, asked))

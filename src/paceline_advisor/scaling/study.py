@@ -1,0 +1,449 @@
+"""How would a recipe scale: throughput, efficiency, hours and cost on 1 to N devices, and what limits each size?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from paceline.clusters import Cluster, Link, find_cluster
+from paceline.devices import Device, find_device
+from paceline.errors import PacelineError, RecipeError
+from paceline.machine import available_cores, busy_in_words
+from paceline.metrics.intervals import Interval
+from paceline.models.ceilings import Ceilings, tf32_of
+from paceline.models.flops import StepWork
+from paceline.recipe.compute import WITH_GRAPHS
+from paceline.recipe.load import load_recipe
+from paceline.recipe.schema import Recipe
+from paceline_advisor.formulas.links import Fabric
+from paceline_advisor.formulas.parallel_step import Compiled, OneDevice, Prediction, Strategy, Way, predict
+from paceline_advisor.launches import check_alone
+from paceline_advisor.scaling.bound import least_steps
+from paceline_advisor.scaling.here import cluster_here, is_here, probe
+from paceline_advisor.scaling.loops import LOOPS, LoopName
+from paceline_advisor.scaling.measure import Measurements, Trials, measure
+from paceline_advisor.scaling.network import Subject, describe
+from paceline_advisor.scaling.shares import Share, in_passes, shares_of
+
+_HOUR = 3600
+
+_MOST_HERE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What the user says that one device does; nothing for what is measured or bounded.
+
+    Attributes:
+        throughput: Samples per second.
+        step_seconds: Of a step.
+        batch: Samples of the step it was measured with.
+    """
+
+    throughput: float | None = None
+    step_seconds: float | None = None
+    batch: int | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one."""
+        return self.throughput is not None or self.step_seconds is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to predict.
+
+    Attributes:
+        recipe: Name or path.
+        overrides: Changes to it.
+        sizes: Numbers of devices, ascending.
+        cluster: Name or file; None for this machine.
+        strategies: To predict.
+        batch_per_device: Samples on each device, with which the step grows; None keeps the recipe's global batch.
+        figure: What one device does.
+        loop: Whose training loop.
+        seconds_per_sample: Of one core for reading and varying a sample; None as the loop usually takes.
+        price: Dollars of a device's hour; None as the cluster says.
+        samples: In an epoch; None as the data say.
+        measure: Whether to run the real thing here too.
+        rounds: Turns of each burst.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1, 2, 4, 8)
+    cluster: str | None = None
+    strategies: tuple[Strategy, ...] = ("ddp", "fsdp")
+    batch_per_device: int | None = None
+    figure: Figure = Figure()
+    loop: LoopName = "paceline"
+    seconds_per_sample: float | None = None
+    price: float | None = None
+    samples: int | None = None
+    measure: bool = False
+    rounds: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One size.
+
+    Attributes:
+        strategy: How the devices share the step; ``single`` for one.
+        prediction: Its step.
+        passes: Of each device in a step.
+        hours: Of the whole training; None if its length is unknown.
+        cost: In dollars; None without a price.
+        measured: Samples per second, if it was run.
+    """
+
+    strategy: str
+    prediction: Prediction
+    passes: int
+    hours: float | None
+    cost: float | None
+    measured: Interval | None = None
+
+    @property
+    def error(self) -> float | None:
+        """How far the predicted rate lies above the measured one, relative to it."""
+        return None if self.measured is None else self.prediction.rate / self.measured.middle - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        found = self.prediction
+        return {
+            "devices": found.devices,
+            "strategy": self.strategy,
+            "global_batch": found.samples,
+            "accumulation_steps": self.passes,
+            "samples_per_second": found.rate,
+            "samples_per_second_low": found.samples / found.high_seconds,
+            "samples_per_second_high": found.samples / found.low_seconds,
+            "efficiency": found.efficiency,
+            "step_seconds": found.seconds,
+            "parts_seconds": dict(found.parts),
+            "limit": found.limit,
+            "hours": self.hours,
+            "cost": self.cost,
+            "measured_samples_per_second": None if self.measured is None else self.measured.to_json(),
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleReport:
+    """What was found.
+
+    Attributes:
+        recipe: Its name.
+        cluster: Where.
+        basis: Where one device's figure comes from, in words.
+        is_bound: Whether that figure is only what no device does better than: then rates are upper ends.
+        precision: In which numbers.
+        parameters: Of the network.
+        rows: One for each size and strategy.
+        price: Dollars of a device's hour.
+        notices: What was assumed.
+    """
+
+    recipe: str
+    cluster: Cluster
+    basis: str
+    is_bound: bool
+    precision: str
+    parameters: int
+    rows: tuple[Row, ...]
+    price: float | None
+    notices: tuple[str, ...] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "recipe": self.recipe,
+            "cluster": asdict(self.cluster),
+            "basis": self.basis,
+            "is_bound": self.is_bound,
+            "precision": self.precision,
+            "parameters": self.parameters,
+            "price_per_gpu_hour": self.price,
+            "rows": [row.to_json() for row in self.rows],
+            "notices": list(self.notices),
+        }
+
+
+def scale(asked: Asked, say: Callable[[str], None]) -> ScaleReport:
+    """Predict, and measure beside it what this machine allows.
+
+    Raises:
+        PacelineError: If something in it is unknown, or does not fit together.
+    """
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    report = Scaling(loaded.recipe, loaded.name, asked, say).report()
+    return replace(report, notices=(*loaded.notices, *report.notices))
+
+
+class Scaling:
+    """A recipe on a cluster.
+
+    Args:
+        recipe: What is trained.
+        name: What to call it.
+        asked: What to predict.
+        say: Told what goes on.
+        subject: What is known of its network already.
+
+    Attributes:
+        cluster: Where.
+        device: Its accelerator; None if it is none of the table.
+        precision: In which numbers.
+        subject: What is known of the network.
+        shares: The part of a step that each of so many devices does; may be cut otherwise before :meth:`report`.
+    """
+
+    def __init__(
+        self, recipe: Recipe, name: str, asked: Asked, say: Callable[[str], None], subject: Subject | None = None
+    ) -> None:
+        if recipe.parallel.exact:
+            raise RecipeError("parallel.exact=true is not predicted: only ddp and fsdp are; turn it off.")
+        self._recipe, self._name, self._asked, self._say = recipe, name, asked, say
+        on_cpu = recipe.parallel.device == "cpu"
+        if asked.cluster is not None:
+            self.cluster = find_cluster(asked.cluster)
+        else:
+            self.cluster = cluster_here(asked.sizes, on_cpu=on_cpu)
+        self.device = None if self.cluster.device is None else find_device(self.cluster.device)
+        self.precision = _precision(recipe, self.device)
+        self._check()
+        self.subject = describe(recipe, asked.samples) if subject is None else subject
+        self._strategies = self._possible()
+        self._host = LOOPS[asked.loop].host(
+            self.cluster, self.precision, decodes=self.subject.decodes, seconds_per_sample=asked.seconds_per_sample
+        )
+        self.shares: Mapping[int, Share] = self._cut()
+
+    def _check(self) -> None:
+        asked, cluster = self._asked, self.cluster
+        figure = asked.figure
+        if figure.throughput is not None and figure.step_seconds is not None:
+            raise RecipeError("--throughput and --step-seconds say the same thing; give one of them.")
+        if figure.step_seconds is not None and figure.batch is None and asked.batch_per_device is None:
+            raise RecipeError("--step-seconds: a step of how many samples? Give --one-gpu-batch too.")
+        if cluster.most_devices is not None and max(asked.sizes) > cluster.most_devices:
+            raise RecipeError(
+                f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
+                "ask for fewer, or name a cluster (--cluster)."
+            )
+        if cluster.shares_cores and asked.cluster is None and max(asked.sizes) > _MOST_HERE:
+            raise RecipeError(
+                f"--world-sizes {max(asked.sizes)}: without --cluster, the link between processes of this machine is "
+                f"measured with as many of them, {_MOST_HERE} at the most; name a cluster, or ask for fewer."
+            )
+        if asked.measure and asked.cluster is not None and not is_here(cluster.device):
+            raise RecipeError(
+                f"--measure runs on this machine, which is not {cluster.title}; leave out --measure, or --cluster."
+            )
+
+    def _possible(self) -> tuple[Strategy, ...]:
+        asked, why = self._asked.strategies, self.subject.unsharded
+        if why and asked == ("fsdp",):
+            raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
+        return tuple(each for each in asked if each != "fsdp") if why else asked
+
+    def _cut(self) -> dict[int, Share]:
+        shares = shares_of(self._recipe, self._asked.sizes, self._asked.batch_per_device)
+        batch = self._asked.figure.batch
+        return shares if batch is None else {size: in_passes(share, batch) for size, share in shares.items()}
+
+    @property
+    def _runs_here(self) -> bool:
+        return self._asked.cluster is None or is_here(self.cluster.device)
+
+    def report(self) -> ScaleReport:
+        """Work it out."""
+        asked, notices = self._asked, list(self.subject.notices)
+        busy = busy_in_words()  # before its own processes are
+        found = self._measured()
+        notices += [busy] if busy and found is not None else []
+        ones, basis, is_bound = self._basis(found)
+        links = self._links()
+        price = asked.price if asked.price is not None else self.cluster.price_per_device_hour
+        rows = []
+        for size, share in self.shares.items():
+            for strategy in self._strategies if size > 1 else self._strategies[:1]:
+                row = self._row(share, strategy, ones[size], links.get(size), price)
+                if found is not None and size in found.together and strategy == self._measured_strategy:
+                    row = replace(row, measured=found.together[size])
+                rows.append(row)
+        return ScaleReport(
+            recipe=self._name,
+            cluster=self.cluster,
+            basis=basis,
+            is_bound=is_bound,
+            precision=self.precision,
+            parameters=self.subject.numbers.trained,
+            rows=tuple(rows),
+            price=price,
+            notices=(*notices, *self._assumptions()),
+        )
+
+    @property
+    def _measured_strategy(self) -> str:
+        return "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._strategies[0]
+
+    def _assumptions(self) -> list[str]:
+        told, host, figure = [], self._host, self._asked.figure
+        if self._strategies != self._asked.strategies:
+            told.append(f"FSDP {self.subject.unsharded}")
+        if figure.is_given and figure.batch is None and self._asked.batch_per_device is None:
+            told.append(f"one device's figure is taken to be of {self._figure_batch} samples; see --one-gpu-batch")
+        if host.seconds_per_sample and host.cores_per_device is None:
+            told.append(f"{self.cluster.title}: its processor cores are unknown; data are taken to arrive in time")
+        return told
+
+    def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
+        size = share.devices
+        host = replace(self._host, threads=self._threads(size)) if self._host.shares_cores else self._host
+        way = Way(
+            strategy=strategy,
+            micro_batch=share.micro_batch,
+            passes=share.passes,
+            bucket_bytes=self._recipe.parallel.bucket_cap_mb * 2**20,
+            units_per_device=None if self.device is None else self.device.multiprocessors,
+            regathered=self._recipe.parallel.reshard_after_forward,
+            # On cores, sending is computing's competitor for all of them.
+            taken=1.0 if self._host.shares_cores else None,
+            launched=self.subject.launches.share(_compiled(self._recipe)),
+        )
+        found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, way)
+        hours = self._samples(share) / found.rate / _HOUR
+        cost = None if price is None else hours * size * price
+        return Row(
+            strategy="single" if size == 1 else strategy, prediction=found, passes=share.passes, hours=hours, cost=cost
+        )
+
+    def _samples(self, share: Share) -> float:
+        """Of the whole training."""
+        duration, epoch = self._recipe.train.duration, self.subject.samples
+        batch = min(share.global_batch, epoch)
+        if duration.unit == "epochs":
+            return duration.value * epoch
+        return float(duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch)
+
+    def _threads(self, size: int) -> int:
+        asked = self._recipe.parallel.threads
+        return asked if asked != "auto" else max(1, available_cores() // size)
+
+    def _links(self) -> dict[int, Link]:
+        if not self.cluster.shares_cores or self._asked.cluster is not None:
+            return {}
+        return {size: probe(size) for size in self._asked.sizes if size > 1}
+
+    def _measured(self) -> Measurements | None:
+        asked = self._asked
+        needs_figure = not asked.figure.is_given and self._runs_here
+        if not needs_figure and not asked.measure:
+            return None
+        check_alone("measuring how a recipe scales")
+        on_cores = self.cluster.shares_cores
+        most = self.cluster.most_devices or max(asked.sizes)
+        together = {size: share for size, share in self.shares.items() if size <= most} if asked.measure else {}
+        trials = Trials(
+            recipe=self._recipe,
+            alone=self.shares if needs_figure else {},
+            together=together,
+            threads={size: self._threads(size) for size in asked.sizes} if on_cores else {},
+            rounds=asked.rounds,
+        )
+        return measure(trials, self._say)
+
+    def _basis(self, found: Measurements | None) -> tuple[dict[int, OneDevice], str, bool]:
+        figure = self._asked.figure
+        if figure.is_given:
+            return dict.fromkeys(self.shares, self._given()), "its figure as given", False
+        if found is not None and found.alone:
+            return dict(found.alone), f"one process measured here, in {self._asked.rounds} rounds", False
+        return self._bounds()
+
+    def _given(self) -> OneDevice:
+        figure, batch = self._asked.figure, self._figure_batch
+        if figure.step_seconds is not None:
+            return OneDevice(seconds=figure.step_seconds, samples=batch)
+        assert figure.throughput is not None  # is_given
+        return OneDevice(seconds=batch / figure.throughput, samples=batch)
+
+    @property
+    def _figure_batch(self) -> int:
+        """Samples of the step that the given figure is of."""
+        said = self._asked.figure.batch or self._asked.batch_per_device
+        return said or self.shares[min(self.shares)].micro_batch
+
+    def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
+        """What the device cannot do better than: its arithmetic at its dense peaks, or its memory at its bandwidth."""
+        device, work = self.device, self.subject.work
+        if device is None or work is None:
+            raise RecipeError(
+                f"what one device of {self.cluster.title} does is not known; give --throughput SAMPLES-PER-SECOND or "
+                "--step-seconds SECONDS."
+            )
+        seconds, peaks = self._arithmetic(device, work)
+        try:
+            ones, bound = least_steps(self._recipe, self.shares, device), f"its dense {peaks} and its memory bound it"
+        except PacelineError:  # a network that is not called without numbers
+            each = seconds / self.subject.work_samples
+            ones = {
+                size: OneDevice(seconds=each * share.micro_batch, samples=share.micro_batch, is_bound=True)
+                for size, share in self.shares.items()
+            }
+            bound = f"its dense {peaks} bounds it"
+        told = f"no figure for one {device.title}: {bound}; real rates are well below, and scale better"
+        return ones, told, True
+
+    def _arithmetic(self, device: Device, work: StepWork) -> tuple[float, str]:
+        """Least seconds of a pass's products, each at the peak of its numbers, and which these are."""
+        ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))
+        flops = {self.precision: work.model_flops}
+        if self.precision == "fp32":
+            flops = ceilings.flops_by_precision(work.model_works)
+        told = [f"{name} peak of {ceilings.peak(name) / 1e12:.0f} TFLOP/s" for name in flops]
+        return sum(each / ceilings.peak(name) for name, each in flops.items()), " and ".join(told)
+
+
+def _compiled(recipe: Recipe) -> Compiled:
+    """What compiling makes of launches; of a back-end that is not known, nothing is expected."""
+    model = recipe.model
+    if not model.compile:
+        return "no"
+    if model.compile_backend == "inductor":
+        return "graphs" if model.compile_mode in WITH_GRAPHS else "fused"
+    return "graphs" if model.compile_backend == "cudagraphs" else "no"
+
+
+def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabric:
+    """The links among so many devices of a cluster.
+
+    Args:
+        cluster: It.
+        devices: How many of them take part.
+        link: What was measured among them, in place of what the cluster says of its nodes.
+    """
+    within = cluster.within if link is None else link
+    return Fabric(
+        devices=devices,
+        per_node=cluster.devices_per_node,
+        within_bytes_per_second=within.bytes_per_second,
+        within_latency_seconds=within.latency_seconds,
+        network_bytes_per_second=cluster.network.bytes_per_second,
+        network_latency_seconds=cluster.network.latency_seconds,
+        # gloo's only one for sums of any size.
+        algorithm="ring" if cluster.shares_cores else None,
+    )
+
+
+def _precision(recipe: Recipe, device: Device | None) -> str:
+    asked = recipe.train.precision
+    if asked != "auto":
+        return asked
+    return "bf16" if device is not None and device.peak("bf16") is not None else "fp32"

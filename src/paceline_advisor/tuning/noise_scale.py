@@ -1,0 +1,349 @@
+"""Gradient noise scale at given weights (McCandlish et al. 2018).
+
+The weights do not move: fresh ones, or those of each of a run's checkpoints. Each step's batch is split into
+micro-batches whose gradients are computed one by one and then averaged over all ranks. All checkpoints of a run see the
+same batches, so that only the weights differ.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.weights import read_weights
+from paceline.command import Log
+from paceline.data.batch import Batch
+from paceline.distributed.environment import read_launch
+from paceline.distributed.strategy import Replicas
+from paceline.errors import RecipeError, RunDirectoryError
+from paceline.metrics.critical_batch import examples_ratio, steps_ratio
+from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
+from paceline.pages.page import Chart, Table, Text
+from paceline.pages.shown import Shown
+from paceline.recipe.batching import fixed_logical_ranks, with_nearest_ghosts
+from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.running import Checkpoint
+from paceline.recipe.schema import Recipe
+from paceline.records.run_directory import RunDirectory
+from paceline.trainer.noise import mean_weight
+from paceline.trainer.preparation import without_initial_weights
+from paceline.trainer.run import Run
+from paceline.trainer.step import micro_batches
+from paceline.trainer.train import Options, opened_run
+from paceline.trainer.trial import FP16_SCALE, Trial
+from paceline_advisor.commands import NoiseScale
+
+# Micro-batches that a step is cut into unless the recipe says so: each new one helps less.
+_PARTS = 4
+# Fewer samples than this leave BatchNorm little to normalise by.
+_FEW = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisePoint:
+    """What was measured at one set of weights.
+
+    Attributes:
+        step: Of the checkpoint; 0 for fresh weights.
+        averages: Of the estimates.
+        steps: Batches.
+    """
+
+    step: int
+    averages: NoiseAverages
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The point as one JSON object."""
+        found = self.averages.noise_scale()
+        low, high = (None, None) if found is None else critical_range(found)
+        return {
+            "step": self.step,
+            "steps_measured": self.steps,
+            "noise_scale": None if found is None else found.to_json(),
+            "critical_batch": {"low": low, "high": high},
+            "gradient_variance": self.averages.mean_variance,
+            "gradient_square": self.averages.mean_square,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseReport:
+    """The whole result.
+
+    Attributes:
+        name: Of the recipe or run.
+        global_batch_size: The recipe's.
+        batch_weight: What a batch counts for on average, in ``unit``; its samples, if each counts once.
+        unit: What the noise scale is in: samples, or what they count for, ``tokens`` say.
+        micro_batch_size: What its batch was cut into.
+        processes: Over how many.
+        points: By step.
+    """
+
+    name: str
+    global_batch_size: int
+    micro_batch_size: int
+    processes: int
+    points: Sequence[NoisePoint]
+    batch_weight: float
+    unit: str = "samples"
+
+    def costs(self) -> dict[str, float] | None:
+        """What the recipe's own batch costs beside the best, by the last point; None where that is not known."""
+        found = self.points[-1].averages.noise_scale()
+        if found is None:
+            return None
+        batch = self.batch_weight
+        return {
+            "steps_ratio": steps_ratio(found.middle, batch),
+            "examples_ratio": examples_ratio(found.middle, batch),
+            "linear_rate_excess": linear_rate_excess(found.middle, batch),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as one JSON object."""
+        facts = {key: value for key, value in vars(self).items() if key != "points"}
+        return {**facts, "points": [each.to_json() for each in self.points], "costs": self.costs()}
+
+    def __paceline__(self) -> Shown:
+        """Return the table of all points, and a chart over training."""
+        known = [(each.step, found) for each in self.points if (found := each.averages.noise_scale()) is not None]
+        points = [(step, found, *critical_range(found)) for step, found in known]
+        rows = [
+            (step, _figure(found.middle), _range(found.low, found.high), _range(low, high))
+            for step, found, low, high in points
+        ]
+        blank = len(self.points) - len(known)
+        costs = self.costs()
+        chart = Chart(
+            title=f"Gradient noise scale, in {self.unit}",
+            traces=[
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": "noise scale",
+                    "x": [step for step, _ in known],
+                    "y": [found.middle for _, found in known],
+                    # A bar that ends at its point would say that nothing larger is possible.
+                    "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in known]},
+                    "error_y": {
+                        "type": "data",
+                        "symmetric": False,
+                        "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in known],
+                        "arrayminus": [found.middle - found.low for _, found in known],
+                    },
+                },
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": "the recipe's batch",
+                    "x": [each.step for each in self.points],
+                    "y": [self.batch_weight] * len(self.points),
+                },
+            ],
+            layout={"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": self.unit}, "type": "log"}},
+            description="The noise scale over training with its 95 % interval, and the recipe's batch. An upward arrow "
+            "is an interval without an upper end.",
+        )
+        return Shown(
+            title="Gradient noise scale",
+            subtitle=f"{self.name}, batches of {self.global_batch_size} in micro-batches of {self.micro_batch_size}",
+            blocks=[
+                Table(
+                    columns=("step", "noise scale", "95 % interval", "critical batch"),
+                    rows=rows,
+                    caption=f"Measured, in {self.unit}",
+                ),
+                *([f"At {blank} of {len(self.points)} points the noise hides the gradient."] if blank else []),
+                *([] if costs is None else [_in_words(self, costs)]),
+                "The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.",
+            ],
+            on_page=[
+                chart,
+                Text(
+                    "The noise scale is the variance of one sample's gradient over the squared length of the true one "
+                    "(McCandlish et al. 2018). Up to batches of about that size, a larger batch saves steps nearly in "
+                    "proportion; far above, it only costs samples."
+                ),
+            ],
+            ok=bool(known) or "no noise scale was found at any of the weights; give more --steps.",
+        )
+
+
+def _in_words(report: NoiseReport, costs: Mapping[str, float]) -> Mapping[str, str]:
+    """What the recipe's own batch costs."""
+    unit = report.unit
+    return {
+        f"at {_figure(report.batch_weight)} {unit}": f"{costs['steps_ratio']:.3g} times the fewest steps, "
+        f"{costs['examples_ratio']:.3g} times the fewest {unit}",
+        "with linear lr scaling": f"{costs['linear_rate_excess']:.3g} times the rate that the noise allows",
+    }
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_figure(low)} to {_figure(high)}" if math.isfinite(high) else f"above {_figure(low)}"
+
+
+def _figure(value: float) -> str:
+    """Three significant digits."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
+def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
+    """Measure the noise scale. Collective: every rank must call this.
+
+    Raises:
+        PacelineError: For mistakes in the recipe or the data, and where weights are sharded.
+    """
+    loaded = load_recipe(asked.target, asked.overrides)
+    checkpoints = _checkpoints(Path(asked.target))
+    recipe = _cut(loaded.recipe, read_launch(os.environ).world.world_size)
+    if checkpoints:
+        recipe = without_initial_weights(recipe)
+    points = []
+    with (
+        _scratch(asked.scratch) as folder,
+        opened_run(_quiet(loaded, recipe), Options(run_dir=Path(folder) / "run")) as run,
+    ):
+        if not isinstance(run.strategy, Replicas):
+            raise RecipeError(
+                "the noise scale is measured on whole gradients, and here the weights are spread over processes "
+                "(fsdp); measure it with parallel.strategy=ddp, or with one process."
+            )
+        steps = min(asked.steps, run.plan.total_steps)
+        for step, path in checkpoints or [(0, None)]:
+            if path is not None:
+                _take_weights(run, path)
+            points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
+            log(in_words(points[-1], _unit(run)))
+        plan, unit = run.plan, _unit(run)
+        batch_weight = plan.global_batch_size * mean_weight(run)
+    return NoiseReport(
+        name=loaded.name,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        processes=plan.world_size,
+        points=points,
+        batch_weight=batch_weight,
+        unit=unit,
+    )
+
+
+def _unit(run: Run) -> str:
+    # Images are samples here, as they always were.
+    return "samples" if run.task.sample_weights() is None else run.task.unit
+
+
+def in_words(point: NoisePoint, unit: str = "samples") -> str:
+    """A point as one line."""
+    found = point.averages.noise_scale()
+    if found is None:
+        return f"step {point.step}: the gradient cannot be told from noise in {point.steps} batches; give more --steps"
+    high = f"{found.high:.3g}" if math.isfinite(found.high) else "beyond all bounds"
+    return f"step {point.step}: noise scale {found.middle:.3g} {unit} ({found.low:.3g} to {high})"
+
+
+def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
+    directory = RunDirectory(target)
+    if not directory.exists():
+        return []
+    store = CheckpointStore(directory.checkpoints)
+    if not store.steps():
+        raise RunDirectoryError(
+            f"the run in '{target}' holds no checkpoint (yet), at whose weights the noise could be measured; wait for "
+            f"one, or give {directory.recipe} to measure it at fresh weights."
+        )
+    return [(step, store.path(step)) for step in store.steps()]
+
+
+def _scratch(given: Path | None) -> AbstractContextManager[str]:
+    if given is not None:
+        return nullcontext(str(given))
+    return tempfile.TemporaryDirectory(prefix="paceline-noise-")
+
+
+def _cut(recipe: Recipe, processes: int) -> Recipe:
+    """The recipe with two micro-batches a step at least, by its own numbers where it gives any.
+
+    Raises:
+        RecipeError: If its batch cannot be cut.
+    """
+    batch = recipe.batch.global_size
+    open_ = recipe.batch.micro_size == "auto" and recipe.parallel.logical_ranks == "auto"
+    if not open_ and fixed_logical_ranks(recipe) == 1:
+        key = "parallel.logical_ranks" if recipe.batch.micro_size == "auto" else "batch.micro_size"
+        raise RecipeError(
+            f"{key} makes one micro-batch of a step's {batch} samples, and the noise is measured between two or more; "
+            f"give {key}=auto, which cuts the batch for this."
+        )
+    if not open_ or batch % processes:
+        return recipe
+    counts = [count for count in range(max(2, processes), batch + 1) if batch % count == 0 and count % processes == 0]
+    if not counts:
+        raise RecipeError(f"batch.global_size={batch} cannot be cut into micro-batches to compare; use a larger one.")
+    large = [count for count in counts if batch // count >= _FEW]
+    count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
+    micro = batch // count
+    model = with_nearest_ghosts(recipe.model, micro)
+    return replace(recipe, model=model, batch=replace(recipe.batch, micro_size=micro))
+
+
+def _quiet(loaded: LoadedRecipe, recipe: Recipe) -> LoadedRecipe:
+    telemetry = replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False)
+    kept = replace(recipe, telemetry=telemetry, checkpoint=replace(Checkpoint(), every=None))
+    return replace(loaded, recipe=kept, origins={})
+
+
+def _take_weights(run: Run, path: Path) -> None:
+    run.network.load_state_dict(read_weights(path, "model").state)
+
+
+def _estimates(run: Run, steps: int) -> Iterator[Estimate]:
+    batches = run.train_batches()
+    for _ in range(steps):
+        found = _of_step(run, list(micro_batches(run, batches)))
+        if found is not None:
+            yield found
+
+
+def _of_step(run: Run, batches: Sequence[Batch]) -> Estimate | None:
+    assert isinstance(run.strategy, Replicas)
+    parts: list[tuple[int, float]] = []
+    total = [torch.zeros_like(each) for each in run.network.parameters() if each.requires_grad]
+    for batch in batches:
+        if not batch.weight:
+            continue
+        gradients = _gradients(Trial(run, run.strategy, batch))
+        torch._foreach_add_(total, gradients, alpha=batch.weight)
+        parts.append((batch.weight, _square(gradients)))
+    everyones = [each for part in run.collectives.gather(parts) for each in part]
+    samples = sum(weight for weight, _ in everyones)
+    if not samples:
+        return None
+    for each in total:
+        run.collectives.reduce_sum(each)
+    # fp16's gradients were raised by this much, so that none is lost.
+    scale = FP16_SCALE**2 if run.precision.scaler is not None else 1.0
+    small = math.fsum(weight * square for weight, square in everyones) / samples
+    return estimate(samples / len(everyones), small / scale, samples, _square(total) / samples**2 / scale)
+
+
+def _gradients(trial: Trial) -> list[torch.Tensor]:
+    with trial.without_a_trace():
+        found = trial.gradients(trial.run.network)
+    trained = ((name, each) for name, each in trial.run.network.named_parameters() if each.requires_grad)
+    return [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
+
+
+def _square(tensors: Sequence[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors)) ** 2

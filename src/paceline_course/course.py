@@ -1,0 +1,159 @@
+"""Which labs are there, where do they lie, and what is each about?"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.errors import LabError, did_you_mean
+from paceline_course.cells import Exercise, exercises_of, read_notebook, tags_of
+
+_FILE = re.compile(r"(\d+)([a-z]?)_(\w+)\.py")
+_HEADING = re.compile(r"^#\s+(?:Lab\s+\w+\s*[:.–-]\s*)?(.+?)\s*$", re.MULTILINE)
+_WORDS = {"an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6}
+_DURATION = re.compile(rf"\b(\d+|{'|'.join(_WORDS)})( and a half)?\s(minute|hour)s?\b( and a half)?", re.IGNORECASE)
+_CELL = re.compile(r"^# %%(?: (.*))?$", re.MULTILINE)
+_TAGS = re.compile(r"tags=(\[.*?\])")
+_ANSWER = "reference"
+_BEGINNING = 6  # cells in which a lab says how long it takes
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One notebook of the course, kept as text.
+
+    Attributes:
+        path: Its file.
+    """
+
+    path: Path
+
+    @property
+    def number(self) -> str:
+        """As students type it: ``2a``."""
+        return self.path.stem.partition("_")[0]
+
+    @property
+    def name(self) -> str:
+        """What comes after the number: ``ddp``."""
+        return self.path.stem.partition("_")[2]
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Where it stands in the course."""
+        match = re.fullmatch(r"(\d+)([a-z]?)", self.number)
+        assert match is not None  # only such files are taken for labs
+        return int(match[1]), match[2]
+
+    @property
+    def file_name(self) -> str:
+        """What a student's notebook of it is called."""
+        return f"{self.path.stem}.ipynb"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What it comes with: the files in the folder of its name, if there is one, but for an answer to look up."""
+        beside = self.path.parent / self.name
+        return tuple(sorted(path for path in beside.glob("*") if path.is_file() and path.stem != _ANSWER))
+
+    def lay_out(self, folder: Path) -> None:
+        """Copy what it comes with into a folder."""
+        for path in self.files:
+            shutil.copy(path, folder / path.name)
+
+    @cached_property
+    def notebook(self) -> Any:
+        """Its cells, as nbformat has them; to be read only."""
+        return read_notebook(self.path)
+
+    @cached_property
+    def outline(self) -> Any:
+        """Its cells without the library of notebooks: kind, tags and text, enough to tell what it is about."""
+        _, *cells = _CELL.split(self.path.read_text(encoding="utf-8"))
+        return SimpleNamespace(cells=list(map(_outlined, cells[::2], cells[1::2])))
+
+    @property
+    def title(self) -> str:
+        """Its first heading, without the number."""
+        texts = [cell.source for cell in self.outline.cells if cell.cell_type == "markdown"]
+        match = next((found for text in texts if (found := _HEADING.search(text))), None)
+        return match[1] if match else self.name.replace("_", " ")
+
+    @property
+    def minutes(self) -> int | None:
+        """How long it takes to work through, as it says in its beginning; None if it does not say."""
+        cells = [cell for cell in self.outline.cells[:_BEGINNING] if cell.cell_type == "markdown"]
+        return max((found for cell in cells for found in _durations(cell.source)), default=None)
+
+    @cached_property
+    def exercises(self) -> tuple[Exercise, ...]:
+        """Its exercises, in order."""
+        return tuple(exercises_of(self.notebook, self.path.name))
+
+    @property
+    def exercise_names(self) -> list[str]:
+        """Such as ``2a.3``, in order."""
+        return [each.name for each in exercises_of(self.outline, self.path.name)]
+
+    @property
+    def slides(self) -> int:
+        """How many slides it has: Markdown begins each."""
+        return sum("slide" in tags_of(cell) and cell.cell_type == "markdown" for cell in self.outline.cells)
+
+
+def _outlined(options: str | None, text: str) -> SimpleNamespace:
+    is_markdown = (options or "").startswith("[markdown]")
+    tags = _TAGS.search(options or "")
+    source = re.sub("^# ?", "", text, flags=re.MULTILINE) if is_markdown else text
+    return SimpleNamespace(
+        cell_type="markdown" if is_markdown else "code",
+        metadata={"tags": json.loads(tags[1]) if tags else []},
+        source=source.strip(),
+    )
+
+
+def _durations(text: str) -> Iterator[int]:
+    """Minutes that a text speaks of."""
+    for match in _DURATION.finditer(" ".join(text.split())):
+        count = _WORDS.get(match[1].lower()) or int(match[1])
+        half = 0.5 if match[2] or match[4] else 0
+        yield round((count + half) * (60 if match[3].lower() == "hour" else 1))
+
+
+def course_folder() -> Path:
+    """Return the folder of the course's notebooks.
+
+    Raises:
+        LabError: If it is missing.
+    """
+    folder = Path(__file__).with_name("notebooks")
+    if not any(folder.glob("*_*.py")):
+        raise LabError(f"the labs are missing: there are none in {folder}. Install Paceline again.")
+    return folder
+
+
+def all_labs() -> tuple[Lab, ...]:
+    """Every lab, in the order of the course."""
+    labs = [Lab(path) for path in course_folder().iterdir() if _FILE.fullmatch(path.name)]
+    return tuple(sorted(labs, key=lambda lab: lab.order))
+
+
+def find_lab(number: str) -> Lab:
+    """The lab of a number, or of a name.
+
+    Raises:
+        LabError: If there is none.
+    """
+    labs = all_labs()
+    for lab in labs:
+        if number.lower() in (lab.number, lab.name, lab.path.stem, lab.path.name, lab.file_name):
+            return lab
+    names = ", ".join(lab.number for lab in labs)
+    raise LabError(f"there is no lab '{number}'.{did_you_mean(number, [lab.name for lab in labs])} There are: {names}.")

@@ -1,0 +1,6 @@
+"""What is a student's training program worth? It is run and watched, never read."""
+
+from paceline_course.grading.grade import grade
+from paceline_course.grading.marks import Criterion, Marks
+
+__all__ = ["grade", "Marks", "Criterion"]

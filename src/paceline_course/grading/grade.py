@@ -1,0 +1,252 @@
+"""What is a student's training program worth? It is run in a scratch directory, several times, and watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError, PacelineError
+from paceline_course.grading.marks import Marks
+from paceline_course.grading.supervise import TOKEN, Limits, end_all
+
+BASE_LR, WARMUP = 0.05, 6
+_PLAIN_EPOCHS, _PLAIN_BATCH = 3, 48
+_BATCHNORM_EPOCHS, _BATCHNORM_BATCH = 8, 50
+_STEPS_IN_EPOCH = 13  # of 48 samples: 578 = 12 x 48 + 2
+_KILL_AT_STEP = _STEPS_IN_EPOCH + 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a grading.
+
+    Attributes:
+        name: As criteria know it.
+        processes: World size.
+        directory: Its working directory; runs that have the same one go on from one another.
+        network: ``plain`` or ``batchnorm``.
+        kill_at_step: Before which step a rank is killed; None for never.
+        tear: Whether it is killed while it saves.
+    """
+
+    name: str
+    processes: int
+    directory: str
+    network: str = "plain"
+    kill_at_step: int | None = None
+    tear: bool = False
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the bare loop that is run, rather than the program."""
+        return self.name.startswith("pace")
+
+
+TRIALS = (
+    Trial("one", 1, "one"),
+    Trial("two", 2, "two"),
+    Trial("three", 3, "three"),
+    Trial("pace-before", 2, "pace", network="batchnorm"),
+    Trial("batchnorm", 2, "batchnorm", network="batchnorm"),
+    Trial("pace-after", 2, "pace", network="batchnorm"),
+    Trial("killed", 2, "killed", kill_at_step=_KILL_AT_STEP),
+    Trial("resumed", 2, "killed", tear=True),
+    Trial("again", 2, "killed"),
+)
+
+
+class Host:
+    """The process that starts runs; one can serve many gradings."""
+
+    def __init__(self) -> None:
+        self._token = uuid.uuid4().hex
+        environment = {
+            **os.environ,
+            TOKEN: self._token,
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": _loopback(),
+            "MKL_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        environment.pop("PYTHONUNBUFFERED", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline_course.grading.host"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def run(self, launch: Any) -> dict[str, Any]:
+        """Start a run, wait for its end, and return how it ended.
+
+        Raises:
+            LaunchError: If the host itself has died.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(launch)) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise LaunchError(f"The process that starts the runs has ended with exit code {self._process.wait()}.")
+        outcome: dict[str, Any] = json.loads(answer)
+        return outcome
+
+    def close(self) -> None:
+        """End it, and whatever it may have left."""
+        end_all([self._process.pid], self._token)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextmanager
+def hosting() -> Iterator[Host]:
+    """Have a host for several gradings."""
+    host = Host()
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def grade(
+    path: Path,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+    limits: Limits | None = None,
+    host: Host | None = None,
+) -> Marks:
+    """Run a program of the assessment with 1, 2 and 3 processes, watch it, and mark what it does.
+
+    Args:
+        path: The program, a Python file. It is copied; nothing is written beside it.
+        tell: Called with one short line as each run begins.
+        limits: What one run may use.
+        host: What starts the runs; one of its own if None.
+
+    Returns:
+        Marks, of 100 points.
+
+    Raises:
+        PacelineError: If there is no such file, or it is a notebook.
+    """
+    if not path.is_file():
+        raise PacelineError(f"There is no file {path}; give the Python file of your training program.")
+    if path.suffix == ".ipynb":
+        raise PacelineError(f"{path} is a notebook; give a Python file, as torchrun runs it.")
+    begin, processor = time.monotonic(), _processor_seconds()
+    with tempfile.TemporaryDirectory(prefix="paceline-grading-", ignore_cleanup_errors=True) as scratch:
+        if host is None:
+            with hosting() as host:
+                marks = _grade(path, Path(scratch).resolve(), tell, limits or Limits(), host)
+        else:
+            marks = _grade(path, Path(scratch).resolve(), tell, limits or Limits(), host)
+    return replace(marks, seconds=time.monotonic() - begin, processor_seconds=_processor_seconds() - processor)
+
+
+def _grade(path: Path, scratch: Path, tell: Callable[[str], None], limits: Limits, host: Host) -> Marks:
+    import torch
+
+    from paceline_course.grading import on_schedule
+    from paceline_course.grading.findings import Runs
+    from paceline_course.grading.on_schedule import Schedule
+    from paceline_course.grading.sheet import marking_sheet
+
+    program = scratch / "program" / "train.py"
+    program.parent.mkdir()
+    shutil.copyfile(path, program)
+    runs: dict[str, Any] = {}
+    for trial in TRIALS:
+        if not _is_worth_while(trial, runs):
+            continue
+        tell(_announcement(trial))
+        runs[trial.name] = _try(trial, program, scratch, limits, host)
+    found = Runs(runs)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a hundred tiny networks: more threads would only wait for one another
+    try:
+        for name in on_schedule.AGAIN:
+            if on_schedule.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
+                again = Trial(name, 2, name, network="batchnorm")
+                tell(f"{_announcement(again)}, for its pace once more")
+                runs[name] = _try(again, program, scratch, limits, host)
+        return Marks(tuple(item.mark(found) for item in marking_sheet(Schedule(BASE_LR, WARMUP))))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _is_worth_while(trial: Trial, runs: dict[str, Any]) -> bool:
+    """Skip what would only fail again: a program that never ends is not run nine times."""
+    if any(run.ended_for and run.ended_for != "hang" for run in runs.values()):
+        return False
+    if trial.name in ("one", "two", "three"):
+        return True
+    has_trained = any(runs[name].is_complete for name in ("two", "three"))
+    return has_trained and (trial.directory != "killed" or runs["two"].is_complete)
+
+
+def _announcement(trial: Trial) -> str:
+    if trial.is_bare:
+        return "the bare loop, for its pace"
+    what = {"killed": ", killed", "resumed": ", started again, killed as it saves", "again": ", started again"}
+    processes = "1 process" if trial.processes == 1 else f"{trial.processes} processes"
+    return f"{processes}, network {trial.network}{what.get(trial.name, '')}"
+
+
+def _try(trial: Trial, program: Path, scratch: Path, limits: Limits, host: Host) -> Any:
+    from paceline_course.grading import baseline
+    from paceline_course.grading.host import Launch
+    from paceline_course.grading.runs import read_run
+    from paceline_course.grading.witness import Watch
+
+    directory, notes = scratch / "runs" / trial.directory, scratch / "notes" / trial.name
+    output = directory / "output"
+    directory.mkdir(parents=True, exist_ok=True)
+    notes.mkdir(parents=True)
+    epochs, batch = (_PLAIN_EPOCHS, _PLAIN_BATCH) if trial.network == "plain" else (_BATCHNORM_EPOCHS, _BATCHNORM_BATCH)
+    if trial.is_bare:
+        arguments = ["--batch", str(batch), "--steps", str(5 * _STEPS_IN_EPOCH), "--network", trial.network]
+    else:
+        arguments = [
+            *("--output", str(output), "--epochs", str(epochs), "--batch", str(batch)),
+            *("--base-lr", str(BASE_LR), "--warmup", str(WARMUP), "--network", trial.network),
+        ]
+    launch = Launch(
+        program=baseline.__file__ if trial.is_bare else str(program),
+        arguments=tuple(arguments),
+        processes=trial.processes,
+        directory=str(directory),
+        watch=Watch(str(notes), str(directory), str(output), trial.kill_at_step, trial.tear),
+        limits=limits,
+    )
+    return read_run(notes, output, epochs=epochs, batch=batch, **host.run(launch))
+
+
+def _processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -1,0 +1,249 @@
+"""How are many short runs started without loading torch for each rank? One process loads it once, and forks.
+
+``python -m paceline_course.grading.host`` reads a :class:`Launch` as a line of JSON, starts its ranks with the
+environment that torchrun would give them, watches over them, and answers with an :class:`Outcome`. It computes nothing
+itself, so that it has no threads when it forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import random
+import resource
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline_course.grading.supervise import TOKEN, Limits, Supervisor, adopt_orphans, end_all, end_children
+from paceline_course.grading.witness import Watch, Witness
+
+_POLL_SECONDS = 0.05
+# When a rank has failed, the others are given so long without anything to do.
+_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of a program.
+
+    Attributes:
+        program: Its file.
+        arguments: Of its command line.
+        processes: World size.
+        directory: Its working directory, in which its home and its temporary files are too.
+        watch: What its ranks are watched for.
+        limits: What it may use.
+    """
+
+    program: str
+    arguments: tuple[str, ...]
+    processes: int
+    directory: str
+    watch: Watch
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        exit_codes: Of each rank; negative for a signal.
+        ended_for: Why it had to be ended (``hang``, ``processor time``, ``processes``, ``time``); empty if it ended by
+            itself.
+    """
+
+    exit_codes: tuple[int, ...]
+    ended_for: str = ""
+
+
+def main() -> None:
+    """Serve launches until standard input ends."""
+    _preload()
+    adopt_orphans()
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        values = json.loads(line)
+        watch, limits = Watch(**values.pop("watch")), Limits(**values.pop("limits"))
+        outcome = run(Launch(**values, watch=watch, limits=limits))
+        answers.write(json.dumps(asdict(outcome)) + "\n")
+        answers.flush()
+
+
+def run(launch: Launch) -> Outcome:
+    """Start the ranks, wait until all have ended, and leave nothing behind."""
+    port = _free_port()
+    pids = []
+    for rank in range(launch.processes):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(launch, rank, port)
+        pids.append(pid)
+    try:
+        return _wait(pids, launch.limits)
+    finally:
+        end_all(pids, os.environ[TOKEN])
+        end_children()
+
+
+def _wait(pids: list[int], limits: Limits) -> Outcome:
+    supervisor = Supervisor(limits)
+    codes: dict[int, int] = {}
+    ended_for = ""
+    while len(codes) < len(pids):
+        left = [pid for pid in pids if pid not in codes]
+        for pid in left:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                ended_for = ended_for or ("processor time" if codes[pid] == -signal.SIGXCPU else "")
+                if codes[pid] < 0:
+                    limits = Limits(**{**asdict(limits), "idle_seconds": 0.0})  # killed: no one will wait for it
+                elif codes[pid] > 0:
+                    limits = Limits(**{**asdict(limits), "idle_seconds": min(limits.idle_seconds, _GRACE_SECONDS)})
+                supervisor.limits = limits
+        objection = supervisor.objection([pid for pid in left if pid not in codes])
+        if objection:
+            # After a failure, waiting for the one that failed is no hang.
+            has_failed = any(codes.values())
+            ended_for = ended_for or ("" if has_failed and objection == "hang" else objection)
+            for pid in left:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+                    codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(_POLL_SECONDS)
+    return Outcome(tuple(codes[pid] for pid in pids), ended_for)
+
+
+def _be_rank(launch: Launch, rank: int, port: int) -> None:
+    code = 97
+    leave = os._exit  # which the witness will watch
+    try:
+        os.setsid()
+        os.chdir(launch.directory)
+        _redirect()
+        os.environ.update(_environment(launch, rank, port))
+        tempfile.tempdir = None  # it may remember where temporary files were before the fork
+        _limit(launch.limits)
+        random.seed()  # as in processes that were not forked from one another; torch begins with the same seed in all
+        np.random.seed()  # noqa: NPY002  # it is this old generator that programs may use
+        witness = Witness(rank, launch.watch)
+        witness.install()
+        code = _run_program(launch, witness)
+    except BaseException:  # noqa: BLE001  # nothing may leave a forked process but by its end
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        leave(code)
+
+
+def _run_program(launch: Launch, witness: Witness) -> int:
+    sys.argv = [launch.program, *launch.arguments]
+    sys.path.insert(0, str(Path(launch.program).parent))
+    code, message = 0, ""
+    try:
+        runpy.run_path(launch.program, run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            sys.stderr.write(leaving.code + "\n")
+    except BaseException as error:  # noqa: BLE001  # whatever a student's program raises is told
+        traceback.print_exc()
+        code, message = 1, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if message:
+        witness.note_end(code, message)  # what follows may never end
+    # As an interpreter ends: threads are waited for, then comes what was registered for the exit.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no other name for it
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no other name for it
+    witness.note_end(code, message)
+    return code & 0xFF
+
+
+def _environment(launch: Launch, rank: int, port: int) -> Mapping[str, str]:
+    size = str(launch.processes)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "HOME": launch.directory,
+        "TMPDIR": launch.directory,
+        "XDG_CACHE_HOME": launch.directory,
+    }
+
+
+def _redirect() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target, source in ((0, nothing), (1, output), (2, output)):
+        os.dup2(source, target)
+    os.closerange(3, 1024)
+
+
+def _limit(limits: Limits) -> None:
+    seconds = int(limits.processor_seconds) + 1
+    _lower(resource.RLIMIT_CPU, seconds, seconds + 5)  # SIGXCPU, which says why; at the second, SIGKILL
+    _lower(resource.RLIMIT_FSIZE, limits.file_bytes)
+    _lower(resource.RLIMIT_CORE, 0)
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        pages = int(statm.read_text().split()[0])
+        _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes)
+
+
+def _lower(what: int, value: int, last: int | None = None) -> None:
+    _, hard = resource.getrlimit(what)
+    soft, last = (
+        each if hard == resource.RLIM_INFINITY else min(each, hard) for each in (value, value if last is None else last)
+    )
+    resource.setrlimit(what, (soft, last))
+
+
+def _free_port() -> int:
+    """One that is free, and below those that a socket gets which asks for any: it is bound again only later."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def _preload() -> None:
+    """Import what a program will need, and read the data, once."""
+    import torch._dynamo
+    import torch.nn.parallel
+    import torch.utils.data.distributed
+
+    from paceline_course import assignment
+
+    torch.set_num_threads(1)
+    assignment.training_set()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What does one rank of a program do? Written down as it happens, by what it calls, never by how it is written.
+
+It stands between the program and torch: networks that the assignment builds tell what goes through them, every
+optimizer tells its steps, and what is written to files is seen by Python's audit events. Rows of a batch are recognised
+by their content, so that data may be read, shuffled and batched in whatever way a student likes.
+
+Two files: a line of JSON for each event, and float32 vectors (weights, gradients, statistics), which events name by
+their place. Both are written at once, since a run may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline_course import assignment
+from paceline_course.grading.writes import is_new_content, written_paths
+
+UNKNOWN = -1  # a row that is in neither set; sample v of the validation set is -2 - v
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to look for in one rank.
+
+    Attributes:
+        folder: Where the notes of all ranks go.
+        scratch: The only directory that the program may write in.
+        output: Inside of it, what the program was told to write in.
+        kill_at_step: Before which step, from 0, the rank is killed; None for never.
+        tear: Whether the first file that a rank saves is left half written, and the rank killed.
+    """
+
+    folder: str
+    scratch: str
+    output: str
+    kill_at_step: int | None = None
+    tear: bool = False
+
+
+@dataclass
+class Witness:
+    """Notes of one rank."""
+
+    rank: int
+    watch: Watch
+    pending: list[int] = field(default_factory=list)
+    steps: int = 0
+    networks: list[nn.Module] = field(default_factory=list)
+    trained: nn.Module | None = None
+    _place: int = 0
+    _unwritten: bytes = b""  # saved to memory so far, where a file is to be torn
+
+    def __post_init__(self) -> None:
+        stem = Path(self.watch.folder, f"rank-{self.rank}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._events = os.open(stem.with_suffix(".jsonl"), flags)
+        self._vectors = os.open(stem.with_suffix(".bin"), flags)
+        self._samples = _samples_by_content()
+
+    def __deepcopy__(self, _: Any) -> Witness:
+        return self  # a network that is copied keeps its hooks, and there is one witness
+
+    def install(self) -> None:
+        """Begin to watch this process; there is no way back."""
+        assignment.OBSERVERS.append(self._watch_network)
+        register_optimizer_step_pre_hook(self._before_step)
+        torch.save = self._saving(torch.save, 1)
+        safetensors.torch.save_file = self._saving(safetensors.torch.save_file, 1)
+        sys.addaudithook(self._audit)
+        os._exit = self._leaving(os._exit)  # as programs call it that have done with their threads
+
+    def note(self, event: str, **values: Any) -> None:
+        """Write down an event."""
+        os.write(self._events, (json.dumps({"event": event, **values}) + "\n").encode())
+
+    def note_end(self, code: int, message: str = "") -> None:
+        """Write down how the program ended, and what its ranks hold then."""
+        network = self.trained or (self.networks[-1] if self.networks else None)
+        self.note(
+            "end",
+            code=code,
+            message=message,
+            has_process_group=dist.is_available() and dist.is_initialized(),
+            weights=None if network is None else self._vector(network.parameters()),
+            unused=len(self.pending),
+        )
+
+    def _leaving(self, leave: Callable[[int], NoReturn]) -> Any:
+        watched = os.getpid()
+
+        def noted(status: int) -> NoReturn:
+            if os.getpid() == watched:  # and not a process that it has forked
+                self.note_end(status)
+            leave(status)
+
+        return noted
+
+    # -- networks and optimizers
+
+    def _watch_network(self, network: nn.Module) -> None:
+        self.networks.append(network)
+        network.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, network: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return
+        samples = [self._samples.get(row, UNKNOWN) for row in _rows(inputs[0])]
+        if network.training and torch.is_grad_enabled():
+            self.pending += samples
+            return
+        validated = [-2 - sample for sample in samples if sample < UNKNOWN]
+        if validated or UNKNOWN in samples:
+            self.note(
+                "validate",
+                step=self.steps,
+                samples=validated,
+                unknown=samples.count(UNKNOWN),
+                training=network.training,
+                statistics=self._vector(b for b in network.buffers() if b.is_floating_point()),
+            )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return self._note_step(optimizer)
+
+        def noted() -> Any:
+            loss = closure()
+            self._note_step(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": noted}
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.steps == self.watch.kill_at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for network in self.networks:
+            weights = list(network.parameters())
+            if any(id(weight) in trained for weight in weights):
+                gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+                self.note(
+                    "step",
+                    samples=self.pending,
+                    learning_rate=float(optimizer.param_groups[0]["lr"]),
+                    optimizer=_describe(optimizer),
+                    weights=self._vector(weights),
+                    gradients=self._vector(gradients),
+                    seconds=time.monotonic(),
+                )
+                self.trained = network
+                self.steps += 1
+                self.pending = []
+                return
+
+    def _vector(self, tensors: Any) -> list[int]:
+        flat = [tensor.detach().to("cpu", torch.float32).reshape(-1).numpy() for tensor in tensors]
+        content = np.concatenate(flat).tobytes() if flat else b""
+        os.write(self._vectors, content)
+        self._place += len(content)
+        return [self._place - len(content), len(content)]
+
+    # -- files
+
+    def _saving(self, save: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = save(*args, **kwargs)
+            target = kwargs.get("f", kwargs.get("filename", args[position] if len(args) > position else None))
+            if isinstance(target, str | os.PathLike):
+                self._note_written(os.fspath(target))
+                if self.watch.tear and self.steps:
+                    os.truncate(target, os.path.getsize(target) // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif self.watch.tear and self.steps and target is not None:
+                self._tear(target)
+            return result
+
+        return watched
+
+    def _tear(self, file: Any) -> None:
+        try:
+            file.flush()
+            descriptor = file.fileno()
+        except (AttributeError, OSError):  # in memory: the file that it goes into is torn as it is opened
+            self._unwritten = file.getvalue() if isinstance(file, io.BytesIO) else b""
+            return
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._unwritten and event == "open" and is_new_content(args) and _is_inside(args[0], self.watch.output):
+            content, self._unwritten = self._unwritten, b""
+            Path(os.fsdecode(args[0])).write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        for path in written_paths(event, args):
+            if not _is_inside(path, self.watch.scratch):
+                self.note("refused", path=os.path.abspath(path))
+                raise PermissionError(f"A program that is graded writes in its own directory only, not to {path}.")
+            if event == "open":
+                self._note_written(path)
+
+    def _note_written(self, path: str) -> None:
+        if _is_inside(path, self.watch.output):
+            self.note("wrote", path=os.path.relpath(os.path.realpath(path), os.path.realpath(self.watch.output)))
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    told = [f"{name}={group[name]}" for name in ("momentum", "dampening", "weight_decay", "betas") if group.get(name)]
+    told += [name for name in ("nesterov", "maximize") if group.get(name)]
+    return f"{type(optimizer).__name__}({', '.join(told)})"
+
+
+def _samples_by_content() -> dict[bytes, int]:
+    training, _ = assignment.training_set().tensors
+    validation, _ = assignment.validation_set().tensors
+    numbers = {row: -2 - index for index, row in enumerate(_rows(validation))}
+    return numbers | {row: index for index, row in enumerate(_rows(training))}
+
+
+def _rows(batch: Tensor) -> list[bytes]:
+    if not batch.numel():
+        return []  # rows of nothing cannot be laid flat
+    values: NDArray[Any] = batch.detach().cpu().reshape(len(batch), -1).contiguous().numpy()
+    return [row.tobytes() for row in values]
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    return real == root or real.startswith(root + os.sep)

@@ -1,0 +1,104 @@
+"""A clean recipe, and the diagnosis of it with something planted: in the recipe, or in code of the user's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Wide enough for an A100, of noise that is read from nowhere; nothing of it is ever trained.
+CLEAN = """
+model: {name: small_resnet, options: {width: 64, stages: 2}}
+data: {dataset: synthetic, image_size: 32, classes: 64, samples: 8192}
+batch: {global_size: 256}
+train: {duration: 4 epochs}
+telemetry: {trackers: [], report: off}
+"""
+# A task with a DataLoader of its own, as a user may bring one along.
+OWN_LOADER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import paceline
+from paceline.data.batch import Batch
+
+OPTIONS = {options}
+
+
+class Samples(Dataset):
+    def __getitem__(self, ids):
+        return torch.zeros(len(ids), 3, 32, 32), torch.zeros(len(ids), dtype=torch.int64)
+
+
+class Own:
+    def __init__(self, placement):
+        self.placement = placement
+
+    def start(self, *, training, evaluation):
+        pass
+
+    def train_batches(self, geometry, first, last, world):
+        parts = list(geometry.stream(first, last, world))
+        loader = DataLoader(Samples(), sampler=[part.ids for part in parts], batch_size=None, **OPTIONS)
+        layout = torch.channels_last if self.placement.channels_last else torch.contiguous_format
+        for part, (images, labels) in zip(parts, loader):
+            yield Batch(images.to(memory_format=layout), labels, part.ids, part)
+
+    def close(self):
+        pass
+
+
+class Task(paceline.ImageClassification):
+    def open_pipeline(self, placement):
+        return Own(placement)
+"""
+
+
+@pytest.fixture
+def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``examined({"train.precision": "fp32"}, code=..., device="a100")`` is a diagnosis; ``code`` is ``mine``'s."""
+    from paceline_advisor.doctor.study import Asked, examine
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    recipe = tmp_path / "clean.yaml"
+    recipe.write_text(CLEAN)
+    names: list[str] = []
+
+    def run(overrides: Mapping[str, Any] | None = None, *, code: str = "", device: str | None = None) -> Any:
+        asked = dict(overrides or {})
+        if code:
+            # A name of its own for each: what was imported stays imported.
+            names.append(f"mine_{abs(hash((request.node.nodeid, len(names))))}")
+            (tmp_path / f"{names[-1]}.py").write_text(code)
+            asked = {key: str(value).replace("mine:", f"{names[-1]}:") for key, value in asked.items()}
+        pairs = tuple(f"{key}={value}" for key, value in asked.items())
+        return examine(Asked(recipe=str(recipe), overrides=pairs, device=device), lambda _: None)
+
+    yield run
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The diagnosis of the clean recipe for an A100."""
+    from paceline_advisor.doctor.study import Asked, examine
+
+    recipe = tmp_path_factory.mktemp("clean") / "clean.yaml"
+    recipe.write_text(CLEAN)
+    return examine(Asked(recipe=str(recipe), overrides=(), device="a100"), lambda _: None)
+
+
+@pytest.fixture
+def own_loader() -> Callable[..., str]:
+    """``own_loader(pin_memory=False)``: code of a task with a DataLoader, good but for what is changed."""
+
+    def make(**changes: Any) -> str:
+        options = {"num_workers": 1, "pin_memory": True, "persistent_workers": True, **changes}
+        return OWN_LOADER.replace("{options}", repr(options))
+
+    return make

@@ -1,0 +1,105 @@
+"""What is proposed is planned before it is written: alone, beside the others, and for more processes than one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import load_recipe
+from paceline_advisor.doctor.changes import Plans
+from paceline_advisor.doctor.findings import Advice, Finding
+from paceline_advisor.doctor.improving import write_improved
+from paceline_advisor.doctor.measuring import Pace, measure
+
+Examined = Callable[..., Any]
+
+NETWORK = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+        return self.head(self.second(x).mean((2, 3)))
+"""
+NET = {"model.name": "mine:Net", "model.options": "{}", "telemetry.log_every": "1 step"}
+
+
+def finding(name: str, overrides: Mapping[str, Any]) -> Finding:
+    given = dict.fromkeys(("evidence", "why", "source", "expected"), "said")
+    return Finding(name=name, severity="slows", advice=Advice(words="do it", overrides=overrides), **given)
+
+
+def test_what_the_strategy_refuses_is_said_and_left_out(examined: Examined, tmp_path: Path) -> None:
+    diagnosis = examined(NET | {"parallel.strategy": "fsdp"}, code=NETWORK, device="a100")
+    assert {"log_every_step", "unfused_pointwise"} <= {each.name for each in diagnosis.findings}
+    made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
+    assert [each.name for each in made.met] == ["log_every_step"]
+    assert "model.compile=true does not go with parallel.strategy=fsdp" in made.left_out["unfused_pointwise"]
+    better = load_recipe(tmp_path / "better.yaml").recipe
+    assert (better.model.compile, str(better.telemetry.log_every)) == (False, "10 steps")
+
+
+def test_what_several_processes_would_refuse_is_left_out_of_a_recipe_for_one(examined: Examined, clean: Any) -> None:
+    # Planned for one process, which needs no strategy, it would go: the recipe is for more than this machine.
+    diagnosis = examined({"parallel.exact": "true", "parallel.logical_ranks": 4}, device="a100")
+    assert diagnosis.processes == 1
+    assert "parallel.exact" in Plans(diagnosis).refusal({"parallel.strategy": "ddp"})
+    assert "single with 2 processes" in Plans(clean).refusal({"parallel.strategy": "single"})
+
+
+def test_changes_that_go_alone_but_not_together(clean: Any, tmp_path: Path) -> None:
+    compiled = {"model.compile": True}
+    thawed = {"model.frozen": ["stages.*"], "model.unfreeze": {"stages.*": "1 epoch"}}
+    plans = Plans(clean)
+    assert [plans.refusal(each) for each in (compiled, thawed)] == ["", ""]
+    diagnosis = replace(clean, findings=(finding("one", compiled), finding("other", thawed)))
+    made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
+    assert [each.name for each in made.met] == ["one"]
+    assert "model.compile=true" in made.left_out["other"]
+    assert load_recipe(tmp_path / "better.yaml").recipe.model.compile is True
+
+
+def test_two_changes_of_one_key(clean: Any, tmp_path: Path) -> None:
+    every = [{"telemetry.log_every": f"{steps} steps"} for steps in (20, 30)]
+    diagnosis = replace(clean, findings=(finding("first", every[0]), finding("second", every[1])))
+    made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
+    assert [each.name for each in made.met] == ["first"]
+    assert made.left_out == {"second": "telemetry.log_every is changed to 20 steps already"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [({"model.frozen": ["no_such.*"]}, "no_such"), ({"train.precision": "fp12"}, "fp12"), ({"data.workers": 2}, "")],
+)
+def test_a_change_that_names_nothing_or_does_nothing(
+    clean: Any, tmp_path: Path, overrides: dict[str, Any], said: str
+) -> None:
+    diagnosis = replace(clean, findings=(finding("idle", overrides),))
+    made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
+    assert made.met == ()
+    assert said in made.left_out["idle"]
+    assert not (tmp_path / "better.yaml").exists()
+    # Nor is it measured: nothing else is left to be.
+    told: list[str] = []
+    assert measure(diagnosis, Pace(), told.append) is diagnosis
+    assert told == [f"idle: not measured: {made.left_out['idle']}"]
+
+
+def test_a_recipe_for_several_processes_is_examined_as_one(examined: Examined) -> None:
+    # On this one each of them has half of the cores, which is no fault.
+    for strategy, device in (("fsdp", "a100"), ("ddp", "cpu")):
+        diagnosis = examined({"parallel.strategy": strategy}, device=device)
+        assert (diagnosis.processes, diagnosis.findings) == (2, ()), device

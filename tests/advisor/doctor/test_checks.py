@@ -1,0 +1,277 @@
+"""The other checks: each is told of a run that has what it looks for, and says nothing of one that has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import load_recipe
+from paceline.tasks.build import build_task
+from paceline.trainer.preparation import plan_run
+from paceline.world import World
+from paceline_advisor.doctor.anatomy import Anatomy
+from paceline_advisor.doctor.behaviour import Behaviour
+from paceline_advisor.doctor.checks import records, several
+from paceline_advisor.doctor.subject import Subject
+from paceline_advisor.doctor.target import choose_target
+
+Examined = Callable[..., Any]
+
+RECURRENT = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.rows = nn.LSTM(96, 100, batch_first=True)
+        self.head = nn.Linear(100, num_classes)
+
+    def forward(self, x):
+        return self.head(self.rows(x.transpose(1, 2).flatten(2))[0][:, -1])
+"""
+CELLS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.cell = nn.GRUCell(96, 256)
+        self.head = nn.Linear(256, num_classes)
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), 256)
+        for row in x[:, :, :3].transpose(1, 2).flatten(2).unbind(1):
+            state = self.cell(row, state)
+        return self.head(state)
+"""
+DEPTHWISE = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3)
+        self.each = nn.Conv2d(64, 64, 3, groups=64)
+        self.mixed = nn.Conv2d(64, 256, 1)
+        self.head = nn.Linear(256, num_classes)
+
+    def forward(self, x):
+        return self.head(self.mixed(self.each(self.stem(x))).mean((2, 3)))
+"""
+POINTWISE = """
+import torch
+from torch import nn
+
+
+def slow_gelu(x):
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x):
+        return self.head(self.second(slow_gelu(self.conv(x))).mean((2, 3)))
+"""
+RELAID = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x):
+        return self.head(self.second(self.conv(x).contiguous()).mean((2, 3)))
+"""
+DISORDERED = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Linear(128, num_classes)
+        self.second = nn.Conv2d(64, 128, 3)
+        self.conv = nn.Conv2d(3, 64, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.conv(x)).mean((2, 3)))
+"""
+WITH_GRADIENT = """
+import torch
+
+import paceline
+
+
+class Task(paceline.ImageClassification):
+    def score(self, model, batch):
+        with torch.enable_grad():
+            return super().score(model, batch)
+"""
+PERCEPTRON = """
+from torch import nn
+
+
+def net(num_classes, width=4096):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, width), nn.ReLU(), nn.Linear(width, num_classes))
+"""
+UNCOMPILED = """
+from dataclasses import replace
+
+import paceline
+
+
+class Task(paceline.ImageClassification):
+    def data_facts(self, world):
+        facts = super().data_facts(world)
+        return replace(facts, unused={**facts.unused, "model.compile": "nothing here is compiled"})
+"""
+NET = {"model.name": "mine:Net", "model.options": "{}"}
+
+
+def named(diagnosis: Any) -> dict[str, Any]:
+    assert diagnosis.unseen == {}
+    return {each.name: each for each in diagnosis.findings}
+
+
+# What is looked for, and what has it; several in one recipe where none hides another.
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "t4": {"slow_precision": {"train.precision": "bf16"}},
+    "cpu": {
+        "unfused_optimizer": {"optimizer.options": "{foreach: false}"},
+        "threads": {"parallel.threads": 1},
+    },
+    "a100": {
+        "autotune_off": {"train.deterministic": "true"},
+        "unused_parameter_search": {"parallel.unused_parameters": "allow"},
+        "ragged_tail": {"data.samples": 8193},
+        "tile_alignment": {"model.options": "{width: 72, stages: 2}"},
+        "evaluation_often": {"evaluate.every": "1 step"},
+    },
+    "a100, large batches": {
+        "no_warmup": {"batch.global_size": 1024, "optimizer.lr": 0.4},
+        "loss_scale": {"train.precision": "fp16", "train.grad_scaler.growth_interval": 10},
+        "memory_bound_layers": {"model.options": "{width: 8, stages: 2}"},
+    },
+    "a100, larger batches": {"learning_rate_rule": {"batch.global_size": 2048, "schedule.warmup": "1 epoch"}},
+}
+
+
+@pytest.mark.parametrize("where", RECIPES)
+def test_a_recipe_that_has_it(examined: Examined, where: str) -> None:
+    overrides = {key: value for each in RECIPES[where].values() for key, value in each.items()}
+    found = named(examined(overrides, device=where.partition(",")[0]))
+    assert RECIPES[where].keys() <= found.keys(), list(found)
+    for finding in found.values():
+        assert all((finding.evidence, finding.why, finding.source, finding.advice.words, finding.expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "asked"),
+    [
+        ("depthwise_convolutions", DEPTHWISE, NET),
+        ("recurrent_sizes", RECURRENT, NET),
+        ("recurrent_cells", CELLS, NET),
+        ("unfused_pointwise", POINTWISE, NET),
+        ("layout_lost", RELAID, NET),
+        ("construction_order", DISORDERED, NET | {"parallel.unused_parameters": "allow"}),
+        (
+            "gradient_in_evaluation, batch_alignment",
+            WITH_GRADIENT + PERCEPTRON,
+            {"task": "mine:Task", "model.name": "mine:net", "model.options": "{}", "batch.global_size": 250},
+        ),
+    ],
+)
+def test_code_that_has_it(examined: Examined, name: str, code: str, asked: dict[str, Any]) -> None:
+    found = named(examined(asked, code=code, device="a100"))
+    assert set(name.split(", ")) <= found.keys(), list(found)
+
+
+def test_who_compiles_nothing_is_not_told_to(examined: Examined) -> None:
+    code, asked = POINTWISE + UNCOMPILED, NET
+    compiled, uncompiled = (
+        named(examined(asked | task, code=code, device="a100"))["unfused_pointwise"].advice
+        for task in ({}, {"task": "mine:Task"})
+    )
+    assert "model.compile=true" in compiled.words
+    assert "model.compile" not in uncompiled.words
+    assert (compiled.overrides, uncompiled.overrides) == ({"model.compile": True}, {})
+
+
+def test_the_order_of_construction_matters_only_where_buckets_follow_it(examined: Examined) -> None:
+    assert named(examined(NET, code=DISORDERED, device="a100")) == {}
+
+
+def test_environment_variables_for_debugging(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert list(named(examined(device="a100"))) == ["debug_environment"]
+    assert named(examined(device="cpu")) == {}
+
+
+@pytest.mark.thorough
+def test_without_data_images_of_the_usual_size_stand_in(examined: Examined) -> None:
+    files = {"data": "{dataset: image_folder, image_size: 224}", "model": "{name: resnet18}", "model.options": "{}"}
+    diagnosis = examined(files, device="a100")
+    assert "ImageNet" in diagnosis.unseen["data"]
+    assert diagnosis.findings == ()
+
+
+def test_the_worst_comes_first(examined: Examined) -> None:
+    asked = {"train.precision": "fp32", "telemetry.log_every": "1 step", "model.channels_last": "false"}
+    found = examined(asked, device="a100").findings
+    assert [each.name for each in found] == ["precision", "channels_last", "log_every_step"]
+
+
+def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
+    subject = _subject()
+    gpu = replace(subject.target, is_here=True)
+    waits = [{"event": "step", "step": 10, "position": 10, "data_wait_fraction": 0.4, "grad_scale": 0.5}]
+    told = [{"event": "incident", "incident": each, "message": "m"} for each in ("slow_rank", "recompile")]
+    cases: dict[Any, Any] = {
+        several.affinity: replace(subject, target=gpu, sockets=2),
+        records.data_wait: replace(subject, run=tuple(waits)),
+        records.slow_rank: replace(subject, run=tuple(told)),
+        records.recompilation: replace(subject, run=tuple(told)),
+        records.scaler_health: replace(subject, run=tuple(waits), plan=replace(subject.plan, precision="fp16")),
+        records.diverged: replace(subject, run=({"event": "incident", "incident": "nonfinite_metric"},)),
+        several.data_parallel: replace(subject, anatomy=Anatomy(parallel=("",))),
+    }
+    for check, sick in cases.items():
+        assert list(check(subject)) == []
+        (found,) = check(sick)
+        assert found.name == check.__name__
+    assert "40%" in next(records.data_wait(cases[records.data_wait])).evidence
+
+
+def _subject() -> Subject:
+    recipe = load_recipe("digits").recipe
+    target = choose_target("a100", recipe)
+    plan = plan_run(recipe, build_task(recipe), target.machine, World())
+    return Subject(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), behaviour=Behaviour())
+
+
+def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:
+    asked = {"data.image_size": 112, "batch.global_size": 8192, "schedule.warmup": "1 epoch"}
+    found = examined(asked, device="a100").findings[0]
+    assert (found.name, found.severity) == ("does_not_fit", "breaks")
+    # The proposed size is one that does fit, and that makes the same step.
+    proposed = found.advice.overrides["batch.micro_size"]
+    assert 8192 % proposed == 0
+    names = [each.name for each in examined(asked | {"batch.micro_size": proposed}, device="a100").findings]
+    assert "does_not_fit" not in names

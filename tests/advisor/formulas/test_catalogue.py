@@ -1,0 +1,80 @@
+"""Are all formulas offered by name, each with its source, and is what was typed read as meant?"""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline_advisor.formulas.catalogue import _formulas_of, find_formula, formulas, modules
+
+# Of the others, most functions belong to a study and are not published formulas.
+PUBLISHED = {
+    "checks", "critical_batch", "memory", "mlperf", "rates", "roofline", "scaling", "tiles", "time", "transformer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "module",
+    [each for each in modules() if each.__name__.rpartition(".")[2] in PUBLISHED],
+    ids=lambda each: each.__name__,
+)
+def test_every_public_function_names_its_source(module: ModuleType) -> None:
+    names = [
+        name
+        for name, each in vars(module).items()
+        if inspect.isfunction(each) and each.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    assert names
+    assert [name for name in names if "Source:" not in (inspect.getdoc(getattr(module, name)) or "")] == []
+    offered = {each.name for each in formulas().values() if each.topic == module.__name__.rpartition(".")[2]}
+    assert set(names) - offered <= {"inconsistencies"}  # it takes a table
+
+
+def test_no_two_formulas_have_one_name() -> None:
+    assert sorted(each.name for module in modules() for each in _formulas_of(module)) == sorted(formulas())
+
+
+def test_words_become_numbers() -> None:
+    assert find_formula("zero_bytes").compute(["parameters=7.5e9", "stage=1", "devices=64"])[1] == 31_406_250_000
+    assert find_formula("tiles.tile-count").compute(["m=1_792", "n=1792", "tile_m=256"]) == (
+        {"m": 1792, "n": 1792, "tile_m": 256, "tile_n": 128},
+        98,
+    )
+    assert find_formula("olympic_mean").compute(["values=1,2,6"])[1] == 2
+    assert find_formula("linear_as_gemm").compute(["batch=8", "inputs=3", "outputs=5", "phase=wgrad"])[1] == [3, 5, 8]
+    kept = find_formula("layer_activation_bytes").compute(
+        ["sequence=8", "micro_batch=1", "hidden=4", "heads=1", "tensor_parallel=2", "sequence_parallel=yes"]
+    )
+    assert kept[1] == 32 * (34 + 10) / 2
+    assert find_formula("best_tiling").compute(["m=256", "n=128", "k=8", "multiprocessors=1"])[1]["waves"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "said"),
+    [
+        ("zero_byte", [], "Did you mean 'zero_bytes'"),
+        ("roofline.zero_bytes", [], "there is no formula 'roofline.zero_bytes'"),
+        ("zero_bytes", ["parameters=1"], "needs stage: paceline formulas zero_bytes parameters=… stage=…"),
+        ("zero_bytes", ["parameter=1", "stage=1"], "has no argument 'parameter'. Did you mean"),
+        ("zero_bytes", ["parameters=many", "stage=1"], "parameters=many: 'many' is no number"),
+        ("zero_bytes", ["parameters=1", "stage=1.5"], "stage=1.5: give a whole number"),
+        ("zero_bytes", ["parameters=1", "stage=inf"], "stage=inf: 'inf' is no finite number; give a whole number"),
+        ("zero_bytes", ["parameters=1", "stage=7"], "has no value for .*ZeRO has the stages 0, 1, 2 and 3"),
+        ("zero_bytes", ["parameters=1", "stage=1", "stage=2"], "stage is given twice"),
+        ("zero_bytes", ["7.5e9"], "arguments are written NAME=VALUE"),
+        ("intensity", ["flops=1", "bytes_moved=0"], "has no value for flops=1.0, bytes_moved=0.0"),
+        ("linear_as_gemm", ["batch=1", "inputs=1", "outputs=1", "phase=back"], "give forward, dgrad or wgrad"),
+        ("olympic_mean", ["values=1,x"], "'x' is no number"),
+        (
+            "training_days",
+            ["parameters=1", "tokens=1", "devices=1", "flops_per_second=1", "recompute=2"],
+            "true or false",
+        ),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_a_sentence(name: str, typed: list[str], said: str) -> None:
+    with pytest.raises(PacelineError, match=said):
+        find_formula(name).compute(typed)

@@ -1,0 +1,237 @@
+"""Runs are looked at and not touched; BatchNorm is handled both ways; processes share the points and change none."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.errors import CheckpointError, PacelineError, RecipeError
+from paceline.metrics.accumulator import Metric
+from paceline.records.run_directory import encode_json
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.world import World
+from paceline_advisor.landscape.charts import comparison, page_of
+from paceline_advisor.landscape.opening import Selection, open_run, read_trajectory
+from paceline_advisor.landscape.sharpness import Box
+from paceline_advisor.landscape.study import LandscapeRequest, explore
+
+Trained = Callable[..., Path]
+FEW = Selection(samples=300)
+
+
+def looked(*runs: Path, **asked: Any) -> Any:
+    measures = set(asked.get("measure", ("curve", "surface", "line")))
+    few = {"points": 3} if measures & {"curve", "line"} else {}
+    few |= {"grid": 3} if measures & {"surface", "trajectory"} else {}
+    return explore(LandscapeRequest(targets=runs, **{"selection": FEW, **few, **asked}))
+
+
+def everything_in(folder: Path) -> dict[str, tuple[str, int]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(p): (sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in files}
+
+
+def test_a_whole_look_leaves_the_run_as_it_was(trained: Trained) -> None:
+    run = trained("a")
+    before, threads = everything_in(run), torch.get_float32_matmul_precision()
+    report = looked(run)
+    assert everything_in(run) == before
+    assert torch.get_float32_matmul_precision() == threads
+    (found,) = report.runs
+    assert found.steps == 40
+    assert found.curve.values["loss"][1] == pytest.approx(found.surface.values["loss"][1][1], rel=1e-6)
+    assert found.trajectory.steps == (10, 20, 30, 40)
+    assert found.trajectory.coordinates[-1] == (0, 0)
+    assert 0.5 < sum(found.trajectory.explained) <= 1 + 1e-9
+    assert [each.epsilon for each in found.sharpness] == [1e-3, 5e-4]
+    assert found.sharpness[0].percent > found.sharpness[1].percent > 0
+    assert found.curvature.value > 0
+    assert len(page_of(report).sections) == 2
+
+
+def test_results_are_those_of_evaluate(trained: Trained) -> None:
+    run = trained("a")
+    report = looked(run, selection=Selection(samples=None), measure=("curve",))
+    wanted = evaluate_target(EvaluationRequest(target=run)).metrics
+    found = report.runs[0].results["validation"]
+    assert found == pytest.approx(dict(wanted), rel=1e-5)
+    assert report.samples == {"train": 1438, "validation": 359}
+    assert report.runs[0].gap == pytest.approx(
+        report.runs[0].results["train"]["top1_accuracy"] - wanted["top1_accuracy"], rel=1e-5
+    )
+
+
+# --------------------------------------------------------------------------------------------- BatchNorm
+def test_recomputed_statistics_are_those_of_the_batches_and_leave_no_trace(trained: Trained) -> None:
+    subject = open_run(trained("a"), FEW, World()).subject
+    weights, statistics = subject.here(), subject.statistics()
+    stored = subject.measure(weights, "train", batch_norm="stored")
+    recomputed = subject.measure(weights, "train", batch_norm="recomputed")
+    assert stored["loss"] != pytest.approx(recomputed["loss"], rel=1e-3)
+    # The scale of a convolution before a norm means nothing, unless its old statistics are kept.
+    scaled = weights.clone()
+    begin = 0
+    for name, shape in subject.shapes.items():
+        if name.endswith("conv.weight"):
+            scaled[begin : begin + shape.numel()] *= 3
+        begin += shape.numel()
+    assert subject.measure(scaled, "train", batch_norm="recomputed")["loss"] == pytest.approx(
+        recomputed["loss"], rel=1e-3
+    )
+    assert subject.measure(scaled, "train", batch_norm="stored")["loss"] > 1.5 * stored["loss"]
+    assert torch.equal(subject.statistics(), statistics)
+    assert subject.measure(weights, "train", batch_norm="stored") == stored
+
+
+@pytest.mark.parametrize("batch_norm", ["recomputed", "stored"])
+def test_slopes_and_curvature_are_of_the_same_loss(trained: Trained, batch_norm: Any) -> None:
+    """Held against differences of the loss itself, along a direction."""
+    subject = open_run(trained("a"), replace(FEW, batch_norm=batch_norm), World()).subject
+    subject.network.double()
+    # Batches and loss too: differences say something only where few activations change sides between the points.
+    subject._samples = {
+        split: tuple(replace(batch, inputs=batch.inputs.double()) for batch in batches)
+        for split, batches in subject._samples.items()
+    }
+    subject.task = SimpleNamespace(
+        metrics=(Metric(name="loss"),),
+        collectors=tuple,
+        score=lambda model, batch: {"loss": F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")},
+    )
+    weights = subject.here()
+    loss, slope = subject.loss_and_gradient(weights, "train")
+    assert loss == pytest.approx(subject.measure(weights, "train")["loss"], rel=1e-9)
+    direction, little = slope / slope.norm(), 1e-7
+    curvature = subject.curvature(weights, "train")(direction)
+    (before, first), (after, second) = (
+        subject.loss_and_gradient(weights + side * little * direction, "train") for side in (-1, 1)
+    )
+    assert (after - before) / (2 * little) == pytest.approx(float(slope @ direction), rel=1e-5)
+    difference = (second - first) / (2 * little)
+    assert float((difference - curvature).norm() / curvature.norm()) < 0.01
+
+
+def test_a_network_of_ones_own_without_batch_norm(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flat_network.py").write_text(
+        "from torch import nn\ndef make(num_classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = trained("plain", model__name="flat_network:make", model__options={})
+    with pytest.raises(RecipeError, match="--trust-code"):
+        looked(run, measure=("curve",))
+    own = replace(FEW, trust_code=True)
+    assert looked(run, measure=("curve",), selection=own).batch_norm == "none"
+    with pytest.raises(PacelineError, match="--batch-norm stored has no effect"):
+        looked(run, measure=("curve",), selection=replace(own, batch_norm="stored"))
+
+
+# ------------------------------------------------------------------------------------------------ two runs
+def test_two_runs_side_by_side_and_the_line_between_them(trained: Trained) -> None:
+    runs = (trained("a"), trained("b", seed=7, batch__global_size=256))
+    report = looked(*runs, measure=("line",), points=5)
+    curve = report.line.curves["validation"]
+    assert curve.positions == (-0.5, 0.0, 0.5, 1.0, 1.5)
+    # Both ends are the runs themselves, each with its own weights.
+    for run, share in zip(runs, (0.0, 1.0), strict=True):
+        subject = open_run(run, FEW, World()).subject
+        wanted = subject.measure(subject.here(), "validation")["loss"]
+        assert curve.values["loss"][curve.positions.index(share)] == pytest.approx(wanted, rel=1e-6)
+    assert report.line.barrier["train"] > 0
+    heading, rows = comparison(report)
+    assert [row[1] for row in rows] == [64, 256]
+    assert len(heading) == len(rows[0])
+
+
+def test_stored_statistics_go_along_the_line_too(trained: Trained) -> None:
+    runs = (trained("a"), trained("b", seed=7, batch__global_size=256))
+    report = looked(*runs, measure=("line",), points=5, selection=replace(FEW, batch_norm="stored"))
+    curve = report.line.curves["validation"]
+    for run, found in zip(report.runs, (curve.values["loss"][1], curve.values["loss"][3]), strict=True):
+        assert found == pytest.approx(run.results["validation"]["loss"], rel=1e-6)
+
+
+# -------------------------------------------------------------------------------------------- what is refused
+def test_what_cannot_be_had_is_said_in_one_sentence(trained: Trained, tmp_path: Path) -> None:
+    run = trained("a")
+    few = trained("few", checkpoint__keep=1, checkpoint__keep_best=False)
+    other = trained("other", model__options={"width": 8, "stages": 1, "depth": 1})
+    with pytest.raises(CheckpointError, match=r"has 1 whole checkpoint.*a trajectory needs 3"):
+        looked(few, measure=("trajectory",))
+    assert any("no trajectory" in note for note in looked(few, points=3).notes)
+    with pytest.raises(PacelineError, match="give two"):
+        looked(run, measure=("line",))
+    with pytest.raises(PacelineError, match=r"there is no line .* is 4x1x3x3 in the one and 8x1x3x3 in the other"):
+        looked(run, other, measure=("line",))
+    with pytest.raises(PacelineError, match="--grid has no effect on --measure curve"):
+        looked(run, measure=("curve",), grid=5)
+    with pytest.raises(PacelineError, match="--epsilon has no effect on --measure curve"):
+        looked(run, measure=("curve",), epsilons=(0.1,))
+    with pytest.raises(PacelineError, match=r"--subspace 1000000 is more than the [\d,]+ dimensions"):
+        looked(run, measure=("sharpness",), box=Box(subspace=1_000_000))
+    with pytest.raises(CheckpointError, match="there is no run directory"):
+        looked(tmp_path / "nowhere")
+
+
+def test_a_damaged_checkpoint_is_left_out_of_the_way(trained: Trained) -> None:
+    run = trained("damaged")
+    opened = open_run(run, FEW, World())
+    assert read_trajectory(opened)[0] == [10, 20, 30, 40]
+    file = run / "checkpoints" / "step-00000020" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert read_trajectory(opened)[0] == [10, 30, 40]
+
+
+def test_points_that_are_no_numbers_are_told_and_left_out_of_charts(trained: Trained) -> None:
+    report = looked(trained("a"), measure=("curve", "surface"), reach=1e30, selection=replace(FEW, batch_norm="stored"))
+    (found,) = report.runs
+    assert [math.isfinite(each) for each in found.curve.values["loss"]] == [False, True, False]
+    assert any("no number at 10 of 12 points" in note for note in report.notes)
+    shown = next(each for each in page_of(report).sections[1].blocks if "Loss around" in each.title)
+    assert [[each is None for each in row] for row in shown.traces[0]["z"]] == [
+        [True, True, True],
+        [True, False, True],
+        [True, True, True],
+    ]
+    json.loads(encode_json(report.to_json()))
+
+
+@pytest.mark.thorough
+def test_two_processes_find_what_one_does(
+    trained: Trained, on_two_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    run = trained("a")
+    program = (
+        "import sys, json\nfrom pathlib import Path\nfrom paceline.records.run_directory import encode_json\n"
+        "from paceline_advisor.landscape.opening import Selection\n"
+        "from paceline_advisor.landscape.study import LandscapeRequest, explore\n"
+        "r = explore(LandscapeRequest(targets=(Path(sys.argv[1]),), selection=Selection(samples=300, "
+        "overrides=('parallel.threads=1',)), points=4, grid=3, products=3, tolerance=0.5))\n"
+        "print(encode_json(r.to_json()))\n"
+    )
+    first, second = on_two_ranks(["-c", program, str(run)], tmp_path)
+    alone = explore(
+        LandscapeRequest(
+            targets=(run,),
+            selection=Selection(samples=300, overrides=("parallel.threads=1",)),
+            points=4,
+            grid=3,
+            products=3,
+            tolerance=0.5,
+        )
+    )
+    wanted = json.loads(json.dumps(alone.to_json(), default=str))
+    assert first == second == wanted

@@ -1,0 +1,131 @@
+"""Batches found by trying: real runs in processes of their own, with a real limit on their memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import TrainingError
+from paceline.recipe.load import load_recipe
+from paceline.telemetry.memory import peak_private_of, peak_resident_of, private_bytes
+from paceline_advisor.memory.find_batch import find_batch
+from paceline_advisor.memory.surroundings import outside
+from paceline_advisor.memory.trials import Trial, TrialGround, shortened
+
+MIB = 2**20
+# Images of 8 pixels through 64 channels: about a MiB of activations for each.
+RECIPE = load_recipe(
+    "digits",
+    {"model.options": {"width": 64, "stages": 1, "depth": 3}, "batch.global_size": 1024, "parallel.device": "cpu"},
+)
+
+
+def ground(memory: int | None, processes: int = 1) -> TrialGround:
+    return TrialGround(
+        recipe=RECIPE.recipe,
+        processes=processes,
+        share=1024 // processes,
+        memory=memory,
+        device_type="cpu",
+        say=lambda _: None,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_trial_fits_with_enough_memory_and_not_with_little(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(runs))
+    free = ground(None)
+    assert free.fits(1024)
+    large = free.trials[0].peak
+    assert large
+    little = ground(large - 100 * MIB)
+    assert little.fits(2)
+    assert not little.fits(1024)
+    assert "of its" in little.trials[1].why
+    small = little.trials[0].peak
+    assert small
+    assert small < large - 100 * MIB
+    assert list(runs.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+def test_all_ranks_of_a_trial_are_held_to_their_limit() -> None:
+    several = ground(400 * 2**10, processes=2)  # less than Python takes
+    assert not several.fits(4)
+    assert several.trials[0].peak is not None
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_what_fails_for_another_reason_is_no_answer() -> None:
+    asked = ground(None)
+    asked.recipe = replace(asked.recipe, model=replace(asked.recipe.model, name="no_such_network", options={}))
+    with pytest.raises(TrainingError, match="a trial of 4 samples failed, and not for want of memory: unknown model"):
+        asked.fits(4)
+
+
+def test_a_trial_is_the_recipe_s_step_and_learns_nothing() -> None:
+    trial = shortened(RECIPE.recipe, 8, 16)
+    asked = RECIPE.recipe
+    assert (trial.batch.micro_size, trial.batch.global_size) == (8, 16)
+    assert trial.model.options == asked.model.options
+    assert trial.train.ema == asked.train.ema
+    assert trial.optimizer.momentum == asked.optimizer.momentum
+    assert trial.optimizer.lr < 1e-6
+    assert str(trial.evaluate.every) == "2 steps"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_global_batch_and_the_rate_stay() -> None:
+    small = load_recipe("digits", {"model.options": {"width": 8, "stages": 1}, "parallel.device": "cpu"})
+    found = find_batch(small, processes=1, memory=None, say=lambda _: None)
+    assert (found.largest, found.refused) == (64, None)
+    assert found.micro_size * found.accumulation_steps == 64
+    assert found.recipe.optimizer == small.recipe.optimizer
+    assert found.recipe.batch.global_size == 64
+    # What is resident in this process, many tests old, is in the estimate, and not in what a trial took.
+    assert found.estimated is not None
+    assert found.measured is not None
+    of_tensors = found.estimated - outside("cpu", 1)
+    assert 0 < of_tensors < found.measured < 1.5e9
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    words = ["find-batch", "digits", "parallel.device=cpu", "batch.global_size=1024", "--processes", "1"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "paceline", *words]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("paceline-*/run")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_peak_of_a_process_is_read() -> None:
+    assert peak_resident_of(os.getpid()) > peak_private_of(os.getpid()) > 10 * MIB
+    assert private_bytes() > 10 * MIB
+    assert peak_private_of(2**22 + 1) == peak_resident_of(2**22 + 1) == 0
+
+
+def test_a_size_is_tried_once() -> None:
+    asked = ground(None)
+    asked.trials.append(Trial(micro_batch=7, fits=True, peak=1, why="", seconds=0.0))
+    assert asked.fits(7)
+    assert len(asked.trials) == 1

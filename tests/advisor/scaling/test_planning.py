@@ -1,0 +1,211 @@
+"""A number of GPUs for a deadline or a budget."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe.load import load_recipe
+from paceline_advisor.memory.estimate import Asked as Estimated
+from paceline_advisor.memory.estimate import MemoryEstimate, estimate
+from paceline_advisor.scaling.planning import LrRule, TrainingPlan, Wanted, plan_training
+from paceline_advisor.scaling.study import Asked, Figure
+
+RULES: tuple[LrRule, ...] = ("none", "linear", "sqrt")
+
+
+@cache
+def _plan(
+    *,
+    deadline: float | None = None,
+    budget: float | None = None,
+    batch: int | None = None,
+    rule: LrRule = "none",
+    price: float | None = 2.0,
+) -> TrainingPlan:
+    asked = Asked(
+        recipe="digits",
+        overrides=("model.options={width: 4, stages: 1}", "parallel.threads=auto"),
+        cluster="dgx-a100",
+        figure=Figure(throughput=1, batch=64),
+        batch_per_device=batch,
+        price=price,
+        seconds_per_sample=0.0,
+    )
+    return plan_training(Wanted(scaling=asked, deadline_hours=deadline, budget=budget, most=32, lr_rule=rule), print)
+
+
+def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
+    # 16 epochs of 1,438 images at one a second: 6.39 hours on one GPU.
+    plan = _plan(deadline=2.0)
+    assert plan.chosen is not None
+    assert plan.chosen.gpus == 4
+    assert plan.chosen.high_hours <= 2.0
+    before = next(each for each in plan.choices if each.gpus == 2)
+    assert before.high_hours > 2.0
+    # The recipe's batch and rate stay.
+    assert (plan.chosen.row.prediction.samples, plan.chosen.learning_rate) == (64, 0.2)
+
+
+def test_a_deadline_that_is_met_only_if_all_goes_well_is_not() -> None:
+    four = next(each for each in _plan(deadline=2.0).choices if each.gpus == 4)
+    assert four.row.hours is not None
+    chosen = _plan(deadline=(four.row.hours + four.high_hours) / 2).chosen
+    assert chosen is not None
+    assert chosen.gpus == 8
+
+
+def test_a_budget_takes_the_fastest_that_it_pays_for() -> None:
+    plan = _plan(budget=12.9)
+    assert plan.chosen is not None
+    assert plan.chosen.high_cost is not None
+    assert plan.chosen.high_cost <= 12.9
+    dearer = [each for each in plan.choices if each.gpus > plan.chosen.gpus]
+    assert all(each.high_cost is not None and each.high_cost > 12.9 for each in dearer)
+
+
+def test_what_cannot_be_is_said_with_the_nearest() -> None:
+    plan = _plan(deadline=0.001)
+    assert plan.chosen is None
+    assert plan.nearest.gpus == 32
+
+
+def test_a_batch_that_grows_follows_the_rule_that_was_asked_for() -> None:
+    linear, root = _plan(deadline=1.0, batch=64, rule="linear"), _plan(deadline=1.0, batch=64, rule="sqrt")
+    assert linear.chosen is not None
+    assert root.chosen is not None
+    factor = linear.chosen.row.prediction.samples / 64
+    assert factor == linear.chosen.gpus
+    assert linear.chosen.learning_rate == pytest.approx(0.2 * factor)
+    assert root.chosen.learning_rate == pytest.approx(0.2 * factor**0.5)
+    assert (linear.recipe_batch, linear.recipe_lr) == (64, 0.2)
+
+
+def test_a_batch_that_grows_without_a_rule_is_told() -> None:
+    plan = _plan(deadline=1.0, batch=64)
+    assert plan.chosen is not None
+    assert "the learning rate stays 0.2" in plan.chosen.warning
+
+
+def test_large_batches_are_warned_of() -> None:
+    plan = _plan(deadline=100.0, batch=1024, rule="linear")
+    warned = {each.gpus: each.warning for each in plan.choices}
+    assert warned[8] == ""
+    assert "lost accuracy" in warned[16] or "critical" in warned[16]
+    assert "critical" in warned[32]
+
+
+def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
+    link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"gpus_per_node: 4\nwithin: {link}\nnetwork: {link}\nmost_gpus: 8\n")
+    asked = Asked(recipe="digits", cluster=str(path), figure=Figure(throughput=1, batch=64))
+    plan = plan_training(Wanted(scaling=asked, deadline_hours=0.001), print)
+    assert [each.gpus for each in plan.choices] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "Give --deadline"),
+        ({"deadline": 1.0, "rule": "linear"}, "--batch-per-gpu"),
+        ({"budget": 5.0, "price": None}, "give --price-per-gpu-hour"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        _plan(**asked)  # type: ignore[arg-type]  # of several kinds, case by case
+
+
+# 46 MB of activations for a sample: 256 of them fit into a T4, and 512 do not.
+LARGE = (
+    *("model.name=small_resnet", "model.options={width: 32, stages: 2}", "data.image_size=160"),
+    *("train.precision=fp32", "batch.global_size=1024"),
+)
+
+
+def _plan_on(cluster: str, *overrides: str, **more: Any) -> TrainingPlan:
+    asked = Asked(
+        recipe="synthetic", overrides=(*LARGE, *overrides), cluster=cluster, seconds_per_sample=0.0, price=1.0, **more
+    )
+    return plan_training(Wanted(scaling=asked, deadline_hours=100.0, most=4), print)
+
+
+@pytest.fixture
+def t4s(tmp_path: Path) -> str:
+    link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
+    (tmp_path / "t4s.yaml").write_text(f"device: t4\ngpus_per_node: 4\nwithin: {link}\nnetwork: {link}\n")
+    return str(tmp_path / "t4s.yaml")
+
+
+def _estimated(gpus: int, micro: int) -> MemoryEstimate:
+    loaded = load_recipe("synthetic", [*LARGE, f"batch.micro_size={micro}"])
+    return estimate(Estimated(loaded=loaded, device="t4", processes=gpus))
+
+
+@pytest.mark.thorough
+def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
+    plan = _plan_on(t4s, figure=Figure(throughput=1000, batch=1024))
+    assert {each.gpus: (each.row.passes, each.has_room) for each in plan.choices} == {
+        1: (4, True),
+        2: (2, True),
+        4: (1, True),
+    }
+    assert {choice.row.prediction.samples for choice in plan.choices} == {1024}  # the step stays what it was
+    for choice in (plan.choices[0], plan.choices[-1]):
+        told = _estimated(choice.gpus, 256)
+        assert (told.fits, told.plan.strategy) == (True, choice.row.strategy)
+        assert choice.room is not None
+        assert choice.room.needed == told.least
+    assert "1024 samples do not fit" in plan.choices[0].to_json()["memory_reason"]
+    # What was planned before memory was looked at.
+    assert _estimated(2, 512).fits is False
+
+
+def test_what_fits_no_device_is_not_chosen(t4s: str) -> None:
+    # 1.2 billion numbers: neither a replica nor half of its state fits into 15 GiB.
+    overrides = ("model.options={width: 8192, stages: 1}", "data.image_size=32", "batch.global_size=4")
+    plan = _plan_on(t4s, *overrides, figure=Figure(throughput=1000, batch=1))
+    assert not plan.choices[0].has_room
+    assert "not even one sample fits" in plan.choices[0].to_json()["memory_reason"]
+    assert plan.chosen is None or (plan.chosen.has_room and plan.chosen.row.strategy == "fsdp")
+
+
+@pytest.mark.thorough
+def test_a_bound_decides_nothing(t4s: str) -> None:
+    plan = _plan_on(t4s)
+    assert plan.report.is_bound
+    assert plan.chosen is None
+    assert plan.nearest.gpus == 1
+    assert _plan_on(t4s, figure=Figure(throughput=1000, batch=64)).chosen is not None
+
+
+def test_devices_of_unknown_memory_are_told_of() -> None:
+    plan = _plan_on("ethernet-10g", figure=Figure(throughput=1000, batch=64))
+    assert all(each.room is None and each.has_room for each in plan.choices)
+    assert any("memory is unknown" in each for each in plan.report.notices)
+
+
+@pytest.mark.thorough
+def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
+    scaling = ("optimizer.lr=0.1", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
+    asked = Asked(
+        recipe="digits",
+        overrides=("model.options={width: 4, stages: 1}", *scaling),
+        cluster="dgx-a100",
+        figure=Figure(throughput=1, batch=64),
+        batch_per_device=16,
+        seconds_per_sample=0.0,
+    )
+    plans = [plan_training(Wanted(scaling=asked, deadline_hours=9, most=2, lr_rule=rule), print) for rule in RULES]
+    # The recipe's batch is 64, four times its reference.
+    assert [each.recipe_lr for each in plans] == pytest.approx([0.4] * 3)
+    rates = [[choice.learning_rate for choice in each.choices] for each in plans]
+    assert rates[0] == pytest.approx([0.1, 0.2])
+    assert rates[1] == pytest.approx([0.1, 0.2])
+    assert rates[2] == pytest.approx([0.4 / 4**0.5, 0.4 / 2**0.5])
+    assert "learning rate stays" not in plans[0].choices[0].warning

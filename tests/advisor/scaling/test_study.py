@@ -1,0 +1,66 @@
+"""What a recipe's own choices make of the prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe.load import load_recipe
+from paceline_advisor.scaling.study import Asked, Figure, Row, ScaleReport, Scaling
+
+NO_FIGURE = Figure()
+SMALL = "model.options={width: 4, stages: 1}"
+
+
+def _report(recipe: str, *overrides: str, cluster: str = "dgx-a100", figure: Figure = NO_FIGURE) -> ScaleReport:
+    asked = Asked(recipe=recipe, overrides=overrides, sizes=(8,), cluster=cluster, strategies=("ddp",), figure=figure)
+    return Scaling(load_recipe(recipe, overrides).recipe, recipe, asked, print).report()
+
+
+def _launched(*overrides: str) -> Row:
+    # A GPU's share is an eighth of what was measured, and ends at what its host can launch.
+    (row,) = _report("digits", SMALL, *overrides, figure=Figure(throughput=1_000_000, batch=64)).rows
+    return row
+
+
+def test_a_compiled_step_ends_later_at_what_its_host_can_launch() -> None:
+    eager = _launched()
+    assert eager.prediction.limit == "launching"
+    fused, graphs = (
+        _launched("model.compile=true"),
+        _launched("model.compile=true", "model.compile_mode=reduce-overhead"),
+    )
+    seconds = [each.prediction.parts["launching"] for each in (graphs, fused, eager)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] / 2 < seconds[2] / 3
+    # What a back-end does that nobody knows is not counted on.
+    unknown = _launched("model.compile=true", "model.compile_backend=aot_eager")
+    assert unknown.prediction.parts["launching"] == seconds[2]
+
+
+@pytest.mark.parametrize(
+    ("matmul", "peaks"), [("auto", "tf32 peak of 156"), ("highest", "fp32 peak of 20"), ("high", "tf32 peak of 156")]
+)
+def test_a_bound_is_that_of_the_numbers_it_computes_in(matmul: str, peaks: str) -> None:
+    said = _report("resnet50", "train.precision=fp32", f"train.float32_matmul={matmul}").basis
+    assert f"its dense {peaks}" in said
+    # The classifier is a matrix product, which torch by itself leaves in fp32.
+    assert ("and fp32 peak of 20" in said) == (matmul == "auto")
+
+
+def test_a_precision_that_a_device_lacks_bounds_nothing() -> None:
+    with pytest.raises(RecipeError, match="no units for bf16"):
+        _report("digits", SMALL, "train.precision=bf16", cluster="dgx-1")
+
+
+def test_a_detector_is_predicted_without_what_it_refuses() -> None:
+    recipe = load_recipe("shapes-maskrcnn").recipe
+    asked = Asked(recipe="shapes-maskrcnn", sizes=(1, 8), cluster="dgx-a100", figure=Figure(throughput=100, batch=8))
+    scaling = Scaling(recipe, "shapes-maskrcnn", asked, print)
+    report = scaling.report()
+    assert [row.strategy for row in report.rows] == ["single", "ddp"]
+    assert any("FSDP does not go with task=detection" in each for each in report.notices)
+    with pytest.raises(RecipeError, match="--strategy fsdp does not go with task=detection"):
+        Scaling(recipe, "shapes-maskrcnn", replace(asked, strategies=("fsdp",)), print, subject=scaling.subject)

@@ -1,0 +1,97 @@
+"""What a drill asks of a recipe, and what it refuses, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import LaunchError, PacelineError, RecipeError
+from paceline.recipe.load import load_recipe
+from paceline_advisor.drill.faults import _copy_of_a_class, all_faults
+from paceline_advisor.drill.ground import Ground
+from paceline_advisor.drill.study import SHORTEST, Asked, drill, shortened
+
+
+def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
+    asked = Asked(recipe="digits", steps=40)
+    recipe = load_recipe("digits", shortened(asked)).recipe
+    assert (str(recipe.train.duration.value), recipe.train.duration.unit) == ("40.0", "steps")
+    assert (recipe.checkpoint.every.value, recipe.checkpoint.keep) == (4, 3)
+    assert recipe.evaluate.every is not None
+    assert recipe.evaluate.every.value == 10
+    assert recipe.telemetry.log_every.value == 1
+    assert recipe.schedule.warmup.unit == "percent"
+    assert not recipe.parallel.exact
+
+
+def test_a_warm_up_of_epochs_is_shortened_with_the_run() -> None:
+    asked = Asked(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
+    warmup = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe.schedule.warmup
+    assert (warmup.value, warmup.unit) == (4, "steps")
+
+
+def test_what_the_recipe_switches_off_stays_off() -> None:
+    asked = Asked(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
+    recipe = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe
+    assert recipe.evaluate.every is None
+    assert recipe.checkpoint.keep == 7
+
+
+def test_several_processes_are_drilled_exactly() -> None:
+    asked = Asked(recipe="digits", processes=2)
+    assert load_recipe("digits", shortened(asked)).recipe.parallel.exact
+
+
+def test_a_run_too_short_to_be_disturbed_is_refused() -> None:
+    with pytest.raises(RecipeError, match=f"at least {SHORTEST} steps"):
+        shortened(Asked(recipe="digits", steps=SHORTEST - 1))
+
+
+def test_an_unknown_fault_is_refused_by_name() -> None:
+    with pytest.raises(RecipeError, match=r"there is no fault 'kill-al'\. Did you mean 'kill-all'"):
+        drill(Asked(recipe="digits", only=("kill-al",)), lambda _: None)
+
+
+def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="started as one of several"):
+        drill(Asked(recipe="digits"), lambda _: None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
+def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_path: Path) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "mine.txt").write_text("")
+    ground = Ground(
+        recipe="digits", overrides=(), processes=1, steps=SHORTEST, every=2, scratch=tmp_path, limit_seconds=100
+    )
+    with pytest.raises(PacelineError, match=r"without being disturbed \(exit code 2\): .* is not empty") as caught:
+        ground.train_undisturbed(ground.undisturbed)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_every_fault_has_a_name_of_its_own_and_says_what_it_does(processes: int) -> None:
+    faults = all_faults(processes)
+    names = [fault.name for fault in faults]
+    assert len(set(names)) == len(names)
+    assert names[0] == "nothing"  # what does not repeat itself cannot be compared
+    assert [name for name in names if name.startswith("kill-rank-")] == [f"kill-rank-{i}" for i in range(processes)]
+    assert all(fault.does and "\n" not in fault.does for fault in faults)
+
+
+@pytest.mark.parametrize("train", ["", "train/"])
+def test_only_one_class_of_the_images_is_copied(tmp_path: Path, train: str) -> None:
+    images = tmp_path / "photos"
+    for place in [f"{train}cat", f"{train}dog", *(["val/cat", "val/dog"] if train else [])]:
+        (images / place).mkdir(parents=True)
+        (images / place / "a.png").write_text(place)
+    copies = _copy_of_a_class(images, tmp_path / "copy")
+    assert [path.relative_to(tmp_path / "copy") for path in copies] == [Path(f"{train}dog/a.png")]
+    found = {str(path.relative_to(images)) for path in images.rglob("*.png")}
+    for name in found:
+        assert (tmp_path / "copy" / name).read_text() == (images / name).read_text()
+    copies[0].write_text("spoilt")
+    assert (images / f"{train}dog/a.png").read_text() == f"{train}dog"

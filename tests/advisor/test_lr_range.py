@@ -1,0 +1,308 @@
+"""A range test takes the run's own steps, and leaves nothing behind: not in the process, not on the disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paceline
+from paceline.errors import DataError, PacelineError, RecipeError, TrainingError
+from paceline.recipe.load import load_recipe
+from paceline.world import STOP_SIGNALS
+from paceline_advisor.tuning.lr_range.report import sparkline, write_report
+from paceline_advisor.tuning.lr_range.study import find_lr
+from paceline_advisor.tuning.lr_range.sweep import Sweep, as_tested
+
+# Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.
+SENSITIVE = {
+    "model.options.dropout": 0.3,
+    "data.augment.crop": "pad",
+    "train.ema": 0.9,
+    "train.precision": "bf16",
+    "batch.micro_size": 8,
+    "optimizer.clip_norm": 1.0,
+}
+
+
+@pytest.fixture
+def find(
+    tiny_recipe: Path, tiny_task: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """``find({"optimizer.lr": 1.0}, steps=30, on_loss=...)``; nothing is left in the place for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def test(overrides: dict[str, Any] | None = None, **more: Any) -> Any:
+        settings = {name: more.pop(name) for name in list(more) if name in Sweep.__dataclass_fields__}
+        try:
+            return paceline.find_lr(
+                tiny_recipe, overrides=overrides or {}, task=tiny_task(**more), quiet=True, **{"steps": 30, **settings}
+            )
+        finally:
+            assert list(tmp_path.glob("paceline-*")) == []
+
+    return test
+
+
+def process() -> dict[str, Any]:
+    """Everything of this process that a range test could have changed."""
+    words = np.random.get_state()  # noqa: NPY002  # the global one, which may be the caller's
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": (words[0], words[1].tolist(), *words[2:]),
+        "environment": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "products": torch.get_float32_matmul_precision(),
+        "gradients": torch.is_grad_enabled(),
+        "handlers": [signal.getsignal(number) for number in STOP_SIGNALS],
+        "cores": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+    }
+
+
+def disturb(*_: Any) -> None:
+    """What a careless loss may do."""
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002  # the global one, which it must not touch
+    torch.rand(3)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.environ.pop("TO_BE_KEPT", None)
+
+
+@pytest.fixture
+def of_ones_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Settings and states that no run would choose."""
+    monkeypatch.setenv("TO_BE_KEPT", "yes")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(77)
+    torch.rand(5)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+
+
+def fail_at(count: int, error: Callable[[], None]) -> Callable[..., None]:
+    """Something for ``on_loss`` that disturbs, and at a step fails."""
+    calls = []
+
+    def on_loss(*_: Any) -> None:
+        disturb()
+        calls.append(1)
+        if len(calls) == count:
+            error()
+
+    return on_loss
+
+
+def a_broken_loader() -> None:
+    raise DataError("the disk is gone")
+
+
+def control_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_losses_are_those_of_a_run_with_such_a_schedule(
+    find: Callable[..., Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    """A run whose recipe says an exponential rate has the same steps, bit for bit."""
+    found = find({**SENSITIVE, "schedule.warmup": "2 steps"}, lowest=1e-4, highest=0.1, steps=30)
+    schedule = {"schedule.name": "exponential", "schedule.end_lr": 0.1, "optimizer.lr": 1e-4}
+    often = {"telemetry.log_every": "1 steps", "evaluate.every": "off", "train.duration": "29 steps"}
+    run = train_tiny("beside", {**SENSITIVE, **schedule, **often})
+    records = events(run.run_dir, "step")
+    assert [each["lr"] for each in records] == list(found.rates[:29])
+    assert [each["loss"] for each in records] == list(found.losses[:29])
+
+
+def test_rates_rise_as_asked(find: Callable[..., Any]) -> None:
+    found = find(lowest=1e-3, highest=1e-1, steps=21)
+    assert found.rates[0] == 1e-3
+    assert found.rates[-1] == pytest.approx(0.1)
+    assert found.rates[10] == pytest.approx(1e-2)
+    straight = find(lowest=0.01, highest=0.05, steps=21, shape="linear")
+    assert np.diff(straight.rates) == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_process_is_as_it_was(find: Callable[..., Any], of_ones_own: None, deterministic: bool) -> None:
+    before = process()
+    overrides = {**SENSITIVE, "train.deterministic": deterministic, "train.float32_matmul": "highest"}
+    found = find(overrides, on_loss=disturb)
+    assert len(found.rates) == 30
+    assert process() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(a_broken_loader, DataError), (control_c, KeyboardInterrupt)], ids=["loader", "Ctrl-C"]
+)
+def test_it_is_also_after_an_error(
+    find: Callable[..., Any], of_ones_own: None, error: Callable[[], None], raised: type[BaseException]
+) -> None:
+    before = process()
+    with pytest.raises(raised):
+        find(SENSITIVE, on_loss=fail_at(9, error))
+    assert process() == before
+
+
+def test_the_following_training_has_the_same_bits(find: Callable[..., Any], train_tiny: Callable[..., Any]) -> None:
+    alone = train_tiny("alone", SENSITIVE).summary
+    find(SENSITIVE, on_loss=disturb)
+    after = train_tiny("after", SENSITIVE).summary
+    with pytest.raises(DataError):
+        find(SENSITIVE, on_loss=fail_at(9, a_broken_loader))
+    last = train_tiny("after an error", SENSITIVE).summary
+    for each in (after, last):
+        assert (each.weights_sha256, each.ema_sha256) == (alone.weights_sha256, alone.ema_sha256)
+
+
+def test_a_suggestion_far_below_the_recipes_own_rate_is_told_of(find: Callable[..., Any]) -> None:
+    """As of weights that were trained already: what falls are the first batches, which is no rate to train at."""
+
+    def falls_at_once(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 0 + (2 - batch.slice.step / 20 if batch.slice.step < 20 else 1.0)
+
+    far = find({"optimizer.lr": 10.0}, on_loss=falls_at_once, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    near = find({"optimizer.lr": 1e-5}, on_loss=falls_at_once, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    assert far.suggestions["median"].lr == near.suggestions["median"].lr is not None
+    assert any("times below the recipe's own rate" in note for note in far.notes)
+    assert not any("times below" in note for note in near.notes)
+
+
+@pytest.mark.parametrize(("rising", "told"), [(True, False), (False, True)])
+def test_rates_above_the_highest_are_spoken_of_only_where_the_loss_still_falls(
+    find: Callable[..., Any], *, rising: bool, told: bool
+) -> None:
+    """All steps may be taken although nothing better lies above: the loss rose, but not to four times its best."""
+
+    def shaped(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        step = batch.slice.step
+        return loss * 0 + (1 + abs(step - 20) / 20 if rising else 2 - step / 40)
+
+    found = find(on_loss=shaped, steps=40, smoothing=0.5)
+    assert found.ending == "highest"
+    assert any("above it" in note for note in found.notes) == told
+
+
+def test_it_ends_where_the_loss_diverges(find: Callable[..., Any]) -> None:
+    def explode(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 1000 if batch.slice.step >= 20 else loss
+
+    found = find(on_loss=explode, steps=40, smoothing=0.5)
+    assert (found.ending, len(found.rates)) == ("diverged", 21)
+    assert found.to_json()["stop"] == {"reason": "diverged", "steps": 21, "lr": found.rates[20]}
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_ends_where_the_loss_is_no_number(find: Callable[..., Any], what: float, precision: str) -> None:
+    def spoil(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * what if batch.slice.step >= 20 else loss
+
+    found = find({"train.precision": precision}, on_loss=spoil, steps=40)
+    assert (found.ending, len(found.rates)) == ("not_finite", 20)
+    assert all(math.isfinite(each) for each in found.losses)
+
+
+def test_a_first_loss_that_is_no_number_is_told(find: Callable[..., Any]) -> None:
+    with pytest.raises(TrainingError, match="the very first step"):
+        find(on_loss=lambda _, loss: loss * math.nan)
+
+
+def test_a_curve_that_says_nothing_gives_no_number(find: Callable[..., Any], tmp_path: Path) -> None:
+    found = find(lowest=1e-12, highest=1e-10, steps=40)
+    assert all(each.lr is None and each.why_not for each in found.suggestions.values())
+    with pytest.raises(RecipeError, match="suggests no learning rate by 'median': the loss does not fall"):
+        found.lr()
+    assert not any("above it" in note for note in found.notes)
+    assert any("stays the best guess" in note for note in found.notes)
+    with pytest.raises(RecipeError, match=r"no suggestion 'steep'\. Did you mean 'steepest'"):
+        found.lr("steep")
+
+
+def test_a_scaling_rule_is_divided_out(find: Callable[..., Any]) -> None:
+    plain = find(steps=60, highest=1.0, lowest=1e-5)
+    scaling = {"optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 4}
+    scaled = find(scaling, steps=60, highest=1.0, lowest=1e-5)
+    assert scaled.losses == plain.losses
+    for rule, each in plain.suggestions.items():
+        assert each.lr is not None
+        assert scaled.lr(rule) == pytest.approx(plain.lr(rule) / 4, rel=0.01)
+    assert any("multiplied by 4" in note for note in scaled.notes)
+
+
+def test_a_recipe_with_the_rate_says_so(find: Callable[..., Any], tmp_path: Path) -> None:
+    found = find(steps=60, highest=1.0, lowest=1e-5)
+    text = found.improved("steepest")
+    assert text.startswith("# tiny, with what `paceline find-lr` suggested:\n#   optimizer.lr=")
+    path = tmp_path / "better.yaml"
+    path.write_text(text)
+    better = load_recipe(path).recipe
+    assert better.optimizer.lr == found.lr("steepest") != found.recipe.optimizer.lr
+    assert better.schedule == found.recipe.schedule
+
+
+def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> None:
+    found = find(steps=60, highest=1.0, lowest=1e-5)
+    document, page = write_report(tmp_path, found)
+    told = json.loads(document.read_text())
+    assert told["losses"] == list(found.losses)
+    assert told["suggestions"]["valley"]["lr"] == found.suggestions["valley"].lr
+    text = page.read_text()
+    assert "Learning rates for tiny" in text
+    assert "smoothed" in text
+    assert len(sparkline(found)) == 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lowest": 0.0}, "goes from a rate above 0"),
+        ({"lowest": 1.0, "highest": 0.1}, "from 1 to 0.1 cannot be"),
+        ({"highest": math.inf}, "from 1e-07 to inf"),
+        ({"highest": math.nan}, "cannot be"),
+        ({"steps": 19}, "19 steps says nothing"),
+        ({"shape": "cubic"}, "shape='cubic'"),
+        ({"smoothing": 1.0}, r"not in \[0, 1\)"),
+        ({"divergence": 1.0}, "a factor above 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_told(tiny_recipe: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(PacelineError, match=said):
+        find_lr(tiny_recipe, quiet=True, **settings)
+
+
+def test_what_comes_later_in_a_run_is_left_out() -> None:
+    recipe = load_recipe(
+        "digits",
+        {
+            "batch.growth": {2: 96},
+            "schedule.name": "one_cycle",
+            "schedule.warmup": "30%",
+            "model.frozen": ["stem*"],
+            "model.unfreeze": {"*": "3 epochs"},
+            "telemetry.trackers": ["tensorboard"],
+        },
+    ).recipe
+    of_test = as_tested(recipe, 50, world_size=1)
+    # The largest micro-batch that 64 and 96 have in common: BatchNorm sees what it would see in the run.
+    assert (of_test.batch.micro_size, of_test.batch.growth) == (32, {})
+    assert (of_test.model.frozen, of_test.model.unfreeze) == (("stem*",), {})
+    assert of_test.schedule.name == "constant"
+    assert of_test.train.ema is None
+    assert of_test.evaluate.every is None
+    assert of_test.telemetry.trackers == ()

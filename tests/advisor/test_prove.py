@@ -1,0 +1,376 @@
+"""A proof finds nothing where nothing is wrong, and what it cannot compare it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import paceline
+from paceline.data.batch import Batch
+from paceline.data.order import evaluation_slices
+from paceline.errors import LaunchError, RecipeError, TrainingError
+from paceline.metrics.accumulator import Metric
+from paceline.models.small_resnet import small_resnet
+from paceline.recipe.load import load_recipe
+from paceline.recipe.plan import DataFacts
+from paceline.tasks.build import build_task
+from paceline.world import World
+from paceline_advisor.prove.notes import Orders
+from paceline_advisor.prove.reference import difference
+from paceline_advisor.prove.runs import Sizes
+from paceline_advisor.prove.study import Asked, prove
+from paceline_advisor.prove.witness import REFERENCE, Witness
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+CORRECT: dict[str, dict[str, Any]] = {
+    "accumulated, with a moving average": {"batch.micro_size": 4, "train.label_smoothing": 0.1},
+    "adamw with groups, clipped by norm": {
+        "optimizer": "{name: adamw, lr: 0.01, clip_norm: 0.01, groups: {'head.*': {lr_factor: 0.1}}}"
+    },
+    "frozen, clipped by value": {"model.frozen": "['hidden.*']", "optimizer.clip_value": 0.001},
+    "a rule for the rate, a peak after a warm-up": {
+        "optimizer.lr_scaling": "linear",
+        "optimizer.lr_reference_batch": 64,
+        "schedule": "{name: one_cycle, warmup: 3 steps}",
+    },
+    "mixed": {"data.mix.mixup": 0.4, "data.mix.cutmix": 1.0},
+    "varied, many yes-or-no questions": {
+        "data.augment.crop": "pad",
+        "data.augment.flip": 0.5,
+        "data.augment.repeats": 2,
+        "train.loss": "bce",
+    },
+    "exact": {"parallel.exact": True},
+    "not evaluated": {"evaluate.every": "off"},
+}
+
+
+EVERYDAY = {"accumulated, with a moving average", "frozen, clipped by value", "exact", "not evaluated"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in CORRECT]
+)
+def test_nothing_is_found_where_nothing_is_wrong(
+    case: str, proof: Callable[..., Any], failed: Callable[..., set[str]]
+) -> None:
+    checks = proof(overrides=CORRECT[case])
+    assert failed(checks) == set(), [check for check in checks.values() if check.verdict == "failed"]
+    assert checks["accumulation"].limit == (1e-5 if "yes-or-no" in case else 1e-12)
+    assert checks["dropout"].verdict == "passed"
+    assert checks["metric"].verdict == ("not applicable" if case == "not evaluated" else "passed")
+
+
+def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any], failed: Callable[..., Any]) -> None:
+    checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1, zero_init_residual=False, dropout=0.1))
+    assert failed(checks) == set()
+    assert "(dropout off, BatchNorm frozen)" in checks["accumulation"].compared
+    assert checks["accumulation"].limit < 1e-9
+
+
+def test_a_probability_beside_the_layer_that_has_it_is_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Noting(perceptron):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout_rate = 0.2
+
+    checks = proof(make_network=Noting)
+    assert failed(checks) == set()
+    assert checks["dropout"].verdict == "passed"
+
+
+def test_attention_that_drops_by_a_number_of_its_own_is_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any]
+) -> None:
+    class Attentive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+            self.head = nn.Linear(64, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x.squeeze(1)
+            answer: torch.Tensor = self.head(self.attention(rows, rows, rows, need_weights=False)[0].flatten(1))
+            return answer
+
+    checks = proof(make_network=Attentive)
+    assert failed(checks) == set()
+    assert checks["dropout"].verdict == "passed"
+    assert "(dropout off)" in checks["accumulation"].compared
+
+
+def test_norms_that_are_kept_in_evaluation_mode_are_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any]
+) -> None:
+    def network() -> nn.Module:
+        made = small_resnet(3, 1, width=4, stages=1)
+        made.get_submodule("stem.norm").eval()
+        return made
+
+    checks = proof(make_network=network)
+    assert failed(checks) == set()
+    assert checks["training-mode"].found == "in evaluation mode throughout: stem.norm"
+
+
+def test_a_network_that_takes_no_float64_is_proved_in_float32(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Single(perceptron):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    checks = proof(make_network=Single)
+    assert failed(checks) == set()
+    assert 1e-5 <= checks["accumulation"].limit <= 1e-4
+    assert checks["accumulation"].difference > 0
+
+
+def test_what_draws_numbers_without_end_is_not_compared_with_its_parts(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Noisy(perceptron):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + 0.1 * torch.randn_like(x) * self.training)
+
+    checks = proof(make_network=Noisy)
+    assert failed(checks) == set()
+    assert "draws random numbers" in checks["accumulation"].found
+    assert checks["gradient"].verdict == "passed"
+
+
+def test_what_remembers_earlier_micro_batches_is_not_compared_with_its_parts(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Remembering(perceptron):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.mean += 0.1 * (x.flatten(1).mean(0) - self.mean)
+            return super().forward(x.flatten(1) - self.mean)
+
+    checks = proof(make_network=Remembering)
+    assert failed(checks) == set()
+    assert "earlier micro-batches" in checks["accumulation"].found
+    assert checks["gradient"].verdict == "passed"
+
+
+def test_what_looks_at_the_whole_micro_batch_is_not_compared_with_its_parts(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+) -> None:
+    class Centred(perceptron):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean(0) if self.training else x)
+
+    checks = proof(make_network=Centred)
+    assert failed(checks) == set()
+    assert "depends on the others" in checks["accumulation"].found
+    assert checks["tail"].verdict == "passed"
+
+
+class Points:
+    """A pipeline of one's own: points on a noisy plane, in any order that is asked for."""
+
+    def __init__(self, count: int, held_out: int) -> None:
+        self._points = torch.randn(count + held_out, 5, generator=torch.Generator().manual_seed(0))
+        self._held_out = np.arange(count, count + held_out)
+
+    def train_batches(self, geometry: Any, first: int, last: int, world: World) -> Iterator[Batch]:
+        for piece in geometry.stream(first, last, world):
+            yield self._batch(piece, piece.ids)
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        for piece in evaluation_slices(len(self._held_out), batch_size, world):
+            yield self._batch(piece, self._held_out[piece.ids])
+
+    def _batch(self, piece: Any, rows: Any) -> Batch:
+        points = self._points[torch.tensor(rows)]
+        return Batch(points, points.sum(1).square(), piece.ids, piece)
+
+    def start(self, **_: bool) -> None: ...
+
+    def load(self, report: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def sample_name(self, sample_id: int, **_: bool) -> str:
+        return str(sample_id)
+
+
+class Regression(paceline.Task):
+    """A task of one's own from the ground up."""
+
+    metrics = (Metric(name="loss"), Metric(name="error"))
+
+    def data_facts(self, world: World) -> DataFacts:
+        return DataFacts(train_samples=70, evaluation_samples=19)
+
+    def open_pipeline(self, placement: Any) -> Any:
+        return Points(70, 19)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        return (model(batch.inputs)[:, 0] - batch.targets).square().mean()
+
+    def score(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        gap = model(batch.inputs)[:, 0] - batch.targets
+        return {"loss": gap.square(), "error": gap.abs()}
+
+
+def test_a_task_from_the_ground_up_is_proved(proof: Callable[..., Any], failed: Callable[..., Any]) -> None:
+    checks = proof(task=Regression, overrides={"evaluate.metric": "error", "batch.micro_size": 4})
+    assert failed(checks) == set()
+    assert checks["accumulation"].limit == 1e-12
+    assert checks["metric"].verdict == "passed"
+
+
+def test_samples_that_cannot_be_read_are_no_mistake(
+    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module], tmp_path: Path
+) -> None:
+    draws = np.random.default_rng(0)
+    for number in range(72):
+        file = tmp_path / "photos" / ("train", "val")[number % 2] / "abc"[number % 3] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
+        if number in (0, 4, 9, 13, 24):
+            file.write_bytes(b"no image")
+
+    class Photos(paceline.ImageClassification):
+        def build_model(self) -> nn.Module:
+            return perceptron()
+
+    data = {"data.dataset": "image_folder", "data.path": tmp_path / "photos", "data.max_broken": 9}
+    assert failed(proof(task=Photos, overrides=data)) == set()
+    assert failed(proof(task=Photos, overrides={**data, "data.backend": "pytorch"})) == set()
+
+
+@pytest.mark.parametrize(("name", "task"), [("own_task", "BrierScore"), ("own_dataset_and_model", None)])
+def test_the_examples_are_proved(
+    name: str, task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: Callable[..., Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, name, module)
+    spec.loader.exec_module(module)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(module.RECIPE)
+    overrides = () if task is None else (f"task={name}:{task}",)
+    report = prove(Asked(recipe=str(recipe), overrides=overrides, processes=1), lambda _: None)
+    assert failed({check.name: check for check in report.checks}) == set()
+    assert report.passed
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", [41, 1000, 12, 60])
+def test_an_epoch_is_whole_steps_and_a_ragged_tail(processes: int, samples: int) -> None:
+    parts = 2 * processes if processes > 1 else 4
+    if samples < 3 * parts - 1:
+        with pytest.raises(RecipeError, match=f"there are {samples} training samples, but {parts} micro-batches"):
+            Sizes.of(samples, 359, processes)
+        return
+    sizes = Sizes.of(samples, 359, processes)
+    assert sizes.samples <= samples
+    assert 0 < sizes.tail < sizes.global_batch
+    assert sizes.tail % parts != 0
+    assert sizes.micro_batches % processes == 0
+    assert sizes.evaluation_samples % sizes.evaluation_batch != 0
+    batches = -(-sizes.evaluation_samples // sizes.evaluation_batch)
+    assert batches > processes
+    assert processes == 1 or batches % processes != 0
+
+
+@pytest.mark.parametrize("held_out", range(12))
+def test_few_held_out_samples_are_scored_too(held_out: int) -> None:
+    sizes = Sizes.of(100, held_out, 2)
+    assert sizes.evaluation_samples == held_out
+    assert sizes.evaluation_batch >= 2
+
+
+def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="a proof starts processes of its own"):
+        prove(Asked(recipe="digits"), lambda _: None)
+
+
+def test_a_run_that_takes_no_step_is_an_error(proof: Callable[..., Any]) -> None:
+    with pytest.raises(TrainingError, match="did not take one: the training loss became nan"):
+        proof(on_loss=lambda _, loss: loss * float("nan"))
+
+
+def test_an_override_without_effect_is_refused(proof: Callable[..., Any]) -> None:
+    with pytest.raises(RecipeError, match=r"parallel\.bucket_cap_mb"):
+        proof(overrides={"parallel.bucket_cap_mb": 7})
+
+
+@pytest.mark.parametrize(("found", "wanted", "relative"), [(1.0, 2.0, 0.5), (float("nan"), 2.0, float("inf"))])
+def test_a_gradient_that_is_no_number_differs_most(found: float, wanted: float, relative: float) -> None:
+    mine = {"a": torch.tensor([found]), "b": torch.tensor([1.0]), "c": None}
+    theirs = {"a": torch.tensor([wanted]), "b": torch.tensor([1.0]), "c": torch.zeros(1)}
+    gap = difference(mine, theirs)
+    assert (gap.relative, gap.where) == (relative, "a")
+
+
+DOCUMENTS = """
+task: language_modeling
+model: {name: gpt, options: {depth: 1, width: 16, heads: 2}}
+data: {dataset: text_folder, path: PATH, validation_fraction: 0.2, text: {context: 32, rows: single, pad_multiple: 2}}
+batch: {global_size: 4}
+optimizer: {name: adamw, lr: 0.01}
+train: {duration: 8 steps}
+parallel: {device: cpu, threads: 1}
+telemetry: {trackers: [], report: off}
+"""
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_what_is_rehearsed_is_not_taken_for_training(
+    balance: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples of unequal length, the largest micro-batch goes through before the first step, whichever step's."""
+    (tmp_path / "books").mkdir()
+    for number in range(70):
+        (tmp_path / "books" / f"{number}.txt").write_text("ab" * (1 + number * 7 % 13))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(DOCUMENTS.replace("PATH", str(tmp_path / "books")))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    asked = Asked(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
+    checks = {check.name: check for check in prove(asked, lambda _: None).checks}
+    assert [check for check in checks.values() if check.verdict == "failed"] == []
+    assert {checks[name].verdict for name in ("order", "samples", "gradient", "tail")} == {"passed"}
+
+
+def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -> None:
+    task = build_task(load_recipe("shapes-maskrcnn").recipe)
+    orders = Orders(task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=())
+    whole = task.dataset
+    facts = Witness(task, orders).data_facts(World())
+    assert (facts.train_samples, facts.evaluation_samples) == (5, 3)
+    few = task.dataset
+    assert (len(few.train), len(few.validation)) == (5, 3)
+    for mine, its in ((0, 0), (1, 499), (4, 1999)):
+        assert few.train.path(mine) == whole.train.path(its)
+        assert (few.train.image(mine) == whole.train.image(its)).all()
+        assert (few.train.sizes[mine] == whole.train.sizes[its]).all()
+        boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, mine), (whole.train, its)))
+        assert np.array_equal(*boxes)

@@ -1,0 +1,167 @@
+"""Are the bounds of a step those of its device, and is what stands out pointed out?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.devices import find_device
+from paceline.errors import RecipeError
+from paceline.machine import cache_folder
+from paceline.models.ceilings import Ceilings
+from paceline.models.flops import StepWork, Work
+from paceline.models.operator_work import Product
+from paceline_advisor.commands import Roofline
+from paceline_advisor.roofline.bounds import layer_bounds
+from paceline_advisor.roofline.shapes import shape_findings
+from paceline_advisor.roofline.study import choose, roofline
+from paceline_advisor.roofline.this_cpu import this_cpu
+
+A100 = find_device("a100")
+
+
+def work(layer: str, flops: int, moved: int, **more: Any) -> Work:
+    given = {"phase": "forward", "operator": "mm", "dtype": "bfloat16", "product": None, **more}
+    return Work(layer=layer, calls=1, flops=flops, bytes_read=moved, bytes_written=0, is_counted=True, **given)
+
+
+def test_the_longer_of_both_holds_a_layer_back() -> None:
+    ceilings = Ceilings(A100, "none")
+    found = StepWork((work("a", 312 * 10**9, 10**6), work("b", 10**6, 2039 * 10**6, phase="dgrad")))
+    first, second = layer_bounds(found, {"a": "Linear"}, ceilings)
+    assert (first.bound, first.kind, first.seconds) == ("compute", "Linear", pytest.approx(1e-3))
+    assert (second.bound, second.phase, second.seconds) == ("memory", "dgrad", pytest.approx(1e-3))
+    assert first.ridge == pytest.approx(312e12 / 2039e9)
+    assert first.share == second.share == pytest.approx(0.5)
+
+
+def test_each_precision_has_its_peak() -> None:
+    convolution = Product(1, 1, 1, 1, "convolution", 9)
+    fp32, conv = work("a", 10**12, 0, dtype="float32"), work("b", 10**12, 0, dtype="float32", product=convolution)
+    by_default, everywhere, v100 = (
+        Ceilings(A100, "convolutions"),
+        Ceilings(A100, "all"),
+        Ceilings(find_device("v100"), "all"),
+    )
+    assert [by_default.precision_of(each) for each in (fp32, conv)] == ["fp32", "tf32"]
+    assert everywhere.precision_of(fp32) == "tf32"
+    assert v100.precision_of(fp32) == "fp32"
+    with pytest.raises(RecipeError, match="no units for bf16"):
+        v100.seconds(work("a", 1, 1))
+    in_fp8 = Ceilings(find_device("h100"), "none", "fp8", frozenset({"a"}))
+    linear = Product(8, 8, 8)
+    assert in_fp8.precision_of(work("a", 1, 1, product=linear)) == "fp8"
+    assert in_fp8.precision_of(work("b", 1, 1, product=linear)) == "bf16"
+    assert by_default.peak("fp64") == A100.flops_per_second["fp32"] / 2
+
+
+def test_odd_sizes_are_named_with_what_to_change() -> None:
+    odd = work("head", 2 * 256 * 1001 * 768, 10, product=Product(256, 1001, 768))
+    (found,) = shape_findings(StepWork((odd,)), A100, lambda _: "bf16")
+    assert {each.name: (each.is_aligned, each.advice) for each in found.dimensions} == {
+        "samples": (True, ""),
+        "inputs": (True, ""),
+        "outputs": (False, "8 should divide it: 1000 or 1008"),
+    }
+    images = work("stem", 10, 10, product=Product(10**6, 64, 3 * 49, 1, "convolution", 49))
+    (found,) = shape_findings(StepWork((images,)), A100, lambda _: "bf16")
+    assert "4 channels" in found.dimensions[0].advice
+    depthwise = work("dw", 10, 10, product=Product(10**6, 1, 9, 64, "convolution", 9))
+    (found,) = shape_findings(StepWork((depthwise,)), A100, lambda _: "bf16")
+    assert (found.tiling, found.dimensions, found.seconds_lost) == (None, (), 0.0)
+
+
+def test_a_residual_network_on_an_a100() -> None:
+    report = roofline(
+        Roofline(recipe="synthetic", overrides=("model.name=resnet18", "batch.global_size=64"), device="a100")
+    )
+    assert report.precision == "bf16"
+    assert report.ridge == pytest.approx(312e12 / 2039e9)
+    by_name = {(each.layer, each.phase): each for each in report.layers}
+    assert by_name["bn1", "forward"].bound == "memory"
+    assert by_name["layer4.1.conv2", "forward"].kind == "Conv2d"
+    assert sum(each.share for each in report.layers) == pytest.approx(1)
+    assert report.arithmetic_seconds < report.products_seconds < report.least_seconds
+    assert 0 < report.best_mfu < report.best_fused_mfu < 1
+    assert report.uncounted == ()
+    assert report.low_intensity is None
+    # 1.814 GMAC for an image; three passes but for the first layer's gradient of the image.
+    first = by_name["conv1", "forward"].flops
+    assert report.found.model_flops == 3 * report.found.flops("forward") - first
+    assert report.found.flops("forward") / 64 / 2 == pytest.approx(1.814e9, rel=0.005)
+    document = report.to_json()
+    assert json.loads(json.dumps(document))["phases"].keys() == {"forward", "loss", "dgrad", "wgrad", "optimizer"}
+
+
+@pytest.mark.parametrize(("matmul", "precision"), [("auto", "fp32"), ("high", "tf32")])
+def test_an_fp32_transformer_is_held_against_what_it_is_multiplied_in(matmul: str, precision: str) -> None:
+    changes = ["model.name=vit_tiny_patch16_224", "batch.global_size=4", "train.precision=fp32"]
+    report = roofline(
+        Roofline(
+            recipe="synthetic",
+            overrides=(*changes, "data.image_size=224", f"train.float32_matmul={matmul}"),
+            device="a100",
+        )
+    )
+    assert report.precision == precision
+    peak = {"fp32": 19.5e12, "tf32": 156e12}
+    patches = sum(each.flops for each in report.layers if each.layer == "patch_embed.proj")
+    # The patches are a convolution, which torch computes in TF32 either way.
+    rest = report.found.model_flops - patches
+    assert report.arithmetic_seconds == pytest.approx(patches / 156e12 + rest / peak[precision])
+
+
+def test_depthwise_convolutions_are_pointed_out() -> None:
+    report = roofline(
+        Roofline(recipe="synthetic", overrides=("model.name=mobilenetv2_100", "batch.global_size=32"), device="h100")
+    )
+    low = report.low_intensity
+    assert low is not None
+    assert len(low.layers) == 17
+    assert low.intensity < 4.5
+    assert low.seconds_share > 2 * low.flops_share
+    assert any(line.startswith("17 depthwise") for line in report.remarks())
+
+
+@pytest.mark.parametrize("recipe", ["resnet50_a3", "efficientnet_b0", "resnet50_goyal"])
+def test_the_operators_of_shipped_recipes_are_known(recipe: str) -> None:
+    changes = [
+        "model.name=resnet10t",
+        "model.options={}",
+        "batch={global_size: 4, micro_size: 4}",
+        "data.image_size=32",
+    ]
+    assert roofline(Roofline(recipe=recipe, overrides=tuple(changes), device="h100")).uncounted == ()
+
+
+def test_the_precision_that_a_device_lacks_is_not_assumed() -> None:
+    report = roofline(
+        Roofline(recipe="synthetic", overrides=("model.name=resnet18", "batch.global_size=8"), device="t4")
+    )
+    assert report.precision in ("fp32", "fp16")
+
+
+def test_unknown_devices_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match="a100-80gb"):
+        roofline(Roofline(recipe="synthetic", device="a1000"))
+
+
+def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("paceline_advisor.roofline.this_cpu._SECONDS", 0.01)
+    monkeypatch.setattr("paceline_advisor.roofline.this_cpu._SIZE", 128)
+    monkeypatch.setattr("paceline_advisor.roofline.this_cpu._COPIED_BYTES", 2**20)
+    state = torch.get_rng_state()
+    first = this_cpu()
+    assert torch.equal(state, torch.get_rng_state())
+    (kept,) = (cache_folder() / "roofline").iterdir()
+    assert first.bytes_per_second > 0
+    assert str(kept) in first.source
+    assert this_cpu().flops_per_second == first.flops_per_second
+    kept.write_text("torn")
+    assert this_cpu().bytes_per_second > 0
+    assert choose("CPU").name == "cpu"

@@ -1,0 +1,103 @@
+"""Processes that hang are told from those that work, and what they leave is ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline_course.grading.supervise import TOKEN, Limits, Supervisor, end_all
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(600)"
+
+
+def watch(code: str, limits: Limits, until: Callable[[str], bool], seconds: float = 60) -> str:
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    supervisor, begin, objection = Supervisor(limits), time.monotonic(), ""
+    try:
+        while not until(objection) and time.monotonic() - begin < seconds:
+            time.sleep(0.05)
+            objection = supervisor.objection([process.pid])
+    finally:
+        end_all([process.pid], "none")
+        process.wait()
+    return objection
+
+
+def test_waiting_is_a_hang() -> None:
+    assert watch(IDLE, Limits(idle_seconds=1, look_seconds=0.1), bool) == "hang"
+
+
+def test_waking_now_and_then_is_a_hang_too() -> None:
+    # Four that are seen awake at one look in twenty or so, as threads that watch over others are.
+    code = (
+        "import os, time\nos.fork(), os.fork()\n"
+        "while True:\n    time.sleep(0.5)\n    end = time.process_time() + 0.002\n"
+        "    while time.process_time() < end:\n        pass\n"
+    )
+    assert watch(code, Limits(idle_seconds=2, look_seconds=0.1), bool) == "hang"
+
+
+def test_a_little_work_in_every_second_is_no_hang() -> None:
+    code = "import time\nwhile True:\n    time.sleep(0.2)\n    sum(range(3_000_000))\n"
+    limits = Limits(idle_seconds=2, look_seconds=0.1, processor_seconds=1)
+    assert watch(code, limits, bool) == "processor time"
+
+
+def test_work_is_not_a_hang_until_it_has_had_its_time() -> None:
+    limits = Limits(idle_seconds=0.5, processor_seconds=2, look_seconds=0.1)
+    assert watch(BUSY, limits, bool) == "processor time"
+
+
+def test_too_many_processes() -> None:
+    code = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        break\ntime.sleep(600)"
+    assert watch(code, Limits(processes=4, look_seconds=0.05, idle_seconds=30), bool) == "processes"
+
+
+def test_the_clock_ends_what_nothing_else_does() -> None:
+    assert watch(BUSY, Limits(seconds=0.5, look_seconds=0.1), bool) == "time"
+
+
+def test_who_left_the_group_is_found_by_the_token() -> None:
+    environment = {**os.environ, TOKEN: "of this test"}
+    code = (
+        "import subprocess, sys\n"
+        "nowhere = subprocess.DEVNULL\n"
+        f"inner = [sys.executable, '-c', {IDLE!r}]\n"
+        "print(subprocess.Popen(inner, stdout=nowhere, stderr=nowhere, start_new_session=True).pid, flush=True)\n"
+    )
+    command = [sys.executable, "-c", code]
+    started = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    pid = int(started.stdout)
+    state = Path(f"/proc/{pid}/stat")
+    assert state.exists()
+    end_all([], "of this test")
+    deadline = time.monotonic() + 30
+    # Whoever adopts it reaps it when it likes.
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans is Linux's")
+def test_children_of_children_are_ended_whatever_their_environment() -> None:
+    code = f"""
+import os, subprocess, sys
+from paceline_course.grading.supervise import adopt_orphans, descendants, end_children
+adopt_orphans()
+inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {IDLE!r}], env={{}}, start_new_session=True)"
+subprocess.run([sys.executable, "-c", inner], check=True)
+before = len(descendants([os.getpid()]))
+end_children()
+print(before, len(descendants([os.getpid()])))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.split() == ["2", "1"]

@@ -1,0 +1,61 @@
+"""A whole lab runs in a kernel of this Python, away from the user's files, and nothing of it is left."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import LabError
+
+pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
+
+from paceline_course.course import Lab
+from paceline_course.execution import execute
+
+pytestmark = pytest.mark.slow
+
+
+def printed(executed: Any, cell: int) -> str:
+    return "".join(output.get("text", "") for output in executed.notebook.cells[cell].outputs)
+
+
+def test_a_lab_is_run_from_top_to_bottom_by_this_python(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    lab.notebook.cells[2].source = "import sys; print(sys.executable, open('beside.txt').read())"
+    executed = execute(lab.notebook, lab, seconds=200)
+    assert executed.error == ""
+    assert printed(executed, 2) == f"{sys.executable} beside\n"
+    assert printed(executed, 3) == "the sum is 6\n"
+    assert printed(executed, lab.exercises[0].check) == "9b.1  not yet: nothing is written here yet\n"
+    assert 0.1 < executed.processor_seconds < 100
+    assert "outputs" not in lab.notebook.cells[3] or not lab.notebook.cells[3].outputs
+    assert list(home.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1\n1 / 0", r"cell 3 \(x = 1\): ZeroDivisionError: division by zero"),
+        ("import os\nos._exit(0)", "its kernel died"),
+    ],
+)
+def test_what_stops_it_is_said(lab: Lab, source: str, said: str) -> None:
+    lab.notebook.cells[2].source = source
+    assert re.fullmatch(said, execute(lab.notebook, lab, seconds=200).error)
+
+
+def test_a_lab_without_end_is_ended_with_all_it_started(lab: Lab) -> None:
+    lab.notebook.cells[
+        2
+    ].source = "from paceline_course import run\nrun('python -c \"while True: pass\"', seconds=1000)"
+    with pytest.raises(LabError, match="lab 9b was still running after 20 s, and was ended"):
+        execute(lab.notebook, lab, seconds=20)
