@@ -59,7 +59,7 @@ Processes = Annotated[
     int | None,
     Ge(1),
     Shape(metavar="N"),
-    "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Not for use under torchrun or srun.",
+    "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Run it alone, not under torchrun or srun.",
 ]
 Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ranks share, made by the launcher
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]

@@ -14,9 +14,9 @@ from paceline.units import Duration
 @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise")
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """Measure the gradient noise scale of a recipe, or of a run at each of its checkpoints.
+    """Measure the gradient noise scale of a recipe or a run: how large a batch pays.
 
-    Nothing is trained and the run is not touched: gradients of parts of a batch are compared with those of the whole
+    A run is measured at each of its checkpoints. Nothing is trained and the run is not touched: gradients of parts of a batch are compared with those of the whole
     batch. The critical batch size, beyond which a larger batch costs more samples than it saves steps, is of the noise
     scale's order of magnitude and is given as a range. It grows during training: fresh weights say least. To log it
     during a run, at no extra pass, set telemetry.noise_scale.
@@ -38,7 +38,7 @@ class NoiseScale:
 @command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep.report:sweep_batch")
 @dataclass(frozen=True, kw_only=True)
 class SweepBatch:
-    """Train a recipe to a target with several batch sizes, and fit where larger batches stop paying.
+    """Train to a target with several batch sizes, and fit where larger ones stop paying.
 
     Each run is a training of its own in a scratch directory, until the first evaluation that meets the target. Up to
     the knee a larger batch saves steps nearly in proportion; beyond it, it costs samples. The law of both is fitted to
@@ -78,7 +78,7 @@ class SweepBatch:
 @command("roofline", runs="paceline_advisor.roofline.study:roofline")
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Compare a training step with what a device can do, layer by layer and phase by phase.
+    """Compare a training step with what a device can do, layer by layer.
 
     The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds of each operator by
     itself, so a real step takes longer. --json holds all layers.

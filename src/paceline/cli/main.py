@@ -14,7 +14,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from paceline import __version__
-from paceline.cli.derive import click_command
 from paceline.cli.output import echo, noted_exit_code
 from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
@@ -34,10 +33,10 @@ COMMANDS = {
     "find-lr": "Find a learning rate by a range test.",
     "find-batch": "Find the largest micro-batch that this machine trains, by trying.",
     "doctor": "Find what holds a run back, and measure what each change is worth.",
-    "roofline": "Say what holds each layer of a step back on a device: arithmetic or memory.",
+    "roofline": "Compare a training step with what a device can do, layer by layer.",
     "bench": "Measure how fast a recipe trains or answers, and compare.",
-    "noise-scale": "Say how large a batch still pays, by the noise of the gradients.",
-    "sweep-batch": "Measure steps and samples to a target over batch sizes, and find the knee.",
+    "noise-scale": "Measure the gradient noise scale of a recipe or a run: how large a batch pays.",
+    "sweep-batch": "Train to a target with several batch sizes, and fit where larger ones stop paying.",
     "scale": "Predict what more GPUs bring, and measure what can be measured here.",
     "plan": "Choose how many GPUs a training needs for a deadline or a budget.",
     "formulas": "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.",
@@ -84,7 +83,11 @@ _COMPLETING = "_PACELINE_COMPLETE"
 def command_of(name: str) -> click.Command:
     """Import and return a command."""
     found = pkgutil.resolve_name(_WHERE.get(name, f"paceline.cli.{name.replace('-', '_')}:command"))
-    return found if isinstance(found, click.Command) else click_command(found)
+    if isinstance(found, click.Command):
+        return found
+    from paceline.cli.derive import click_command
+
+    return click_command(found)
 
 
 class _LazyGroup(click.Group):
