@@ -16,10 +16,10 @@ from paceline.units import Duration
 class NoiseScale:
     """Measure the gradient noise scale of a recipe or a run: how large a batch pays.
 
-    A run is measured at each of its checkpoints. Nothing is trained and the run is not touched: gradients of parts of a batch are compared with those of the whole
-    batch. The critical batch size, beyond which a larger batch costs more samples than it saves steps, is of the noise
-    scale's order of magnitude and is given as a range. It grows during training: fresh weights say least. To log it
-    during a run, at no extra pass, set telemetry.noise_scale.
+    A run is measured at each of its checkpoints. Nothing is trained and the run is not touched: gradients of parts of a
+    batch are compared with those of the whole batch. The critical batch size, beyond which a larger batch costs more
+    samples than it saves steps, is of the noise scale's order of magnitude and is given as a range. It grows during
+    training: fresh weights say least. To log it during a run, at no extra pass, set telemetry.noise_scale.
 
     Examples:
       paceline noise-scale digits --steps 100

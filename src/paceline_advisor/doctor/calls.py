@@ -31,7 +31,7 @@ def _folders(package: str) -> list[str]:
 
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-OURS = str(Path(paceline.__file__).parent) + os.sep
+OURS = tuple(f"{Path(paceline.__file__).parent}{each}{os.sep}" for each in ("", "_advisor", "_course"))
 # Its detectors wait for what they find, which none of their users could change.
 _TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
 _GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))
@@ -195,7 +195,7 @@ class CallWatcher(TorchFunctionMode):
 def place_of(frame: FrameType | None) -> Place | None:
     """The line outside torch that a call came from; None if it is one of Paceline's or torchvision's own."""
     found = _outside_torch(frame)
-    if found is None or found.f_code.co_filename.startswith((OURS, *_TORCHVISION)):
+    if found is None or found.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
         return None
     return Place(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
