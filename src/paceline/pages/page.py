@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.files import refuse_odd_outputs
 from paceline.pages.blocks import Block, Gallery, Marked, Picture, Table, Text, Tile, Tiles
 from paceline.pages.charts import Chart
 from paceline.pages.plotly_script import plotly_script, script_digest
@@ -78,8 +79,9 @@ def write_page(path: Path, page: Page) -> Path:
 
     Raises:
         PacelineError: If Plotly is not installed.
-        RunDirectoryError: If the file cannot be written.
+        RunDirectoryError: If the file cannot be written, or something else than a file is there.
     """
+    refuse_odd_outputs(path)
     document = _assemble(page)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

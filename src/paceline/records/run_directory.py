@@ -22,6 +22,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.escaping import utf8
+from paceline.files import refuse_odd_outputs
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -251,11 +252,15 @@ def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunD
     return RunDirectoryError(f"Cannot {verb} the {what} '{path}': {reason}. {advice}")
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder that a command's ``--output`` names.
+def make_folder(folder: Path, *names: str) -> None:
+    """Make the folder that a command's ``--output`` names, and check the files that will be written there.
+
+    Args:
+        folder: The folder.
+        names: Names of the files.
 
     Raises:
-        RunDirectoryError: If it cannot be made.
+        RunDirectoryError: If it cannot be made, or one of the names is there and is not a regular file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,6 +268,7 @@ def make_folder(folder: Path) -> None:
         raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
     except OSError as error:
         raise cannot("make", folder, error, what="folder") from error
+    refuse_odd_outputs(*(folder / name for name in names))
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -175,7 +175,7 @@ def test_a_folder_that_refuses_is_told_in_a_sentence(tmp_path: Path) -> None:
         write_page(tmp_path / "file" / "page.html", Page(title="", subtitle="", sections=()))
     target = tmp_path / "folder"
     target.mkdir()
-    with pytest.raises(RunDirectoryError, match="Cannot write the page"):
+    with pytest.raises(RunDirectoryError, match="is a folder"):
         write_page(target, Page(title="", subtitle="", sections=()))
     assert not list(tmp_path.glob(".*.tmp"))
 
