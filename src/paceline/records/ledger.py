@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.records.append_file import AppendFile
+from paceline.records.append_file import AppendFile, detach
 from paceline.records.run_directory import cannot
 
 _MAGIC = b"PLED"
@@ -106,6 +106,7 @@ def truncate_ledgers(directory: Path, step: int) -> int:
             keep = end
             samples += entry.ids.size + entry.broken.size
         try:
+            detach(path)
             size = path.stat().st_size
             if keep < size:
                 with path.open("r+b") as file:

@@ -320,3 +320,16 @@ def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Train, runs: Pat
     (runs / "run/.lock").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=r"\.lock"):
         train_tiny("run")
+
+
+# ------------------------------------------------------------------------------------------- hard-linked copies
+
+
+def test_resuming_a_hard_linked_copy_leaves_the_original_alone(train_tiny: Train, runs: Path, whole: str) -> None:
+    original = train_tiny("original").run_dir
+    shutil.copytree(original, runs / "copy", copy_function=os.link)
+    before = fingerprint(original)
+    assert train_tiny("copy", LONGER).summary.weights_sha256 == whole
+    assert fingerprint(original) == before
+    assert audit_run(runs / "copy").passed
+    assert audit_run(original).passed
