@@ -26,7 +26,7 @@ from paceline.data.image.synthetic import SyntheticSource
 from paceline.data.image.webdataset import open_webdataset
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
-from paceline.references import load_reference
+from paceline.references import call_reference, load_reference
 
 LARGEST_SMALL_IMAGE = 64
 _FOLDER_SIZE = 224
@@ -252,7 +252,7 @@ def _open_synthetic(data: Data) -> ImageDataset:
 
 def _from_factory(data: Data) -> ImageDataset:
     factory = load_reference(data.dataset, DataError)
-    dataset = factory(data)
+    dataset = call_reference("data.dataset", data.dataset, factory, DataError, data)
     if not isinstance(dataset, ImageDataset):
         raise DataError(
             f"{data.dataset!r} returned {type(dataset).__name__}; it must return a "
