@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.records.run_directory import cannot, sync_directory
+from paceline.records.run_directory import cannot, refuse_odd_record, sync_directory
 
 
 def detach(path: Path) -> None:
@@ -53,6 +53,7 @@ class AppendFile:
 
     def __init__(self, path: Path, *, buffering: int = -1) -> None:
         self._path = path
+        refuse_odd_record(path)
         detach(path)
         try:
             path.parent.mkdir(exist_ok=True)

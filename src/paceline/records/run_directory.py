@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.escaping import utf8
-from paceline.files import refuse_odd_outputs
+from paceline.files import odd_kind, refuse_odd_outputs
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -184,6 +184,17 @@ class RunDirectory:
                 )
 
 
+def refuse_odd_record(path: Path) -> None:
+    """Refuse a record that is a named pipe, a socket or a device: opening it could wait for ever.
+
+    Raises:
+        RunDirectoryError: Naming it and what it is.
+    """
+    kind = odd_kind(path)
+    if kind and kind != "a folder":  # which opening refuses
+        raise RunDirectoryError(f"'{path}' is {kind}, not a file: take it away, or restore the file from a copy.")
+
+
 def existing_run(path: Path) -> RunDirectory:
     """The run directory of that name.
 
@@ -207,6 +218,8 @@ def why_no_run(path: Path, give: str = "the directory of a run that was started,
         path: It holds no run.
         give: What is to be given instead.
     """
+    if kind := odd_kind(RunDirectory(path).recipe):
+        return f"'{RunDirectory(path).recipe}' is {kind}, not a file: take it away, or restore the file from a copy."
     found = f"there is no run directory '{path}'"
     if path.exists():
         found = f"'{path}' holds no run ({'no recipe.yaml' if path.is_dir() else 'it is a file'})"

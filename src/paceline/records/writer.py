@@ -14,7 +14,7 @@ from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.records.append_file import AppendFile, detach
 from paceline.records.events import Event
-from paceline.records.run_directory import cannot, encode_json, write_text
+from paceline.records.run_directory import cannot, encode_json, refuse_odd_record, write_text
 
 
 class EventWriter(AppendFile):
@@ -44,6 +44,7 @@ def truncate_after(path: Path, position: int) -> int:
     Raises:
         RunDirectoryError: If a line other than the last is no event.
     """
+    refuse_odd_record(path)
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
