@@ -17,7 +17,7 @@ import pytest
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
-from paceline.records.identity import read_identity
+from paceline.records.identity import read_identity, write_identity
 from paceline.records.run_directory import RunDirectory
 from paceline.report.audit import audit_run
 
@@ -320,6 +320,23 @@ def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Train, runs: Pat
     (runs / "run/.lock").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=r"\.lock"):
         train_tiny("run")
+
+
+def test_a_recipe_removed_during_the_run_is_written_again(
+    train_tiny: Train, runs: Path, monkeypatch: pytest.MonkeyPatch, whole: str
+) -> None:
+    kept: list[str] = []
+
+    def remove_once(directory: RunDirectory, identity: Any) -> None:
+        if not kept:
+            kept.append(directory.recipe.read_text())
+            directory.recipe.unlink()
+        write_identity(directory, identity)
+
+    monkeypatch.setattr("paceline.trainer.saving.write_identity", remove_once)
+    train_tiny("run")
+    assert (runs / "run/recipe.yaml").read_text() == kept[0]
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
 
 
 # ------------------------------------------------------------------------------------------- hard-linked copies
